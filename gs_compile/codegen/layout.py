@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -15,7 +15,7 @@ from gs_compile.capture.graph import Captured, TensorSpec
 from gs_compile.capture.split import Split
 from gs_compile.errors import CaptureError, OptimizerError
 from gs_compile.options import Frozen, Options
-from gs_compile.placement.shards import QUANTUM, owned, pieces, sharded
+from gs_compile.placement.shards import QUANTUM, Owned, owned, pieces, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Bindings
@@ -60,10 +60,7 @@ def arrange(
     `CaptureError` for a unit with dtypes that do not go together.
     """
     codecs = codecs or {}
-    specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
-    for graph in split.units:
-        for index, spec in graph.parameters(captured).items():
-            specs[index], owners[index] = spec, TIED if index in owners else graph.unit
+    specs, owners = _owned(split, captured)
     rank, world = (ranks.rank, ranks.number) if ranks else (0, 1)
     spans, runs = dict[int, Slice](), dict[Unit, list[Run]]()
     types, sizes = dict[Unit, Types](), list[UnitSize]()
@@ -83,18 +80,33 @@ def arrange(
         placed = _placed(unit, members, types[unit], codecs, matrices)
         sizes.append(sharded(_size(unit, members, placed, types[unit], matrices or {}), world))
         cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
-        runs[unit], stop = [], 0
+        mine, runs[unit], stop = partial(owned, cuts, rank, world), [], 0
         for (is_frozen, group, width), same in groupby(members, key=order):
-            start = stop = world * sizes[-1].num_trained if is_frozen else stop
-            for index in same:
+            stop = world * sizes[-1].num_trained if is_frozen else stop
+            indices = list(same)
+            for index in indices:
                 spans[index] = replace(placed[index], offset=stop)
                 stop += _padded(spans[index])
-                if matrices is not None and not is_frozen:
-                    what = matrices.get(index), spans[index].second
-                    runs[unit].append(Run(spans[index].offset, stop, *group, width > 1, *what))
-            mine = () if is_frozen or matrices is not None else owned(cuts, rank, world, start, stop)
-            runs[unit] += [Run(each.local, each.local + each.numel, *group, width > 1) for each in mine]
+            if not is_frozen:
+                first = Run(spans[indices[0]].offset, stop, *group, width > 1)
+                runs[unit] += _runs(first, {index: spans[index] for index in indices}, matrices, mine)
     return Arrangement(spans, runs, tuple(sizes), types)
+
+
+def _runs(
+    alike: Run,
+    spans: Mapping[int, Slice],
+    matrices: Mapping[int, Matrices] | None,
+    mine: Callable[..., Iterator[Owned]],
+) -> Iterator[Run]:
+    """What of parameters that are alike is this rank's; of an optimizer that orthogonalizes each by itself."""
+    if matrices is None:
+        for each in mine(alike.start, alike.stop):
+            yield alike._replace(start=each.local, stop=each.local + each.numel)
+        return
+    for index, span in spans.items():
+        start, stop = span.offset, span.offset + _padded(span)
+        yield alike._replace(start=start, stop=stop, matrices=matrices.get(index), second=span.second)
 
 
 def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:

@@ -266,8 +266,8 @@ def _matrices(
         return None
     if ranks:
         raise OptimizerError(
-            f"{type(optimizer).__name__} updates whole matrices, of which {ranks.number} ranks have a share each: train "
-            "with one process, or with another optimizer of gs_compile"
+            f"{type(optimizer).__name__} updates whole matrices, of which {ranks.number} ranks have a share each: "
+            "train with one process, or with another optimizer of gs_compile"
         )
     readers, inputs = defaultdict[int, list[Unit]](list), compilation.captured.inputs
     for graph in model.split.units:
