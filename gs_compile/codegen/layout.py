@@ -93,6 +93,15 @@ def arrange(
     return Arrangement(spans, runs, tuple(sizes), types)
 
 
+def _owned(split: Split, captured: Captured) -> tuple[dict[int, TensorSpec], dict[int, Unit]]:
+    """All parameters, by input index, and the unit that each is in."""
+    specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
+    for graph in split.units:
+        for index, spec in graph.parameters(captured).items():
+            specs[index], owners[index] = spec, TIED if index in owners else graph.unit
+    return specs, owners
+
+
 def _runs(
     alike: Run,
     spans: Mapping[int, Slice],
