@@ -19,7 +19,7 @@ SHARES = st.floats(0, 1) | st.sampled_from([0.0, 0.25, 0.3, 0.5, 1.0])
 
 
 def parts(trained, frozen=(), **given):
-    of_unit = {"itemsize": 2, "gradient_itemsize": 4, "state_itemsize": 12, "has_master": True}
+    of_unit = {"itemsize": 2, "gradient_itemsize": 4, "state_itemsize": 12, "has_master": True, "update_flops": 0.0}
     of_unit |= {name: given.pop(name) for name in of_unit.keys() & given.keys()}
     ratios = {name: given.pop(f"{name}_ratio", default) for name, default in RATIOS.items()}
     cuts = {"alpha": 0.25, "most_numel": 1 << 40, "separate": True}
@@ -82,6 +82,23 @@ def test_in_one_memory_no_tensor_straddles_the_zones():
     for ratio, host in ((0.2, 0), (0.4, 4), (0.99, 10), (1.0, 16)):
         unit = parts([4 * Q, 6 * Q, 6 * Q], parameter_ratio=ratio, separate=False)
         assert sum(part.numel for part in unit.w.values() if part.tier == "host") == host * Q
+
+
+@settings(deadline=None, max_examples=200)
+@given(SIZES, SIZES, SHARES, SHARES, SHARES, st.integers(1, 40), st.booleans())
+def test_where_updates_take_whole_tensors_no_cut_is_within_one(
+    trained, frozen, parameter, state, alpha, most, separate
+):
+    """No part of the parameters, so no group; states are cut anywhere."""
+    shares = {"parameter_ratio": parameter, "optimizer_ratio": state, "alpha": alpha}
+    unit = parts(trained, frozen, **shares, most_numel=most * Q, separate=separate, update_flops=1.0)
+    ends = {0, *accumulate((*trained, *frozen))}
+    assert all({part.start, part.stop} <= ends for part in unit.w.values())
+    _partition(list(unit.w.values()), sum(trained) + sum(frozen))
+    for group in unit.groups:
+        _partition(group.s, group.numel if group.when != "never" else 0)
+    late, largest = sum(group.numel for group in unit.trained("late")), max(trained, default=0)
+    assert abs(late - alpha * sum(trained)) <= largest  # half of a tensor in each of two zones
 
 
 @settings(deadline=None, max_examples=300)
