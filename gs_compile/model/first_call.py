@@ -63,8 +63,8 @@ def plan_tiers(
     """
     options, split = compilation.options, models[0].split
     how: dict[str, Any] = {
-        "groups": _param_groups(compilation, models[0], args, optimizer),
         "matrices": _matrices(compilation, models[0], args, optimizer, ranks),
+        "groups": _param_groups(compilation, models[0], args, optimizer),
         "codecs": codecs_of(split, compilation.captured, options, args),
         "ranks": ranks,
     }
