@@ -16,7 +16,7 @@ from gs_compile.capture.split import Split
 from gs_compile.errors import CaptureError, OptimizerError
 from gs_compile.options import Frozen, Options
 from gs_compile.placement.shards import QUANTUM, Owned, owned, pieces, sharded
-from gs_compile.placement.workload import UnitSize
+from gs_compile.placement.workload import Products, UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.formats import Types, types_of
@@ -207,9 +207,13 @@ def _size(
     decoded = sum(members[index].numel * members[index].dtype.itemsize for index in members if placed[index].codec)
     sizes, follows = (types.parameter.itemsize, types.wide.itemsize), types.has_master and not types.is_pair
     size = UnitSize(unit, trained, frozen, *sizes, types.state_itemsize, follows, types.conversion_nbytes)
-    own = [matrices[index] for index in members.keys() & matrices.keys()]
-    flops, nbytes = sum(each.flops for each in own), max((each.scratch_nbytes for each in own), default=0)
-    return replace(size, decoded_nbytes=decoded, update_flops=flops, update_scratch_nbytes=nbytes)
+    own = {index: matrices[index] for index in members if index in matrices}
+    products = None
+    if own:
+        device_nbytes = max(each.scratch_nbytes for each in own.values())
+        host_nbytes = max(_padded(placed[index]) for index in own) * types.wide.itemsize
+        products = Products(sum(each.flops for each in own.values()), device_nbytes, host_nbytes)
+    return replace(size, decoded_nbytes=decoded, products=products)
 
 
 def _padded(span: Slice) -> int:

@@ -67,13 +67,13 @@ def cut(
     tensors = [0, *accumulate((*size.trained, *size.frozen))]
     device = max(end for end in tensors if end <= device_numel)
     limit = max(_elements(ratios["parameter"] + ratios.get("device", 0.0), size.numel), device)
-    is_cut_anywhere = separate and not size.update_flops
+    is_cut_anywhere = separate and not size.products
     ends = [device + (limit - device) // QUANTUM * QUANTUM] if is_cut_anywhere else tensors
     bounds = [0, device, max(end for end in ends if end <= limit), size.numel]
     w_letters, s_letters, dw_letters = _letters(), _letters(), _letters()
     groups = []
     fractions = _fractions(size.num_trained, alpha, most_numel)
-    for when, zone in _zones(bounds, size.num_trained, fractions, tensors if size.update_flops else ()):
+    for when, zone in _zones(bounds, size.num_trained, fractions, tensors if size.products else ()):
         w = tuple(Part(next(w_letters), tier, start, stop) for tier, start, stop in zone if start < stop)
         group_numel = sum(part.numel for part in w)
         if group_numel:
@@ -83,7 +83,7 @@ def cut(
             s = tuple(Part(next(s_letters), tier, a, b) for tier, a, b in homes if a < b) if has_state else ()
             groups.append(Group(next(dw_letters), when, w, s))
     sizes = size.itemsize, size.gradient_itemsize, size.state_itemsize
-    costs = size.conversion_nbytes, size.decoded_nbytes, size.update_flops
+    costs = size.conversion_nbytes, size.decoded_nbytes, size.device_nbytes
     return UnitPlacement(size.unit, tuple(groups), *sizes, size.has_master, *costs)
 
 

@@ -15,13 +15,24 @@ NOISE = 0.02  # of seconds: by what two timings of the same code differ
 
 
 @dataclass(frozen=True)
+class Products:
+    """The matrix products of a unit's update: their operations, and the most bytes that those of one tensor take, where
+    they are computed and in host memory before and after.
+    """
+
+    flops: float
+    device_nbytes: int
+    host_nbytes: int
+
+
+@dataclass(frozen=True)
 class UnitSize:
     """What a unit has to place: elements of its tensors (multiples of the quantum), trained ones first.
 
     state_itemsize: not whole where moments have 8 bits. conversion_nbytes: see `formats`. decoded_nbytes: of the values
         of its encoded matrices, which its code computes with.
-    update_flops: of the matrix products in an update of the whole unit, where that takes whole tensors; 0: it takes
-        elements. update_scratch_nbytes: the most that these products take on the device.
+    products: of its update, where that takes whole tensors; None: it takes elements. device_nbytes: that the device
+        passes over in the time of these, once it is known.
     """
 
     unit: Unit
@@ -33,8 +44,8 @@ class UnitSize:
     has_master: bool
     conversion_nbytes: int = 0
     decoded_nbytes: int = 0
-    update_flops: float = 0.0
-    update_scratch_nbytes: int = 0
+    products: Products | None = None
+    device_nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -187,7 +198,7 @@ class Workload:
         those of an update's products beside it.
         """
         decoded = {size.unit: size.decoded_nbytes for size in self.sizes}
-        beside = max((size.update_scratch_nbytes for size in self.sizes), default=0)
+        beside = max((size.products.device_nbytes for size in self.sizes if size.products), default=0)
         found = (cost.workspace_nbytes + decoded.get(unit, 0) for unit, cost in self.costs.items())
         return beside + max(found, default=0)
 

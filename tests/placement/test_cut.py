@@ -10,7 +10,7 @@ from gs_compile.options import Ratios
 from gs_compile.placement.cut import cut, cut_units
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import QUANTUM
-from gs_compile.placement.workload import UnitSize
+from gs_compile.placement.workload import Products, UnitSize
 
 Q = QUANTUM
 SIZES = st.lists(st.integers(1, 9).map(lambda quanta: quanta * Q), max_size=5)
@@ -19,7 +19,7 @@ SHARES = st.floats(0, 1) | st.sampled_from([0.0, 0.25, 0.3, 0.5, 1.0])
 
 
 def parts(trained, frozen=(), **given):
-    of_unit = {"itemsize": 2, "gradient_itemsize": 4, "state_itemsize": 12, "has_master": True, "update_flops": 0.0}
+    of_unit = {"itemsize": 2, "gradient_itemsize": 4, "state_itemsize": 12, "has_master": True, "products": None}
     of_unit |= {name: given.pop(name) for name in of_unit.keys() & given.keys()}
     ratios = {name: given.pop(f"{name}_ratio", default) for name, default in RATIOS.items()}
     cuts = {"alpha": 0.25, "most_numel": 1 << 40, "separate": True}
@@ -91,7 +91,7 @@ def test_where_updates_take_whole_tensors_no_cut_is_within_one(
 ):
     """No part of the parameters, so no group; states are cut anywhere."""
     shares = {"parameter_ratio": parameter, "optimizer_ratio": state, "alpha": alpha}
-    unit = parts(trained, frozen, **shares, most_numel=most * Q, separate=separate, update_flops=1.0)
+    unit = parts(trained, frozen, **shares, most_numel=most * Q, separate=separate, products=Products(1.0, 1, 1))
     ends = {0, *accumulate((*trained, *frozen))}
     assert all({part.start, part.stop} <= ends for part in unit.w.values())
     _partition(list(unit.w.values()), sum(trained) + sum(frozen))
