@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from gs_compile.runtime.kernels import Hyper, Rule, scratch
-from gs_compile.runtime.stream import Device
+from gs_compile.runtime.slab import map_memory
+from gs_compile.runtime.stream import Device, wait_for
 
 Tensor = torch.Tensor
 STATES = ("momentum_buffer",)
@@ -113,24 +114,50 @@ DESCEND = Rule("Muon's descent", (), _descend, in_cache=True)
 
 
 class Orthogonalizer:
-    """Newton-Schulz iterations of matrices that are in host memory, on a device."""
+    """Newton-Schulz iterations of matrices that are in host memory, on a device.
 
-    def __init__(self, device: Device) -> None:
+    nbytes: of the largest parameter, in the dtype of its master.
+    """
+
+    def __init__(self, device: Device, nbytes: int = 0) -> None:
         self._device = device
         self._stream: Any = None
+        self._mixed = map_memory(nbytes)
+        self._staged = map_memory(nbytes // 2 if device.has_own_memory else 0, device)  # a bfloat16 is at most half
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._mixed = self._staged = map_memory(0)
+
+    def mixed(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for what is orthogonalized next."""
+        return self._mixed[: numel * dtype.itemsize].view(dtype)
 
     @torch.no_grad()
     def step(self, parameter: Tensor, matrices: Matrices, hyper: Hyper) -> None:
         """Replace what is to be orthogonalized by the step that it makes, its learning rate in it."""
         for matrix in matrices.of(parameter):
-            matrix.copy_(self._orthogonal(matrix.bfloat16(), hyper)).mul_(_rate(hyper, matrix.shape))
+            found = (
+                self._on_device(matrix, hyper) if self._device.has_own_memory else orthogonal(matrix.bfloat16(), hyper)
+            )
+            matrix.copy_(found).mul_(_rate(hyper, matrix.shape))
 
-    def _orthogonal(self, matrix: Tensor, hyper: Hyper) -> Tensor:
-        if not self._device.has_own_memory:
-            return orthogonal(matrix, hyper)
-        self._stream = self._stream or self._device.new_stream()
-        with self._device.on(self._stream):
-            return orthogonal(matrix.to(self._device.device), hyper).cpu()
+    def _on_device(self, matrix: Tensor, hyper: Hyper) -> Tensor:
+        """There and back, beside what else it computes."""
+        device = self._device
+        self._stream = self._stream or device.new_stream()
+        staged = self._staged[: 2 * matrix.numel()].view(torch.bfloat16).view(matrix.shape).copy_(matrix)
+        with device.on(self._stream):
+            there = device.empty(matrix.shape, torch.bfloat16)
+            device.copy(there, staged)
+            device.copy(staged, orthogonal(there, hyper).contiguous())
+            event = device.record(self._stream)
+        wait_for(event, device.check)
+        return staged
+
+
+def _here(matrix: Tensor, hyper: Hyper) -> Tensor:
+    return orthogonal(matrix.bfloat16(), hyper)
 
 
 def orthogonal(matrix: Tensor, hyper: Hyper) -> Tensor:

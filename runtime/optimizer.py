@@ -35,8 +35,12 @@ class OptimizerStep:
     def __init__(self, setting: Setting, recipe: Recipe) -> None:
         self.setting = setting
         self.recipe = recipe
-        self._orthogonalizer = Orthogonalizer(setting.device)
+        self._orthogonalizer = Orthogonalizer(setting.device, recipe.largest_nbytes(setting.types))
         self._added: dict[Unit, frozenset[Any]] = {}  # the parameters that have sums, of gradients that are away
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._orthogonalizer.close()
 
     def gradient(
         self, verb: str, value: Value, source: Any, memory: Tensor | None, bindings: Sequence[Binding]

@@ -197,6 +197,7 @@ class Tiers(Homes):
             self.values = ValueTable()
             self.held.let_go()
             self.parameters.close()
+            self.optimizer.close()
             self.slab.close()
 
     def fail(self, error: BaseException) -> None:

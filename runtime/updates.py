@@ -17,8 +17,8 @@ from gs_compile.placement.shards import place_of
 from gs_compile.placement.units import Stretch, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, homed
 from gs_compile.runtime.coordinators import Setting
-from gs_compile.runtime.formats import firsts, narrow, with_firsts
-from gs_compile.runtime.kernels import CHUNK, Hyper, Rule, scratch
+from gs_compile.runtime.formats import Types, firsts, narrow, with_firsts
+from gs_compile.runtime.kernels import CHUNK, Hyper, Rule
 from gs_compile.runtime.muon import BLEND, DESCEND, Matrices, Orthogonalizer
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.values import flat_of
@@ -49,6 +49,11 @@ class Recipe:
 
     rule: Rule
     runs: Mapping[Unit, Sequence[Run]]
+
+    def largest_nbytes(self, types: Mapping[Unit, Types]) -> int:
+        """Of the elements of a parameter that is orthogonalized, as wide as masters."""
+        found = ((run, types[unit].wide) for unit, runs in self.runs.items() for run in runs if run.matrices)
+        return max(((run.stop - run.start) * wide.itemsize for run, wide in found), default=0)
 
 
 class Piece(NamedTuple):
@@ -103,7 +108,7 @@ class Update:
         opened = [(piece, *self._master(piece, run)) for piece in pieces]
         if pieces and not self._skipped:
             settings: Hyper = self._record.hypers[run.group]["matrices"]
-            mixed = scratch("matrix", torch.empty(run.stop - run.start, dtype=self._types.wide, device="meta"))
+            mixed = orthogonalizer.mixed(run.stop - run.start, self._types.wide)
             for piece in pieces:
                 hyper = self._hyper(settings, piece)
                 BLEND.update(_of(mixed, run, piece), piece.gradient, piece.state[:1], hyper, self._number(run))

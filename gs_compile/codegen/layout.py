@@ -211,7 +211,7 @@ def _size(
     products = None
     if own:
         device_nbytes = max(each.scratch_nbytes for each in own.values())
-        host_nbytes = max(_padded(placed[index]) for index in own) * types.wide.itemsize
+        host_nbytes = max(_padded(placed[index]) for index in own) * types.wide.itemsize * 3 // 2
         products = Products(sum(each.flops for each in own.values()), device_nbytes, host_nbytes)
     return replace(size, decoded_nbytes=decoded, products=products)
 

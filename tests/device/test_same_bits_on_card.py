@@ -27,6 +27,7 @@ ROWS = [row for row in table.ROWS if row["separate_device"]]
 
 @cache
 def harness_on(where, precision, halved, dropout):
+    Harness.forget_captures()  # of one model Dynamo has eight at most
     is_mixed = precision == "mixed"
     norms = torch.float32 if is_mixed else None
     return Harness(lambda: to(gpt2(dropout=dropout, norms=norms), where), "model" if is_mixed else precision)

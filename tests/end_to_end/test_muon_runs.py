@@ -13,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiered import Harness, gpt2, loss_of, options, step, tokens
+from happens_before import on_twin
+from tiered import Harness, gpt2, loss_of, muon, options, step, tokens
 from torch import nn
 
 import gs_compile
 from gs_compile.errors import OptimizerError, ResumeError
+from gs_compile.machine import parse_bytes
 from gs_compile.model.first_call import plan_tiers
 from gs_compile.placement.shards import QUANTUM
 
 KEEPS_CAPTURES = True
+CLASSES = ("parameter", "checkpoint", "optimizer")
 NUM_STEPS = 4
 TOLERANCE = 1e-11  # the relative distance of a tensor
 CLIPPED = 1e-6  # the same: what clips is a float32, as torch's is of a model in float32
@@ -182,6 +185,36 @@ def test_a_layer_is_cut_at_its_tensors(harness, tmp_path):
 
 def sorted_by(spans):
     return sorted(spans, key=lambda span: span.offset)
+
+
+def test_by_a_plan_in_little_memory(tmp_path):
+    """What is chosen, updates in pieces among it, learns the same bits; a matrix is set aside of the budget."""
+    harness = Harness(partial(gpt2, 4, 128, tied=False))
+    wanted = harness.train(muon, options(tmp_path / "a", ratios=dict.fromkeys(CLASSES, 1.0), alpha=0.0), 2)
+    pieces = set()
+    for number, host_memory in enumerate(("5MiB", "6MiB", "40MiB")):
+        given = options(tmp_path / str(number), host_memory=host_memory)
+        del given["expert"]["ratios"]
+
+        def look(_, optimizer, host_memory=host_memory):
+            pieces.add(optimizer.engine.placement.decision.layer_updates)
+            largest = 4 * 128 * 512
+            set_aside = parse_bytes(host_memory, name="") - optimizer.engine.planning.run.whole_nbytes
+            assert set_aside == largest * 3 // 2
+
+        assert harness.train(muon, given, 2, look=look).differences(wanted) == []
+    assert {1} < pieces
+
+
+def test_on_a_device_of_its_own_stream(tmp_path):
+    """Matrices go there and back beside what it computes: nothing is read before it is there."""
+    harness = Harness(partial(gpt2, tied=False))
+    given = options(tmp_path, alpha=0.3, ratios={"parameter": 0.5, "optimizer": 0.5})
+    wanted = harness.train(muon, given, 3)
+    with on_twin() as checker:
+        found = harness.train(muon, given, 3)
+    assert found.differences(wanted) in ([], ["norms"])  # which a device sums in another order
+    assert not checker.races
 
 
 def test_what_the_compiled_model_does_not_read(tmp_path):
