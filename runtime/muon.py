@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from gs_compile.runtime.kernels import Hyper, Rule, scratch
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.stream import Device, wait_for
 
@@ -116,22 +117,36 @@ DESCEND = Rule("Muon's descent", (), _descend, in_cache=True)
 class Orthogonalizer:
     """Newton-Schulz iterations of matrices that are in host memory, on a device.
 
-    nbytes: of the largest parameter, in the dtype of its master.
+    nbytes: of the largest parameter, in the dtype of its master. ranks: that have some of each.
     """
 
-    def __init__(self, device: Device, nbytes: int = 0) -> None:
+    def __init__(self, device: Device, nbytes: int = 0, ranks: Ranks | None = None) -> None:
         self._device = device
         self._stream: Any = None
         self._mixed = map_memory(nbytes)
         self._staged = map_memory(nbytes // 2 if device.has_own_memory else 0, device)  # a bfloat16 is at most half
+        self._gathered = map_memory(nbytes // 2 if ranks else 0)
+        self._ranks = ranks
 
     def close(self) -> None:
         """Let go of all memory."""
-        self._mixed = self._staged = map_memory(0)
+        self._mixed = self._staged = self._gathered = map_memory(0)
 
     def mixed(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for what is orthogonalized next."""
         return self._mixed[: numel * dtype.itemsize].view(dtype)
+
+    def gather(self, mixed: Tensor, shares: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Bring what all ranks have of elements to this one, in bfloat16. shares: of each rank, from where to where."""
+        assert self._ranks is not None
+        gathered = self._gathered[: 2 * len(mixed)].view(torch.bfloat16)
+        for rank, own in enumerate(shares):
+            for start, stop in own:
+                part = gathered[start:stop]
+                if rank == self._ranks.rank:
+                    part.copy_(mixed[start:stop])
+                self._ranks.spread(part, rank)
+                mixed[start:stop].copy_(part)
 
     @torch.no_grad()
     def step(self, parameter: Tensor, matrices: Matrices, hyper: Hyper) -> None:

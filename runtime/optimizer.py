@@ -35,7 +35,7 @@ class OptimizerStep:
     def __init__(self, setting: Setting, recipe: Recipe) -> None:
         self.setting = setting
         self.recipe = recipe
-        self._orthogonalizer = Orthogonalizer(setting.device, recipe.largest_nbytes(setting.types))
+        self._orthogonalizer = Orthogonalizer(setting.device, recipe.largest_nbytes(setting.types), setting.ranks)
         self._added: dict[Unit, frozenset[Any]] = {}  # the parameters that have sums, of gradients that are away
 
     def close(self) -> None:

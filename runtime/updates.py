@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gs_compile.placement.shards import place_of
+from gs_compile.placement.shards import owned, place_of
 from gs_compile.placement.units import Stretch, UnitPlacement
 from gs_compile.program.ir import SHADOWS, Op, Unit, homed
 from gs_compile.runtime.coordinators import Setting
@@ -29,9 +29,10 @@ Tensor = torch.Tensor
 class Run(NamedTuple):
     """Trained elements of one param group, in a unit.
 
-    missed: the optimizer's steps before their first. is_wide: two of them are one of a parameter's. matrices: of a
-    parameter that is orthogonalized. second: from a parameter's elements to those that have its second moments in the
-    place of first ones, which follow; 0: it has no such.
+    In a run with several ranks, of those that this one has; but of a parameter that is orthogonalized of all that ranks
+    have together. missed: the optimizer's steps before their first. is_wide: two of them are one of a parameter's.
+    matrices: of a parameter that is orthogonalized. second: from a parameter's elements to those that have its second
+    moments in the place of first ones, which follow; 0: it has no such.
     """
 
     start: int
@@ -80,6 +81,7 @@ class Update:
         self._kept = {(v.kind, v.part): flat for v, flat in shadowed if v.kind in SHADOWS}
         self._is_whole = not op.reads[0].part or setting.placement.keeps_gradient(self._unit)
         self._sums = flat_of(reads[0])
+        self._rank, self._world = (ranks.rank, ranks.number) if (ranks := setting.ranks) else (0, 1)
 
     def run(self, record: StepRecord, orthogonalizer: Orthogonalizer) -> None:
         """Update all of it, as the record of the step says."""
@@ -102,20 +104,31 @@ class Update:
         self._close(w, master, run)
 
     def _matrices(self, run: Run, matrices: Matrices, orthogonalizer: Orthogonalizer) -> None:
-        """Update a parameter by its momentum, orthogonalized."""
-        pieces = [self._opened(each) for each in self._unit.stretches(self._group, run.start, run.stop)]
-        assert sum(len(each.gradient) for each in pieces) in (0, run.stop - run.start), "a part of a matrix"
-        opened = [(piece, *self._master(piece, run)) for piece in pieces]
-        if pieces and not self._skipped:
+        """Update a parameter by its momentum, orthogonalized; of one that ranks share, what this one has."""
+        shares = [list(owned(self._unit.pieces, rank, self._world, run.start, run.stop)) for rank in range(self._world)]
+        opened = []
+        for each in shares[self._rank]:
+            for stretch in self._unit.stretches(self._group, each.local, each.local + each.numel):
+                at = each.whole - run.start + stretch.unit_start - each.local
+                piece = self._opened(stretch)
+                opened.append((slice(at, at + stretch.numel), piece, *self._master(piece, run)))
+        if not opened and self._world == 1:
+            return
+        numel = sum(each.numel for each in shares[self._rank])
+        assert sum(piece.stretch.numel for _, piece, *_ in opened) == numel, "a part of a matrix"
+        if not self._skipped:
             settings: Hyper = self._record.hypers[run.group]["matrices"]
             mixed = orthogonalizer.mixed(run.stop - run.start, self._types.wide)
-            for piece in pieces:
+            for where, piece, *_ in opened:
                 hyper = self._hyper(settings, piece)
-                BLEND.update(_of(mixed, run, piece), piece.gradient, piece.state[:1], hyper, self._number(run))
+                BLEND.update(mixed[where], piece.gradient, piece.state[:1], hyper, self._number(run))
+            if self._world > 1:
+                places = [[(each.whole - run.start, each.numel) for each in own] for own in shares]
+                orthogonalizer.gather(mixed, [[(at, at + size) for at, size in own] for own in places])
             orthogonalizer.step(_parameter(mixed, matrices, 1 + run.is_wide), matrices, settings)
-            for piece, _, master, low in opened:
-                DESCEND.update(master, _of(mixed, run, piece), [], settings, self._number(run), low)
-        for _, w, master, _ in opened:
+            for where, _, _, master, low in opened:
+                DESCEND.update(master, mixed[where], [], settings, self._number(run), low)
+        for _, _, w, master, _ in opened:
             self._close(w, master, run)
 
     def _two_moments(self, run: Run) -> None:
@@ -162,9 +175,8 @@ class Update:
 
     def _hyper(self, settings: Hyper, piece: Piece) -> Hyper:
         """With the factor of the gradient, and the place of the first element among random numbers."""
-        mine = (ranks.rank, ranks.number) if (ranks := self._setting.ranks) else (0, 1)
         stream = zlib.crc32(str(self._unit.unit).encode())
-        place = stream, place_of(self._unit.pieces, *mine, piece.stretch.unit_start)
+        place = stream, place_of(self._unit.pieces, self._rank, self._world, piece.stretch.unit_start)
         return {**settings, "scale": self._record.factor, "place": place}
 
     def _number(self, run: Run) -> int:

@@ -74,7 +74,7 @@ def arrange(
         found = [index for index, owner in owners.items() if owner == unit]
         plain = [specs[index] for index in found if index not in codecs]
         types[unit] = types_by(_dtype(unit, plain or [specs[index] for index in found]))
-        if _has_one_moment({index: specs[index] for index in found}, matrices or {}):
+        if _has_one_moment({index: specs[index] for index in found}, matrices or {}, alone=world == 1):
             types[unit] = types[unit].with_moments(1)
         members = {index: specs[index] for index in sorted(found, key=order)}
         placed = _placed(unit, members, types[unit], codecs, matrices)
@@ -108,14 +108,19 @@ def _runs(
     matrices: Mapping[int, Matrices] | None,
     mine: Callable[..., Iterator[Owned]],
 ) -> Iterator[Run]:
-    """What of parameters that are alike is this rank's; of an optimizer that orthogonalizes each by itself."""
+    """What of parameters that are alike is this rank's; of an optimizer that orthogonalizes each by itself, and of
+    matrices the whole.
+    """
     if matrices is None:
         for each in mine(alike.start, alike.stop):
             yield alike._replace(start=each.local, stop=each.local + each.numel)
         return
     for index, span in spans.items():
         start, stop = span.offset, span.offset + _padded(span)
-        yield alike._replace(start=start, stop=stop, matrices=matrices.get(index), second=span.second)
+        if index in matrices:
+            yield alike._replace(start=start, stop=stop, matrices=matrices[index])
+        for each in mine(start, stop) if index not in matrices else ():
+            yield alike._replace(start=each.local, stop=each.local + each.numel, second=span.second)
 
 
 def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
@@ -168,10 +173,11 @@ def _span(unit: Unit, spec: TensorSpec, types: Types, codec: str) -> Slice:
     return Slice(unit, 0, spec.shape, spec.dtype, types.width(spec.dtype))
 
 
-def _has_one_moment(members: Mapping[int, TensorSpec], matrices: Mapping[int, Matrices]) -> bool:
-    """Whether more of a unit's trained elements need one moment than need two."""
+def _has_one_moment(members: Mapping[int, TensorSpec], matrices: Mapping[int, Matrices], *, alone: bool) -> bool:
+    """Whether more of a unit's trained elements need one moment than need two; among several ranks, whether all do."""
     trained = {index: spec.numel for index, spec in members.items() if spec.requires_grad}
-    return 2 * sum(trained[index] for index in trained.keys() & matrices.keys()) > sum(trained.values())
+    one = sum(trained[index] for index in trained.keys() & matrices.keys())
+    return 2 * one > sum(trained.values()) if alone else 0 < one == sum(trained.values())
 
 
 def _placed(
@@ -211,7 +217,7 @@ def _size(
     products = None
     if own:
         device_nbytes = max(each.scratch_nbytes for each in own.values())
-        host_nbytes = max(_padded(placed[index]) for index in own) * types.wide.itemsize * 3 // 2
+        host_nbytes = 2 * max(_padded(placed[index]) for index in own) * types.wide.itemsize
         products = Products(sum(each.flops for each in own.values()), device_nbytes, host_nbytes)
     return replace(size, decoded_nbytes=decoded, products=products)
 

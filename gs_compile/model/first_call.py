@@ -261,14 +261,11 @@ def _matrices(
     optimizer: OptimizerLike,
     ranks: Ranks | None,
 ) -> dict[int, Matrices] | None:
-    """What updates orthogonalize, by input index; None: nothing ever. Raises `OptimizerError` on several ranks."""
+    """What updates orthogonalize, by input index; None: nothing ever."""
     if not optimizer.orthogonalizes:
         return None
     if ranks:
-        raise OptimizerError(
-            f"{type(optimizer).__name__} updates whole matrices, of which {ranks.number} ranks have a share each: "
-            "train with one process, or with another optimizer of gs_compile"
-        )
+        ranks.open_updates()
     readers, inputs = defaultdict[int, list[Unit]](list), compilation.captured.inputs
     for graph in model.split.units:
         for index in graph.parameters(compilation.captured):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from math import ceil
 
+from gs_compile.placement.levels import is_chosen
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.units import Group, Part, UnitPlacement
@@ -55,7 +56,8 @@ def cut(
     What lives on the device is whole tensors; host memory takes what that is short of its share, so that the SSD has
     its own share and no more. Without a separate device the code reads host memory as it is, so no tensor may straddle
     the cut between host and SSD: the parameter ratio is rounded down to the end of a tensor. So it is where updates
-    take whole tensors, and each group has whole ones.
+    take whole tensors, and each group has whole ones. Where ranks share these, all that is trained is one group, early
+    or late: of so many units as alpha says.
 
     ratios: the shares of "parameter" and "optimizer", the state, in host memory; perhaps of "device", the parameters
         that are to live there.
@@ -67,13 +69,17 @@ def cut(
     tensors = [0, *accumulate((*size.trained, *size.frozen))]
     device = max(end for end in tensors if end <= device_numel)
     limit = max(_elements(ratios["parameter"] + ratios.get("device", 0.0), size.numel), device)
-    is_cut_anywhere = separate and not size.products
+    takes_tensors = size.products is not None and not size.products.shared_nbytes
+    is_cut_anywhere = separate and not takes_tensors
     ends = [device + (limit - device) // QUANTUM * QUANTUM] if is_cut_anywhere else tensors
     bounds = [0, device, max(end for end in ends if end <= limit), size.numel]
     w_letters, s_letters, dw_letters = _letters(), _letters(), _letters()
     groups = []
     fractions = _fractions(size.num_trained, alpha, most_numel)
-    for when, zone in _zones(bounds, size.num_trained, fractions, tensors if size.products else ()):
+    if size.products and size.products.shared_nbytes and fractions:  # all ranks update the same tensors together
+        place = size.unit if isinstance(size.unit, int) else 0
+        fractions = [("late" if is_chosen(place, alpha) else "early", 1.0)]
+    for when, zone in _zones(bounds, size.num_trained, fractions, tensors if takes_tensors else ()):
         w = tuple(Part(next(w_letters), tier, start, stop) for tier, start, stop in zone if start < stop)
         group_numel = sum(part.numel for part in w)
         if group_numel:

@@ -18,11 +18,14 @@ NOISE = 0.02  # of seconds: by what two timings of the same code differ
 class Products:
     """The matrix products of a unit's update: their operations, and the most bytes that those of one tensor take, where
     they are computed and in host memory before and after.
+
+    shared_nbytes: of all tensors, what comes from other ranks; 0: there are none, and each tensor is here as a whole.
     """
 
     flops: float
     device_nbytes: int
     host_nbytes: int
+    shared_nbytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,8 @@ class Run:
         sizes = self.model.sizes[masters]
         if not named(self.options.machine):
             sizes = priced(sizes, self.profile, self.num_threads)
-        sizes = with_products(sizes, self.profile)
+        if beside_slab(self.model.sizes):
+            sizes = with_products(sizes, self.profile)
         is_narrow = any(size.itemsize < size.gradient_itemsize for size in sizes)
         return replace(self.workload, sizes=sizes, masters=masters if is_narrow else None)
 
@@ -262,6 +263,8 @@ class Run:
         """The first rank's; what has to be measured for it is measured by all."""
         own_pass = SCHEDULES[self.request.schedule].variants is not None
         first = self.problem(self.masters)
+        if beside_slab(self.model.sizes):  # whose price needs it
+            _ = self.profile
         if ranks.from_first("whether to plan", lambda: own_pass or isinstance(undecided(first), Problem)):
             _ = self.profile
         here: list[Planned] = []

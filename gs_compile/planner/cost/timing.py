@@ -57,7 +57,8 @@ def with_products(sizes: tuple[UnitSize, ...], profile: Profile) -> tuple[UnitSi
         if size.products is None:
             return size
         seconds = size.products.flops / rate
-        waits = seconds * lane_rate("cpu", profile) / size.num_trained
+        exchanged = size.products.shared_nbytes / profile.transfer_rate("net")
+        waits = (seconds + exchanged) * lane_rate("cpu", profile) / size.num_trained
         passes = seconds * profile.memory_bytes_per_second if profile.separate else 0
         return replace(size, conversion_nbytes=size.conversion_nbytes + int(waits), device_nbytes=int(passes))
 
