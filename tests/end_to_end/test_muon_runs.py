@@ -101,6 +101,16 @@ def test_states_are_those_of_each_kind(harness, tmp_path):
         assert states == ({"momentum_buffer"} if is_matrix(name) else {"exp_avg", "exp_avg_sq"}), name
 
 
+def test_states_before_the_first_call():
+    """All of two dimensions are shown as matrices until it is known which are layers'; a loaded state is as it came."""
+    model = gpt2(tied=False)
+    optimizer = gs_compile.Muon(model.parameters())
+    states = optimizer.state_dict()["state"]
+    for number, parameter in enumerate(model.parameters()):
+        wanted = {"momentum_buffer"} if parameter.dim() == 2 else {"exp_avg", "exp_avg_sq"}
+        assert states[number].keys() == {"step", *wanted}
+
+
 def test_a_group_says_otherwise(harness, tmp_path):
     """A head by Muon, the layers' matrices by AdamW, in units that have their other kind of state."""
 
