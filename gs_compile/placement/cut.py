@@ -123,9 +123,10 @@ def _fractions(numel: int, alpha: float, most_numel: int) -> list[tuple[str, flo
 
 def _cuts(start: int, stop: int, fractions: Sequence[tuple[str, float]], among: Sequence[int]) -> list[tuple[int, int]]:
     """A zone cut at fractions of its length, to the nearest quantum; or to the nearest place `among` some."""
-    ends = [start + round((stop - start) * end / QUANTUM) * QUANTUM for _, end in fractions]
+    wanted = [(stop - start) * end for _, end in fractions]
+    ends = [start + round(end / QUANTUM) * QUANTUM for end in wanted]
     if places := [place for place in among if start <= place <= stop]:
-        ends = [min(places, key=lambda place: abs(place - end)) for end in ends]
+        ends = [min(places, key=lambda place: abs(place - start - end)) for end in wanted]
     ends[-1:] = [stop] if ends else []
     return list(zip([start, *ends[:-1]], ends, strict=True)) if ends else []
 

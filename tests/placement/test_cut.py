@@ -101,6 +101,18 @@ def test_where_updates_take_whole_tensors_no_cut_is_within_one(
     assert abs(late - alpha * sum(trained)) <= largest  # half of a tensor in each of two zones
 
 
+@settings(deadline=None)
+@given(st.lists(SIZES.filter(bool), min_size=1, max_size=8), SHARES, SHARES, st.booleans())
+def test_where_ranks_share_tensors_a_unit_is_updated_at_once(tensors, parameter, alpha, separate):
+    """Early or late; of so many units as alpha says."""
+    shared = Products(1.0, 1, 1, shared_nbytes=1)
+    sizes = [UnitSize(unit, tuple(each), (Q,), 4, 4, 8, False, products=shared) for unit, each in enumerate(tensors)]
+    ratios = Ratios(parameter=parameter, optimizer=0.0)
+    units = cut_units(sizes, Decision(ratios=ratios, alpha=alpha, layer_updates=2), separate=separate)
+    assert all(len(unit.trained()) == 1 and unit.num_trained == unit.trained()[0].numel for unit in units)
+    assert sum(bool(unit.trained("late")) for unit in units) == int(len(units) * alpha + 1e-6)
+
+
 @settings(deadline=None, max_examples=300)
 @given(SIZES, SIZES, SHARES, SHARES, SHARES, st.integers(1, 40), st.booleans())
 def test_a_cut_is_a_partition(trained, frozen, parameter_ratio, optimizer_ratio, alpha, most, separate):
