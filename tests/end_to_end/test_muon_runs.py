@@ -10,10 +10,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import command_line
 import pytest
 import torch
 from happens_before import on_twin
-from tiered import Harness, gpt2, loss_of, muon, options, step, tokens
+from safetensors.torch import load_file
+from tiered import Harness, gpt2, loss_of, muon, options, outcome, step, tokens
 from torch import nn
 
 import gs_compile
@@ -241,6 +243,22 @@ def test_what_the_compiled_model_does_not_read(tmp_path):
     torch.optim.Muon([reference], lr=0.02).step()
     torch.testing.assert_close(head.weight.detach(), reference.detach(), rtol=1e-12, atol=1e-14)
     assert set(optimizer.state[head.weight]) == {"momentum_buffer"}
+
+
+def test_a_commit_is_exported_by_name(harness, tmp_path):
+    """The state of each parameter as its optimizer names it, also where its second moments are behind the first."""
+    given = options(tmp_path / "run", durability="step")
+    with harness.fresh(partial(gs_compile.Muon, **SETTINGS), given) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        optimizer.commit()
+        wanted = outcome(harness.model, optimizer, [], []).values
+    command_line.printed("store", "export", tmp_path / "run", tmp_path / "out", "--states")
+    found = {}
+    for file in (tmp_path / "out").glob("optimizer-*.safetensors"):
+        found |= load_file(file)
+    names = {name for name in wanted if name.endswith(("momentum_buffer", "exp_avg", "exp_avg_sq"))}
+    assert found.keys() == names
+    assert all(torch.equal(found[name], wanted[name]) for name in names)
 
 
 def test_another_split_is_no_resume(harness, tmp_path):
