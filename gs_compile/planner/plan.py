@@ -69,18 +69,23 @@ def plan(
     return door_of(model, request).plan()
 
 
-def door_of(model: Any, request: Request) -> Door:
-    """From a model, as of `plan`, and what is asked of it, to its problems and its plan."""
+def door_of(model: Any, request: Request, like: Door | None = None) -> Door:
+    """From a model, as of `plan`, and what is asked of it, to its problems and its plan.
+
+    like: of the same model, whose capture serves this one where the codec of frozen matrices is all that differs.
+    """
     profile = of_one_rank(find_profile(request.machine, request.storage), request.gpus, request.nodes, request.network)
-    return Door(_Model(model, request), request, profile)
+    is_alike = like is not None and replace(like.request, frozen=request.frozen) == request
+    return Door(_Model(model, request, like.model if like and is_alike else None), request, profile)
 
 
 class _Model:
     """One rank's share of a model without its weights, at any micro-batch size and with either masters."""
 
-    def __init__(self, model: Any, request: Request) -> None:
+    def __init__(self, model: Any, request: Request, like: _Model | None = None) -> None:
         self.model, self.request = model, request
-        self.spec = cache(self._spec)
+        captured = like.spec if like else cache(self._captured)
+        self.spec = cache(lambda schedule: replace(captured(schedule), frozen=request.frozen))
         self._known: dict[tuple[int, Schedule, Masters | None], Workload] = {}
         if isinstance(model, Workload) and (request.masters or request.states != "fp32"):
             raise PlanError(f"the workload {model.name} says itself what its states have: leave masters and states out")
@@ -91,9 +96,9 @@ class _Model:
                 f"lora is {request.lora}, but the model is given as it is trained: name one, or give a config"
             )
 
-    def _spec(self, schedule: Schedule) -> ModelSpec:
+    def _captured(self, schedule: Schedule) -> ModelSpec:
         request = self.request
-        spec = ModelSpec.of(
+        return ModelSpec.of(
             self.model,
             sequence=request.sequence,
             precision=request.precision or ("model" if isinstance(self.model, nn.Module) else "bf16"),
@@ -102,7 +107,6 @@ class _Model:
             states=request.states,
             lora=request.lora,
         )
-        return replace(spec, frozen=request.frozen)
 
     def workload(self, size: int, schedule: Schedule, masters: Masters | None = None) -> Workload:
         """With layers that save their inputs alone; a workload that is given as such is scaled from its own."""
