@@ -84,8 +84,8 @@ class _Model:
 
     def __init__(self, model: Any, request: Request, like: _Model | None = None) -> None:
         self.model, self.request = model, request
-        captured = like.spec if like else cache(self._captured)
-        self.spec = cache(lambda schedule: replace(captured(schedule), frozen=request.frozen))
+        self.captured: Callable[[Schedule], ModelSpec] = like.captured if like else cache(self._captured)
+        self.spec = cache(self._spec)
         self._known: dict[tuple[int, Schedule, Masters | None], Workload] = {}
         if isinstance(model, Workload) and (request.masters or request.states != "fp32"):
             raise PlanError(f"the workload {model.name} says itself what its states have: leave masters and states out")
@@ -107,6 +107,9 @@ class _Model:
             states=request.states,
             lora=request.lora,
         )
+
+    def _spec(self, schedule: Schedule) -> ModelSpec:
+        return replace(self.captured(schedule), frozen=self.request.frozen)
 
     def workload(self, size: int, schedule: Schedule, masters: Masters | None = None) -> Workload:
         """With layers that save their inputs alone; a workload that is given as such is scaled from its own."""
