@@ -155,6 +155,10 @@ def batch(size: int = BATCH, tokens: int = TOKENS, seed: int = 1) -> tuple[torch
         labels[sample, : sample * 3 % tokens] = -100
     if size > 1:
         labels[-1] = -100
+    for tensor in (ids, labels):
+        torch._dynamo.maybe_mark_dynamic(
+            tensor, 0
+        )  # a model in memory is traced once; of others the tests of captures are
     return ids, labels
 
 
