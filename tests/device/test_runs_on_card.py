@@ -239,7 +239,7 @@ def test_evaluation_generation_and_state_dicts(tmp_path):
         with torch.no_grad():
             losses.append(float(loss_of(model, tokens(7))))
         with gs_compile.streaming(model):
-            written = model.generate(tokens(9)[:2, :4].to(where), max_new_tokens=2, do_sample=False, pad_token_id=0)
+            written = model.generate(tokens(9)[:2, :4].to(where), max_new_tokens=3, do_sample=False, pad_token_id=0)
         found = {name: value.cpu().clone() for name, value in model.state_dict().items()}
         model.train()
         model.load_state_dict({name: value * 0.5 for name, value in found.items()})
