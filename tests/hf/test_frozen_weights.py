@@ -284,9 +284,9 @@ def decoded(model):
         pytest.param(dora, kbit, id=f"{'dora' if dora else 'lora'}-{'prepared' if kbit else 'plain'}", marks=marks)
         for dora, kbit, marks in (
             (False, False, pytest.mark.slow),
-            (True, False, ()),
-            (False, True, ()),
-            (True, True, pytest.mark.slow),
+            (True, False, pytest.mark.slow),
+            (False, True, pytest.mark.slow),
+            (True, True, ()),
         )
     ],
 )
