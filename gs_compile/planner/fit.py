@@ -64,18 +64,25 @@ class Fit:
 
 
 def fit(
-    model: str | Path | PretrainedConfig, request: Request | None = None, *, longest: bool = False, **settings: Any
+    model: str | Path | PretrainedConfig,
+    request: Request | None = None,
+    *,
+    longest: bool = False,
+    doors: list[Door] | None = None,
+    **settings: Any,
 ) -> list[Fit]:
     """Each way of training a model, given as for `plan`; request.lora, frozen: the rank and the codec of adapters.
+
+    doors: of the same model, whose captures serve again; those that are made are put there.
 
     Raises `PlanError` for what is wrong with the model or the request; what does not fit says so.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
     found: list[Fit] = []
-    door: Door | None = None
+    doors = [] if doors is None else doors
     for way, asked in ways(request):
-        door = door_of(model, asked, like=door)
-        found.append(_fit(way, door, model, longest=longest))
+        doors.append(door_of(model, asked, doors))
+        found.append(_fit(way, doors[-1], model, longest=longest))
     return found
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -69,14 +69,19 @@ def plan(
     return door_of(model, request).plan()
 
 
-def door_of(model: Any, request: Request, like: Door | None = None) -> Door:
+def door_of(model: Any, request: Request, known: Iterable[Door] = ()) -> Door:
     """From a model, as of `plan`, and what is asked of it, to its problems and its plan.
 
-    like: of the same model, whose capture serves this one where the codec of frozen matrices is all that differs.
+    known: doors of the same model; the capture of one that asks for the same code serves this one too.
     """
     profile = of_one_rank(find_profile(request.machine, request.storage), request.gpus, request.nodes, request.network)
-    is_alike = like is not None and replace(like.request, frozen=request.frozen) == request
-    return Door(_Model(model, request, like.model if like and is_alike else None), request, profile)
+    like = next((each.model for each in known if _of_code(each.request) == _of_code(request)), None)
+    return Door(_Model(model, request, like), request, profile)
+
+
+def _of_code(request: Request) -> tuple[Any, ...]:
+    """What a capture is made for: not the machine, nor the codec of frozen matrices."""
+    return request.sequence, request.precision, request.masters, request.states, request.lora
 
 
 class _Model:

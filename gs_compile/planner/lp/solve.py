@@ -37,8 +37,10 @@ all SSD traffic there can be costs a millionth of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +54,8 @@ from gs_compile.program.ir import TIERS
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
 TOLERANCE = 1e-9  # of the solver
+# HiGHS may find no status for a nearly infeasible program that it has simplified, and its simplex method for one more.
+SOLVERS: tuple[dict[str, Any], ...] = ({}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}})
 FEASIBLE = 1e-6  # of a budget: less is the solver's rounding
 PAIRS = (
     ("ssd_read", "ssd_write"),
@@ -241,10 +245,10 @@ def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array
     def solved(*values: Array) -> tuple[Array, Array] | None:
         for number, value in zip(numbers, values, strict=True):
             number.value = value
-        try:
-            problem.solve(solver=cvxpy.HIGHS, **tolerances)
-        except ValueError:  # HiGHS may find no status for a nearly infeasible program that it has simplified
-            problem.solve(solver=cvxpy.HIGHS, presolve="off", **tolerances)
+        for way in SOLVERS:
+            with suppress(ValueError) if way is not SOLVERS[-1] else nullcontext():
+                problem.solve(solver=cvxpy.HIGHS, **tolerances, **way)
+                break
         return (columns.value, -rows.dual_value) if problem.status == cvxpy.OPTIMAL else None
 
     return solved
