@@ -22,6 +22,9 @@ signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # started in the background, Python and what it starts have none
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
+torch._dynamo.config.run_gc_after_compile = (
+    False  # as of all collections (`collect_seldom`); a first call makes its own
+)
 
 settings.register_profile("any speed", deadline=None, max_examples=12)  # other examples in every run
 settings.register_profile("many", deadline=None, max_examples=100)  # of `make slow`

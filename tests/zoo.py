@@ -146,8 +146,13 @@ def build(name: str) -> nn.Module:
 MODELS = [*HUGGINGFACE, "plain", "positional"]
 
 
-def batch(size: int = BATCH, tokens: int = TOKENS, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels; the samples count different numbers of labels, the last one none."""
+def batch(
+    size: int = BATCH, tokens: int = TOKENS, seed: int = 1, *, marked: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels; the samples count different numbers of labels, the last one none.
+
+    marked: Dynamo is told that their number varies, so a model in memory is traced once.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, VOCAB, (size, tokens), generator=generator)
     labels = ids.clone()
@@ -155,6 +160,8 @@ def batch(size: int = BATCH, tokens: int = TOKENS, seed: int = 1) -> tuple[torch
         labels[sample, : sample * 3 % tokens] = -100
     if size > 1:
         labels[-1] = -100
+    for tensor in (ids, labels) if marked else ():
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return ids, labels
 
 

@@ -166,6 +166,8 @@ def begin_alike(ranks: Ranks, parameters: Sequence[Tensor], buffers: Mapping[str
 
 
 def _is_wrapped(parameter: Tensor) -> bool:
+    if not torch.distributed.is_initialized():  # none can be made then, and there are many objects
+        return False
     found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return any(each is parameter for model in found for each in model.parameters())
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import PlanError
 from gs_compile.planner.builder import SCARCE_UPDATES
+from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.plan import Door, door_of
 from gs_compile.planner.request import Request
 from gs_compile.planner.step_plan import SECONDS_PER_DAY
@@ -63,14 +64,26 @@ class Fit:
 
 
 def fit(
-    model: str | Path | PretrainedConfig, request: Request | None = None, *, longest: bool = False, **settings: Any
+    model: str | Path | PretrainedConfig,
+    request: Request | None = None,
+    *,
+    longest: bool = False,
+    doors: list[Door] | None = None,
+    **settings: Any,
 ) -> list[Fit]:
     """Each way of training a model, given as for `plan`; request.lora, frozen: the rank and the codec of adapters.
+
+    doors: of the same model, whose captures serve again; those that are made are put there.
 
     Raises `PlanError` for what is wrong with the model or the request; what does not fit says so.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
-    return [_fit(way, model, asked, longest=longest) for way, asked in ways(request)]
+    found: list[Fit] = []
+    doors = [] if doors is None else doors
+    for way, asked in ways(request):
+        doors.append(door_of(model, asked, doors))
+        found.append(_fit(way, doors[-1], model, longest=longest))
+    return found
 
 
 def ways(request: Request) -> Iterator[tuple[str, Request]]:
@@ -80,16 +93,14 @@ def ways(request: Request) -> Iterator[tuple[str, Request]]:
     yield f"the same over {codec}", replace(request, lora=rank, frozen=codec)
 
 
-def _fit(way: str, model: Any, request: Request, *, longest: bool) -> Fit:
-    door = door_of(model, request)
+def _fit(way: str, door: Door, model: Any, *, longest: bool) -> Fit:
     try:
-        found = door.searched()[0]
+        problem, search = door.searched()[0]
     except PlanError as error:
         return Fit(way=way, missing=error.message)
-    problem, search = found
     peaks, written = problem.needs(search.best)
     size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
-    largest = _largest(door, size)
+    largest = _largest(door, size, {problem.layer_updates: problem.formulas.counted})
     return Fit(
         way=way,
         batch_size=size * number,
@@ -100,13 +111,13 @@ def _fit(way: str, model: Any, request: Request, *, longest: bool) -> Fit:
         written_nbytes=written,
         rated_nbytes=problem.profile.ssd_rated_nbytes,
         largest_micro_batch=largest,
-        longest=_longest(model, request, largest) if longest else None,
+        longest=_longest(model, door.request, largest) if longest else None,
     )
 
 
-def _largest(door: Door, size: int) -> int:
+def _largest(door: Door, size: int, counted: dict[int, Counted]) -> int:
     """The samples of the largest micro-batch that fits, where `size` do: that times a power of two."""
-    while 2 * size <= MOST_SAMPLES and does_fit(door, 2 * size):
+    while 2 * size <= MOST_SAMPLES and does_fit(door, 2 * size, counted):
         size *= 2
     return size
 
@@ -122,10 +133,16 @@ def _longest(model: Any, request: Request, largest: int) -> int:
     return request.sequence
 
 
-def does_fit(door: Door, samples: int) -> bool:
-    """Whether a micro-batch of so many samples does, with updates in pieces if need be."""
+def does_fit(door: Door, samples: int, counted: dict[int, Counted] | None = None) -> bool:
+    """Whether a micro-batch of so many samples does, with updates in pieces if need be.
+
+    counted: by the pieces, what is known of other sizes; what is counted here is put there.
+    """
+    counted = {} if counted is None else counted
     for updates in (door.layer_updates, SCARCE_UPDATES):
         with suppress(PlanError):
-            replace(door, layer_updates=updates).problem(samples).search(1)
+            problem = replace(door, layer_updates=updates).problem(samples, counted.get(updates))
+            counted[updates] = problem.formulas.counted
+            problem.search(1)
             return True
     return False

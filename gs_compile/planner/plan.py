@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -69,17 +69,27 @@ def plan(
     return door_of(model, request).plan()
 
 
-def door_of(model: Any, request: Request) -> Door:
-    """From a model, as of `plan`, and what is asked of it, to its problems and its plan."""
+def door_of(model: Any, request: Request, known: Iterable[Door] = ()) -> Door:
+    """From a model, as of `plan`, and what is asked of it, to its problems and its plan.
+
+    known: doors of the same model; the capture of one that asks for the same code serves this one too.
+    """
     profile = of_one_rank(find_profile(request.machine, request.storage), request.gpus, request.nodes, request.network)
-    return Door(_Model(model, request), request, profile)
+    like = next((each.model for each in known if _of_code(each.request) == _of_code(request)), None)
+    return Door(_Model(model, request, like), request, profile)
+
+
+def _of_code(request: Request) -> tuple[Any, ...]:
+    """What a capture is made for: not the machine, nor the codec of frozen matrices."""
+    return request.sequence, request.precision, request.masters, request.states, request.lora
 
 
 class _Model:
     """One rank's share of a model without its weights, at any micro-batch size and with either masters."""
 
-    def __init__(self, model: Any, request: Request) -> None:
+    def __init__(self, model: Any, request: Request, like: _Model | None = None) -> None:
         self.model, self.request = model, request
+        self.captured: Callable[[Schedule], ModelSpec] = like.captured if like else cache(self._captured)
         self.spec = cache(self._spec)
         self._known: dict[tuple[int, Schedule, Masters | None], Workload] = {}
         if isinstance(model, Workload) and (request.masters or request.states != "fp32"):
@@ -91,9 +101,9 @@ class _Model:
                 f"lora is {request.lora}, but the model is given as it is trained: name one, or give a config"
             )
 
-    def _spec(self, schedule: Schedule) -> ModelSpec:
+    def _captured(self, schedule: Schedule) -> ModelSpec:
         request = self.request
-        spec = ModelSpec.of(
+        return ModelSpec.of(
             self.model,
             sequence=request.sequence,
             precision=request.precision or ("model" if isinstance(self.model, nn.Module) else "bf16"),
@@ -102,7 +112,9 @@ class _Model:
             states=request.states,
             lora=request.lora,
         )
-        return replace(spec, frozen=request.frozen)
+
+    def _spec(self, schedule: Schedule) -> ModelSpec:
+        return replace(self.captured(schedule), frozen=self.request.frozen)
 
     def workload(self, size: int, schedule: Schedule, masters: Masters | None = None) -> Workload:
         """With layers that save their inputs alone; a workload that is given as such is scaled from its own."""

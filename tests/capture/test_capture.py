@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
+import zoo
 from torch import nn
 from torch._dynamo import callback_handler
 from torch._dynamo import config as dynamo_config
@@ -14,12 +16,13 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config as symbolic_config
 from torch.nn import functional
-from zoo import GPT, VOCAB, WIDTH, Block, assert_same_gradients, batch, compile_model, gradients, train
+from zoo import GPT, VOCAB, WIDTH, Block, assert_same_gradients, compile_model, gradients, train
 
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import UniformityError
 from gs_compile.model.backend import greedysnake
 
+batch = partial(zoo.batch, marked=False)  # as users give it
 OPTIONS = {"micro_batch_size": 2, "expert": {"compiler": "eager"}}
 
 

@@ -126,7 +126,7 @@ def test_rooflines():
         pytest.param({"clip": True}, marks=pytest.mark.slow),
         pytest.param({"alpha": 1.0}, marks=pytest.mark.slow),
         {"ratios": {"optimizer": 0.0, "parameter": 0.0}},
-        {"recompute": "none"},
+        pytest.param({"recompute": "none"}, marks=pytest.mark.slow),
         {"durability": "step"},
     ],
     ids=lambda settings: next(iter(settings)),

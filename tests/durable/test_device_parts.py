@@ -29,7 +29,7 @@ def trained(folder, last, durability):
     return run.step, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("durability", [1, 3])
+@pytest.mark.parametrize("durability", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_parts_on_the_device_go_on(durability, tmp_path):
     _, whole = trained(tmp_path / "whole", 6, durability)
     trained(tmp_path / "broken", 4, durability)

@@ -144,7 +144,8 @@ def below_all(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "freeze"), [("gpt2", None), pytest.param("llama", None, marks=pytest.mark.slow), ("llama", below_all)]
+    ("name", "freeze"),
+    [*(pytest.param(name, None, marks=pytest.mark.slow) for name in ("gpt2", "llama")), ("llama", below_all)],
 )
 def test_gradients_of_inputs(name, freeze, tmp_path):
     """With micro-batches of which the last is smaller; the prologue of llama has no parameters then."""

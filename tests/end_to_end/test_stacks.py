@@ -280,7 +280,14 @@ def losses_and_values(model, optimizer):
     return [*losses, *(value.clone() for value in model.state_dict().values())]
 
 
-@pytest.mark.parametrize(("build", "classes", "num_shared"), CASES, ids=[case[0].__name__ for case in CASES])
+SLOW = {Residuals, Pairs, Named, Neighbour, SharedBias, Encoder, Decoder}  # of each, another case has more in it
+
+
+@pytest.mark.parametrize(
+    ("build", "classes", "num_shared"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in SLOW)) for case in CASES],
+    ids=[case[0].__name__ for case in CASES],
+)
 def test_a_stack_trains_as_plain_pytorch(build, classes, num_shared, tmp_path):
     """Up to the order in which micro-batches are added. SGD changes values by their gradients alone, as AdamW does not."""
     torch.manual_seed(0)

@@ -268,7 +268,8 @@ def a_negative_learning_rate(setup):
 
 SLOW = """a drive that is read only, a link in the place of the folder, a name of 256 bytes, a limit of open files,
 one directory twice, an option of the wrong type, a world size that is no number, complex parameters,
-a negative learning rate, a parameter that no optimizer has""".replace("\n", " ").split(", ")  # as others are
+a negative learning rate, a parameter that no optimizer has, a quota, a limit of file sizes, a folder of others,
+a path that cannot be made, a file of others in the folder""".replace("\n", " ").split(", ")  # as others are
 assert {*SLOW} <= REFUSED.keys()
 
 

@@ -63,7 +63,9 @@ def trained(model, folder, *, checkpointing=True, save_steps=0, resume=None, **o
     return trainer
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "dora")) for each in ADAPTERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("dora", "ia3"))) for each in ADAPTERS]
+)
 def test_the_same_curves_and_weights(name, tmp_path):
     checkpointing = name != "prefix"  # with which transformers cannot compute it
     theirs = trained(adapted(ADAPTERS[name]), tmp_path / "theirs", checkpointing=checkpointing)

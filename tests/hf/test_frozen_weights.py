@@ -278,8 +278,18 @@ def decoded(model):
     return model
 
 
-@pytest.mark.parametrize("kbit", [False, True], ids=["plain", "prepared"])
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    ("dora", "kbit"),
+    [
+        pytest.param(dora, kbit, id=f"{'dora' if dora else 'lora'}-{'prepared' if kbit else 'plain'}", marks=marks)
+        for dora, kbit, marks in (
+            (False, False, pytest.mark.slow),
+            (True, False, pytest.mark.slow),
+            (False, True, pytest.mark.slow),
+            (True, True, ()),
+        )
+    ],
+)
 def test_adapters_learn_what_they_learn_over_decoded_values(kbit, dora, tmp_path):
     """In fp32: `prepare_model_for_kbit_training` makes what is not encoded of that, and decoded values with it."""
     wide().to(torch.bfloat16 if kbit else torch.float32).save_pretrained(tmp_path / "saved")

@@ -8,14 +8,12 @@ from learner import values
 from test_trainer import EAGER, assert_alike, attached, curve, samples, trainer
 
 RESIDENT = {**EAGER, "ratios": {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}}
-QUICK = [("llama", 4, False)]
 NAMES = ["gpt2", "llama", "qwen3", "gpt_neox", "mistral"]
 CELLS = [(name, gas, bf16) for name in NAMES for gas in (1, 4) for bf16 in (False, True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "gas", "bf16"), [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in CELLS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "gas", "bf16"), CELLS)
 def test_twenty_steps(name, gas, bf16, tmp_path):
     """With clipping, a schedule, padding and a ragged last step of each epoch. Wherever data is stored: the same bits."""
     settings = {"max_steps": 20, "gradient_accumulation_steps": gas, "bf16": bf16, "data": samples(lengths=(12, 9))}

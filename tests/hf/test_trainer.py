@@ -113,7 +113,13 @@ def model_of(case):
     return "llama" if case in OF_LLAMA else "gpt2" if case in OF_GPT2 else "tiny"
 
 
-@pytest.mark.parametrize(("case", "name"), [(case, model_of(case)) for case in CASES])
+SLOW = ("every batch a step", "norm of no clip")
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [pytest.param(case, model_of(case), marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES],
+)
 def test_the_same_curves_and_weights(case, name, tmp_path):
     theirs = trainer(tmp_path / "theirs", name, **CASES[case])
     theirs.train()

@@ -166,9 +166,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=[pytest.mark.slow] * (each == "completions only")) for each in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.slow] * (each != "packed")) for each in CASES])
 def test_supervised(case, tmp_path):
     mine, theirs = both(sft, tmp_path, bf16=False, learning_rate=1e-2, **CASES[case])
     assert_alike(mine, theirs, (*METRICS, "grad_norm"), 1e-5)

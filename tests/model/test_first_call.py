@@ -51,7 +51,7 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
     assert optimizer.engine is None
 
 
-@pytest.mark.parametrize("on_storage", [False, True])
+@pytest.mark.parametrize("on_storage", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_optimizer_that_is_made_after_a_refusal_is_in_time(on_storage, tmp_path):
     """Of a model in bf16 Dynamo kept the code of the call that was refused, with parameters of fp32."""
     build = (lambda: gs_compile.init_on_storage(gpt2, storage=tmp_path / "built")) if on_storage else gpt2
@@ -155,7 +155,9 @@ def test_a_description_is_made_for_who_asks(tmp_path, monkeypatch):
     optimizer.engine.tiers.close()
 
 
-@pytest.mark.parametrize("convert", [lambda m: m.double(), lambda m: m.bfloat16().float().to("cpu")])
+@pytest.mark.parametrize(
+    "convert", [pytest.param(lambda m: m.double(), marks=pytest.mark.slow), lambda m: m.bfloat16().float().to("cpu")]
+)
 def test_a_model_on_storage_trains_bitwise_after_a_conversion(convert, tmp_path):
     """Fault 19: `.to` made dense NaN of it. The device has memory of its own, less than the model."""
     found = []

@@ -161,7 +161,7 @@ def test_the_state_shows_without_memory_and_without_a_step(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("model", marks=pytest.mark.slow), "bf16"])
 def test_a_distributed_checkpoint_is_read_into_a_fresh_run(precision, called, tmp_path):
     """In place: what its state dict does not have is not read. Masters are known from the first call on."""
 

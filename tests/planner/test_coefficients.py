@@ -22,7 +22,8 @@ MACHINES = [("a100", 1), ("a100", 4), ("h200", 1), ("a5000", 1), ("rtx4090", 1)]
 @pytest.mark.parametrize("point", POINTS, ids=["ssd", "host", "device"])
 @pytest.mark.parametrize("alpha", [0.0, 0.4])
 @pytest.mark.parametrize(
-    ("separate", "layer_updates"), [(True, 1), (False, 1), (True, 4), pytest.param(False, 4, marks=pytest.mark.slow)]
+    ("separate", "layer_updates"),
+    [(True, 1), (True, 4), *(pytest.param(False, number, marks=pytest.mark.slow) for number in (1, 4))],
 )
 def test_whole_programs_are_what_short_ones_say(separate, layer_updates, alpha, point):
     """A model of 16 layers from programs of 10 and 11, seven micro-batches from two and three; updates in pieces too."""

@@ -272,18 +272,19 @@ def test_split_masters_are_never_slower_where_parameters_live_elsewhere():
     assert max(gains) > 1.15
 
 
-def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch):
-    """HiGHS says that it does not know of some that nearly fit, unless it takes them as they are."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch, number):
+    """HiGHS says that it does not know of some that nearly fit, unless it takes them as they are, or by another method."""
     known, usual, asked = formulas(SMALL, A100), cvxpy.Problem.solve, []
     expected = solve(known, 4, 0.5, ROOMY, ELSEWHERE)
 
     def unknown(problem, **settings):
-        asked.append(settings.get("presolve", "on"))
-        if asked[-1] == "on":
+        asked.append({name: settings[name] for name in ("presolve", "highs_options") if name in settings})
+        if len(asked) <= number:
             raise ValueError("Cannot unpack invalid solution")
         return usual(problem, **settings)
 
     monkeypatch.setattr(cvxpy.Problem, "solve", unknown)
     found = solve(known, 4, 0.5, ROOMY, ELSEWHERE)
     assert found.seconds == pytest.approx(expected.seconds)
-    assert asked == ["on", "off"]
+    assert asked == [{}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}}][: number + 1]

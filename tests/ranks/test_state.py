@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import Shard
-from zoo import huggingface
+from zoo import small
 
 import gs_compile
 from gs_compile.errors import RankError
@@ -77,7 +77,7 @@ def test_from_two_ranks_to_others_and_back(precision, numbers, pair, tmp_path):
 
 def reads(info, tmp_path):
     """Reads of many kinds, and what they give back is the same."""
-    one = Learner(info, tmp_path, build=partial(huggingface, "gpt2"))
+    one = Learner(info, tmp_path, build=partial(small, "gpt2"))
     one.train(0)
     wanted, optimizer = one.values(), one.optimizer.state_dict()
     model = one.model.state_dict()
@@ -90,7 +90,7 @@ def reads(info, tmp_path):
     assert type(weight.detach()) is torch.Tensor
     with gs_compile.streaming(one.model):  # each rank its own, and as many tokens as the other
         ids = one.model.generate(tokens(info.rank, 2)[:, :4], max_new_tokens=3, do_sample=False)
-    plain = huggingface("gpt2", seed=0).eval()
+    plain = small("gpt2", seed=0).eval()
     plain.load_state_dict({name: wanted[name] for name in model})
     assert torch.equal(ids, plain.generate(tokens(info.rank, 2)[:, :4], max_new_tokens=3, do_sample=False))
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)

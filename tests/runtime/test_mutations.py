@@ -61,7 +61,13 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each in ("on SSD", "speculative", "durable")))
+        for each in PLACEMENTS
+    ],
+)
 def test_it_trains_the_same_and_every_access_is_ordered(harness, tmp_path, monkeypatch, placement):
     """No computation is launched before the last but one has begun (fault 15).
 

@@ -9,10 +9,9 @@ graphs of its code. Nothing is computed, and a model by name or config has no we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +55,7 @@ class ModelSpec:
     sequence: tokens of a sample. symbols: symbolic sizes beside the batch.
     num_layers: may be more than were captured: they are alike then. A layer may be a part of a block, and a
         micro-batch the whole batch, as the schedule has it. frozen: as in `Options`.
+    costs: those counted so far, by micro-batch size: the code is the same whatever masters and codecs are.
     """
 
     name: str
@@ -65,6 +65,7 @@ class ModelSpec:
     num_layers: int = 0
     moments: tuple[torch.dtype | None, ...] = (None, None)
     frozen: Frozen | None = None
+    costs: dict[int, Mapping[Unit, UnitCost]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -146,16 +147,13 @@ class ModelSpec:
         codecs = encoded(specialized.split, captured, self.frozen)
         layout = arrange(specialized.split, captured, types, codecs=codecs)
         tied = tied_units(specialized.split, layout.spans)
-        found = workload_of(specialized, layout.sizes, tied=tied, costs=self._costs(micro_batch_size))
+        if micro_batch_size not in self.costs:
+            self.costs[micro_batch_size] = unit_costs(specialized)
+        found = workload_of(specialized, layout.sizes, tied=tied, costs=self.costs[micro_batch_size])
         kinds = {each.is_pair for each in layout.types.values() if each.has_master}
         masters = ("split" if kinds.pop() else "whole") if kinds else None
         found = replace(found, name=self.name, sequence=self.sequence, masters=masters)
         return _deepened(found, self.num_layers, specialized.split.layers_per_block)
-
-    @cached_property
-    def _costs(self) -> Callable[[int], Mapping[Unit, UnitCost]]:
-        """By micro-batch size: whatever masters are, the code is the same."""
-        return cache(lambda size: unit_costs(self.specialized(size)))
 
 
 def unit_costs(specialized: SpecializedModel) -> Mapping[Unit, UnitCost]:

@@ -37,8 +37,10 @@ all SSD traffic there can be costs a millionth of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +54,9 @@ from gs_compile.program.ir import TIERS
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
 TOLERANCE = 1e-9  # of the solver
+# HiGHS may find no status for a nearly infeasible program that it has simplified, and its simplex method for one more;
+# where budgets may be exceeded, and are by far, it may call a program unbounded that has an optimum.
+SOLVERS: tuple[dict[str, Any], ...] = ({}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}})
 FEASIBLE = 1e-6  # of a budget: less is the solver's rounding
 PAIRS = (
     ("ssd_read", "ssd_write"),
@@ -182,7 +187,8 @@ class System:
         traffic[len(RATIOS) :] = np.maximum(traffic[len(RATIOS) :], 0.0) + 1.0  # nothing is saved in vain
         prices = [*np.zeros(len(traffic) + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
         bound = (self.limits - self.rows[:, 0]) * scale
-        found = _linear_program(len(bound), len(traffic))(np.array(prices), matrix, bound, self.lower, self.upper)
+        solved = _linear_program(len(bound), len(traffic))
+        found = solved(np.array(prices), matrix, bound, self.lower, self.upper, is_feasible=elastic)
         if found is None:
             return None
         columns, duals = found
@@ -226,8 +232,8 @@ class System:
 @cache
 def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array, Array] | None]:
     """A linear program of so many rows and ratios, as a function of its numbers: prices, matrix and bound of the rows,
-    lower and upper bounds of the ratios. It gives the columns and what a larger bound of each row brings; None where
-    nothing fits. cvxpy compiles it once.
+    lower and upper bounds of the ratios; is_feasible: something fits. It gives the columns and what a larger bound of
+    each row brings; None where nothing fits. cvxpy compiles it once.
     """
     import cvxpy
 
@@ -238,13 +244,14 @@ def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array
     problem = cvxpy.Problem(cvxpy.Minimize(prices @ columns), [rows, ratios >= lower, ratios <= upper])
     tolerances = {"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE}
 
-    def solved(*values: Array) -> tuple[Array, Array] | None:
+    def solved(*values: Array, is_feasible: bool = False) -> tuple[Array, Array] | None:
         for number, value in zip(numbers, values, strict=True):
             number.value = value
-        try:
-            problem.solve(solver=cvxpy.HIGHS, **tolerances)
-        except ValueError:  # HiGHS may find no status for a nearly infeasible program that it has simplified
-            problem.solve(solver=cvxpy.HIGHS, presolve="off", **tolerances)
+        for way in SOLVERS:
+            with suppress(ValueError) if way is not SOLVERS[-1] else nullcontext():
+                problem.solve(solver=cvxpy.HIGHS, **tolerances, **way)
+                if problem.status == cvxpy.OPTIMAL or not is_feasible:
+                    break
         return (columns.value, -rows.dual_value) if problem.status == cvxpy.OPTIMAL else None
 
     return solved

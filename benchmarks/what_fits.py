@@ -1,0 +1,92 @@
+"""what_fits: what known models come to on the machines that ship, in full, by LoRA and over 4-bit weights, as a page.
+
+    python -m benchmarks.what_fits --output docs/what_fits.md                  a quarter of an hour on one core
+    python -m benchmarks.what_fits --models qwen3-8b --machines laptop         a part of the table
+
+By the linear program of `greedysnake fit`, so each figure is a bound that a simulated step stays below by some per
+cent. Configs are in benchmarks/models, in the form of transformers; no weights are needed. One that is put there has a
+row in the next table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gs_compile.planner.cost.model import GPTS, LLAMAS, named_config
+from gs_compile.planner.fit import Fit, fit
+from gs_compile.planner.measure.machines import known, profile
+from gs_compile.planner.plan import Door
+from gs_compile.planner.summary import rate_text
+
+FOLDER = Path(__file__).resolve().parent / "models"
+SEQUENCE = 2048  # tokens, or as many as a model has positions for
+NAMED = (*LLAMAS, *[name for name in GPTS if name == "gpt-65b"])  # those that `greedysnake fit` knows by name
+INTRODUCTION = """\
+# What fits
+
+Tokens a second of each model on each machine that ships: trained **in full, by LoRA of rank 16, and by LoRA over nf4**
+(16-bit weights with fp32 masters and AdamW; frozen weights have no states); *-* does not fit. Sequences have {sequence}
+tokens, or as many as the model has positions for. The batch is the smallest that reaches the machine's rate.
+
+Nothing here was run. The figures are bounds of the linear program, from the models' configs and the machines' figures
+in `gs_compile/planner/measure/machines`, which say where each is from; a simulated step stays below them by some per
+cent. `greedysnake plan` simulates one, and `greedysnake fit --model ... --machine ...` says what one cell takes: hours,
+memory, bytes written, days that the drives last.
+
+Made on {date} by `python -m benchmarks.what_fits --output docs/what_fits.md`, from the configs in `benchmarks/models`
+and those that the planner knows by name. `--models` and `--machines` make a part of it.
+"""
+
+
+def models() -> dict[str, str]:
+    """What `fit` takes, by name: paths of configs, and names that the planner knows."""
+    found = {path.stem: str(path) for path in FOLDER.glob("*.json")} | {name: name for name in NAMED}
+    return dict(sorted(found.items()))
+
+
+def rows(names: Sequence[str], machines: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """A model's name and its cell for each machine; a model is captured once for all of them."""
+    for name in names:
+        model, doors = models()[name], list[Door]()
+        sequence = min(SEQUENCE, named_config(model).max_position_embeddings)
+        yield name, *(cell(fit(model, machine=machine, sequence=sequence, doors=doors)) for machine in machines)
+
+
+def cell(found: Sequence[Fit]) -> str:
+    """``438 / 1,020 / -``: tokens a second of each way."""
+    return " / ".join("-" if each.missing else rate_text(each.tokens_per_second) for each in found)
+
+
+def page(names: Sequence[str], machines: Sequence[str]) -> str:
+    lines = [INTRODUCTION.format(sequence=SEQUENCE, date=datetime.datetime.now(datetime.UTC).date())]
+    lines += [f"* **{machine}**: {profile(machine).name}" for machine in machines]
+    heading = ("model", *machines)
+    lines += ["", _line(heading), _line(["---"] * len(heading))]
+    lines += [_line(row) for row in rows(names, machines)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.what_fits", description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=models(), default=list(models()), metavar="NAME")
+    parser.add_argument("--machines", nargs="+", choices=known(), default=list(known()), metavar="NAME")
+    parser.add_argument("--output", type=Path, help="a file; else it is printed")
+    asked = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")  # of PEFT
+    made = page(asked.models, asked.machines)
+    if asked.output:
+        asked.output.write_text(made)
+    else:
+        print(made, end="")
+
+
+if __name__ == "__main__":
+    main()
