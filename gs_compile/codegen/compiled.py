@@ -22,11 +22,13 @@ from gs_compile.capture.dynamo import current_compile_id
 from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Compiler, Generator, best_compiler
 from gs_compile.capture.loss import Separated, loss
+from gs_compile.capture.off_meta import off_meta
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.capture.uniform import Uniform, uniform
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.codegen.levels import SavedLevel
+from gs_compile.codegen.pieces import InPieces
 from gs_compile.errors import UniformityWarning
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -251,7 +253,12 @@ class Compilation:
         cut = split(separated, captured, self.schedule.block_cut, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
-        codes = {unit.unit: _code(unit, key, self.options) for unit, key in zip(cut.units, alike.keys, strict=True)}
+        codes: dict[Unit, Differentiated] = {}
+        *inner, head = zip(cut.units, alike.keys, strict=True)
+        for unit, key in inner:
+            codes[unit.unit] = _code(unit, key, self.options)
+        beside = {key: codes[unit.unit] for unit, key in inner}
+        codes[EPILOGUE] = _code(*head, self.options, beside)
         return SpecializedModel(micro_batch_size, separated, cut, alike, codes, sizes, alone)
 
     def _warn(self, alike: Uniform) -> None:
@@ -278,19 +285,29 @@ def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
     return tuple(Level(tuple(level.nbytes for level in each), each[0].reads_input) for each in alike)
 
 
-def _code(unit: UnitGraph, key: Hashable, options: Options) -> Differentiated:
-    """The code of a class of units, with what it has in common with the same class at other lengths."""
+def _code(
+    unit: UnitGraph, key: Hashable, options: Options, beside: Mapping[Hashable, Differentiated] | None = None
+) -> Differentiated:
+    """The code of a class of units, with what it has in common with the same class at other lengths.
+
+    beside: of the head, the code of the other units, by their keys: it may take as much memory.
+    """
     chosen = options.expert.compiler
     compiler: Compiler = best_compiler(unit.device_type) if chosen == "auto" or unit.is_meta else chosen
     generator = Generator(compiler, options.mode)
-    full_key = (key, generator, _global_settings())
+    full_key = (key, generator, _global_settings(), beside and (frozenset(beside), options.expert.piece_tokens))
     codes = _codes.pop(full_key, {})
     _codes[full_key] = codes  # the latest last
     _let_oldest_go(_codes, MOST_CODES)
     lengths = tuple(unit.symbols.values())
     if lengths not in codes:
         common = next(iter(codes.values())).common if codes else None
-        codes[lengths] = Differentiated(unit, generator, common)
+        unit = off_meta(unit)
+        if beside is None:
+            codes[lengths] = Differentiated(unit, generator, common)
+        else:
+            others = {id(code): code for code in beside.values()}.values()
+            codes[lengths] = InPieces(unit, generator, common, others, options.expert.piece_tokens)
         _let_oldest_go(codes, MOST_MODELS)
     return codes[lengths]
 
