@@ -52,13 +52,14 @@ class OfAllLengths:
 
 
 @dataclass
-class OfPieces(OfAllLengths):
-    """The same of the part of a unit that runs on some tokens at a time (`codegen.pieces`).
+class OfPieces:
+    """The same of the parts of a unit that run on some tokens at a time (`codegen.pieces`), by their place.
 
     num_tokens: the most of a piece; None: the unit runs whole.
     """
 
     num_tokens: int | None = None
+    parts: dict[int, OfAllLengths] = field(default_factory=dict)
 
 
 class Cost(NamedTuple):
