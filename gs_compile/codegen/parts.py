@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gs_compile.capture.gradients import tensors_of
-from gs_compile.capture.graph import TensorSpec
-from gs_compile.capture.inductor import Generator
+from gs_compile.capture.graph import TensorSpec, output_values
+from gs_compile.capture.inductor import Generator, memory_of
 from gs_compile.capture.memory import peak_nbytes
 from gs_compile.codegen.differentiate import Differentiated, OfAllLengths
 from gs_compile.codegen.token_wise import Part, TokenPart
@@ -47,8 +47,8 @@ class OnAll:
         return frozenset(name for name, node in zip(self.part.inputs, placeholders, strict=False) if node.users)
 
     def compile_code(self, *, backward: bool) -> None:
-        for name in ("forward", "backward")[: 1 + (backward and self.is_trained)]:
-            self.code.function(name)
+        if self.is_trained or not backward:
+            self.code.function("backward" if backward else "forward")
 
     def inside_nbytes(self, *, backward: bool) -> int:
         """Bytes alive inside, beside what it takes and makes."""
@@ -58,8 +58,11 @@ class OnAll:
 
     @property
     def made_nbytes(self) -> dict[str, int]:
-        pairs = zip(self.part.outputs, self.part.graph.result_specs, strict=True)
-        return {name: spec.nbytes for name, spec in pairs}
+        """Of what it makes, without views of what it takes."""
+        module = self.part.graph.module
+        taken = {memory_of(node) for node in module.graph.find_nodes(op="placeholder")}
+        made = zip(self.part.outputs, output_values(module), self.part.graph.result_specs, strict=True)
+        return {name: 0 if memory_of(node) in taken else spec.nbytes for name, node, spec in made}
 
     @property
     def pulled_nbytes(self) -> dict[str, int]:
@@ -114,10 +117,9 @@ class OnSome:
 
     def inside_nbytes(self, *, backward: bool) -> int:
         """Bytes alive inside, beside what it takes and makes, and the gradients that it adds."""
-        copied = [spec for name, spec in self._taken if self.tokens.is_cut(name)]
         if not backward or not self.is_trained:
-            return sum(map(self._of_all, copied)) + peak_nbytes(self._code.graph("forward"))
-        return sum(map(self._of_all, copied)) + peak_nbytes(self._code.factored("joint")[0])
+            return peak_nbytes(self._code.graph("forward"))
+        return peak_nbytes(self._code.factored("joint")[0])
 
     @property
     def made_nbytes(self) -> dict[str, int]:
@@ -136,10 +138,10 @@ class OnSome:
         }
 
     def forward(self, values: Values) -> None:
-        flat, made = self._flat(values), Values()
+        rows, made = self._rows(values), Values()
         for begin, end in self._ranges:
             part, code = self._piece(end - begin)
-            outputs = code.function("forward")(*self._taken_of(part, flat, begin, end))
+            outputs = code.function("forward")(*self._taken_of(part, rows, begin, end))
             self._write(made, zip(part.outputs, outputs, strict=True), begin)
         values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
 
@@ -151,11 +153,11 @@ class OnSome:
         for index in self.part.graph.differentiated:
             name, spec = self.part.outputs[index], self.part.graph.result_specs[index]
             gradient = gradients.pop(name, None)
-            zeros = (self.tokens.num_tokens, *spec.shape[1:])
-            outer.append(_zeros(zeros, spec) if gradient is None else self.tokens.flat(name, gradient))
-        flat, made, pulled, shared = self._flat(values), Values(), Values(), Accumulator()
+            zeros = (1, self.tokens.num_tokens, *spec.shape[1:])
+            outer.append(_zeros(zeros, spec) if gradient is None else self.tokens.rows(name, gradient))
+        rows, made, pulled, shared = self._rows(values), Values(), Values(), Accumulator()
         for begin, end in self._ranges:
-            self._pull_piece(begin, end, flat, outer, (made, pulled, shared))
+            self._pull_piece(begin, end, rows, outer, (made, pulled, shared))
         values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
         for name, tensor in pulled.items():
             add(gradients, name, self.tokens.shaped(name, tensor))
@@ -163,11 +165,12 @@ class OnSome:
             add(gradients, name, tensor)
 
     def _pull_piece(
-        self, begin: int, end: int, flat: Values, outer: Sequence[Tensor], into: tuple[Values, Values, Accumulator]
+        self, begin: int, end: int, rows: Values, outer: Sequence[Tensor], into: tuple[Values, Values, Accumulator]
     ) -> None:
         (part, code), (made, pulled, shared) = self._piece(end - begin), into
-        taken = self._taken_of(part, flat, begin, end)
-        found = code.function("joint")(*taken, *(gradient[begin:end].contiguous() for gradient in outer))
+        taken = self._taken_of(part, rows, begin, end)
+        given = (self.tokens.piece(gradient, begin, end).contiguous() for gradient in outer)
+        found = code.function("joint")(*taken, *given)
         outputs, terms = found[: len(part.outputs)], found[len(part.outputs) :]
         self._write(made, zip(part.outputs, outputs, strict=True), begin)
         named = dict(zip((part.inputs[index] for index in part.graph.differentiable), terms, strict=True))
@@ -185,14 +188,15 @@ class OnSome:
     def _taken(self) -> Iterable[tuple[str, TensorSpec]]:
         return zip(self.part.inputs, self.part.graph.specs, strict=True)
 
-    def _flat(self, values: Values) -> Values:
-        """What it takes, what has tokens as [tokens, ...]."""
+    def _rows(self, values: Values) -> Values:
+        """What it takes, what has tokens as [samples, tokens, ...]."""
         forms, names = self.tokens.forms, self.part.inputs
-        return {name: self.tokens.flat(name, values[name]) if name in forms else values[name] for name in names}
+        return {name: self.tokens.rows(name, values[name]) if name in forms else values[name] for name in names}
 
-    def _taken_of(self, part: Part, flat: Values, begin: int, end: int) -> list[Tensor]:
-        pairs, forms = zip(part.inputs, part.graph.specs, strict=True), self.tokens.forms
-        return [laid_out(flat[name][begin:end] if name in forms else flat[name], spec) for name, spec in pairs]
+    def _taken_of(self, part: Part, rows: Values, begin: int, end: int) -> list[Tensor]:
+        forms, piece = self.tokens.forms, self.tokens.piece
+        pairs = zip(part.inputs, part.graph.specs, strict=True)
+        return [laid_out(piece(rows[name], begin, end) if name in forms else rows[name], spec) for name, spec in pairs]
 
     def _write(self, into: Values, tensors: Iterable[tuple[str, Any]], begin: int) -> None:
         """Put those of a piece to their place among all."""

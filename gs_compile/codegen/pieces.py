@@ -52,8 +52,12 @@ class InPieces(Differentiated):
             return super().function(name, level)
         if name not in self._in_pieces:
             with self._timed():
+                ahead = self._ahead(self._parts)
                 for part in self._parts:
-                    part.compile_code(backward=name != "forward")
+                    if name != "forward":
+                        part.compile_code(backward=True)
+                    if name == "forward" or part in ahead or isinstance(part, OnAll):
+                        part.compile_code(backward=False)
             self._in_pieces[name] = getattr(self, f"_{name}_in_pieces")
         return self._in_pieces[name]
 

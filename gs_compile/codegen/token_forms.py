@@ -56,10 +56,13 @@ class _MixesTokensError(Exception):
 
 
 class Form(NamedTuple):
-    """Where a value has its tokens: along (samples, tokens) or along one axis; of each sample those from `start` on."""
+    """Where a value has its tokens: along (samples, tokens) or along one axis; of each sample those from `start` on.
+
+    start: None: of what does not follow from x some that stand beside those that do.
+    """
 
     axes: tuple[int, ...]
-    start: int
+    start: int | None
     length: int
 
 
@@ -157,10 +160,11 @@ class Forms:
     def _aligned(self, node: fx.Node, operands: Sequence[fx.Node], rank: int) -> Form:
         """Of values that are aligned at their last dimensions; those without a form are read as if they had it."""
         formed = [each for each in operands if each in self.forms]
-        found = {_shifted(self.forms[each], rank - rank_of(each)) for each in formed}
-        if len(found) != 1:
+        found = [_shifted(self.forms[each], rank - rank_of(each)) for each in formed]
+        found.sort(key=lambda form: form.start is None)
+        form, *others = found or _mix()
+        if any(other not in (form, form._replace(start=None)) for other in others):
             return _mix()
-        (form,) = found
         for each in operands:
             if each not in self.forms and isinstance(each.meta["val"], torch.Tensor):
                 self._align(node, each, form, rank)
@@ -201,11 +205,14 @@ class Forms:
         return _without(form, along) if goes else form
 
     def _sliced(self, node: fx.Node, form: Form, start: int | None, end: int | None, step: int, **_: Any) -> Form:
-        """Of a part of the tokens of each sample; what does not follow from x is what stands beside the first ones."""
+        """Of a part of the tokens of each sample."""
         if step != 1 or (len(form.axes) == 1 and self.samples > 1):
             return _mix()
         first, last, _step = slice(start, end).indices(form.length)
-        return Form(form.axes, form.start + (first if node in self.stages else 0), last - first)
+        if last - first == form.length:
+            return form
+        is_known = node in self.stages and form.start is not None
+        return Form(form.axes, (form.start or 0) + first if is_known else None, last - first)
 
     def _viewed(self, node: fx.Node) -> Form:
         """Of the same elements in another shape: the tokens' sizes stand behind as many elements as before."""
@@ -246,8 +253,10 @@ class Forms:
         form = self.forms.get(log_p)
         if form is None or form.axes != (0,) or reduction != NONE or weight in self.forms:
             return _mix()
-        if self.forms.get(target, form) != form or self.read.setdefault(target, form) != form:
-            _mix()
+        if self.forms.get(target, form) not in (form, form._replace(start=None)):
+            return _mix()
+        if target not in self.forms and self.read.setdefault(target, form) != form:
+            return _mix()
         return form
 
     # Sums over tokens -------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class TokenPart:
     of: Callable[[int], Part]
     forms: Mapping[str, Form]
     samples: int
-    start: int
+    start: int | None
     length: int
 
     @property
@@ -67,24 +67,37 @@ class TokenPart:
         """Whether it takes some of the tokens of a value."""
         return name in self.forms and self.forms[name].length != self.length
 
-    def flat(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The region's tokens of a value, as [tokens, ...]."""
+    def rows(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A value with tokens as [samples, tokens, ...], or [1, tokens, ...] where it has them in one row."""
         axes, start, _ = self.forms[name]
         if self.is_cut(name):
-            value = value.narrow(axes[-1], self.start - start, self.length)
+            value = value.narrow(axes[-1], self._offset(start), self.length)
         value = value.movedim(axes, tuple(range(len(axes))))
-        return value.reshape(self.num_tokens, *value.shape[len(axes) :])
+        return value if len(axes) == 2 else value[None]
+
+    @staticmethod
+    def piece(rows: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Some tokens of [samples, tokens, ...] in a row."""
+        length = rows.shape[1]
+        samples = range(begin // length, -(-end // length))
+        found = [rows[i, max(begin - i * length, 0) : min(end - i * length, length)] for i in samples]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """The contrary, with zeros for tokens that are not the region's."""
+        """A value as the unit has it, of [tokens, ...], with zeros for tokens that are not of the part."""
         axes, start, length = self.forms[name]
         sizes = (self.samples, self.length) if len(axes) == 2 else (self.num_tokens,)
         found = flat.reshape(*sizes, *flat.shape[1:]).movedim(tuple(range(len(axes))), axes)
         if not self.is_cut(name):
             return found
         whole = found.new_zeros([length if axis == axes[-1] else size for axis, size in enumerate(found.shape)])
-        whole.narrow(axes[-1], self.start - start, self.length).copy_(found)
+        whole.narrow(axes[-1], self._offset(start), self.length).copy_(found)
         return whole
+
+    def _offset(self, start: int | None) -> int:
+        assert start is not None
+        assert self.start is not None
+        return self.start - start
 
 
 @dataclass(frozen=True)
@@ -105,11 +118,9 @@ def chain(unit: UnitGraph, last: int = 1) -> Chain:
 
     Raises `NotInPiecesError` where nothing acts on tokens one by one.
     """
-    for node in unit.module.graph.nodes:  # what a graph of operations without autograd does not show
-        if node.op == "get_attr" and isinstance(getattr(unit.module, node.target, None), fx.GraphModule):
+    for node in unit.module.graph.find_nodes(op="get_attr"):  # of a function with a backward of its own, for one
+        if isinstance(getattr(unit.module, node.target, None), fx.GraphModule):
             raise NotInPiecesError(f"{node.target} is a graph inside it")
-        if node.target is torch._C._set_grad_enabled:
-            raise NotInPiecesError("it turns gradients off in a part of it")
     eager = Generator("eager")
     module = eager.functional(eager.trace(unit.module, unit.specs), unit.specs)
     return _Cut(unit, module, last).chain()
@@ -161,7 +172,9 @@ class _Cut:
         if place % 2 == 0:
             return self._token_part(nodes, entries, exits)
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        copies = {node: graph.placeholder(node.name) for node in entries}
+        for node in entries:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
         for node in nodes:
             copy(graph, node, copies)
         graph.output(tuple(copies[node] for node in exits))
@@ -175,8 +188,9 @@ class _Cut:
         if len(spans) > 1:
             raise NotInPiecesError("it reads all tokens, and some of them")
         ((start, length),) = spans
-        if any(len(form.axes) == 1 < found.samples and form.length != length for form in forms.values()):
-            raise NotInPiecesError("it reads all tokens in one row, and some of them")
+        cut = [form for form in forms.values() if form.length != length]
+        if any(form.start is None or len(form.axes) == 1 < found.samples for form in cut):
+            raise NotInPiecesError("it reads some tokens of what has them in one row, or of some others")
         named = {node.name: form for node, form in forms.items()}
         return TokenPart(partial(self._piece, nodes, entries, exits, forms), named, found.samples, start, length)
 

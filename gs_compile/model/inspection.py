@@ -26,6 +26,7 @@ from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
 from gs_compile.capture.internals import add_artifact
 from gs_compile.codegen.compiled import Compilation, Step, compilations_of
 from gs_compile.codegen.differentiate import Differentiated
+from gs_compile.codegen.pieces import InPieces
 from gs_compile.errors import InspectionError
 from gs_compile.machine import format_bytes
 from gs_compile.program.fx import graph_module
@@ -199,6 +200,7 @@ class Inspection:
             [
                 self.headline,
                 *(f"  {name + ':':<19} {self._size(unit)}" for name, unit in rows),
+                *self._pieces,
                 f"  {'checkpoint:':<19} {self._checkpoints} for each {self._layer} and micro-batch",
                 f"step: {_describe(self.shape)}",
                 self.uniformity,
@@ -236,6 +238,13 @@ class Inspection:
     def _checkpoints(self) -> str:
         """``float32[2, 5, 32]``, or those of all layers in their order where they differ."""
         return " or ".join(dict.fromkeys(map(str, self._model.checkpoints[:-1])))
+
+    @property
+    def _pieces(self) -> list[str]:
+        """How units run in pieces, a line for each."""
+        code = self.epilogue.code
+        size = code.tokens_per_piece if isinstance(code, InPieces) else None
+        return [f"  {'pieces:':<19} the head runs on {size} tokens at a time, its logits never exist"] if size else []
 
     def _nbytes(self, *units: Unit) -> int:
         return sum(spec.nbytes for spec in self.parameters(*units).values())
