@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import UnitGraph
-from gs_compile.capture.inductor import changes_memory, draws_random
+from gs_compile.capture.inductor import changes_memory, draws_random, named_arguments
 from gs_compile.errors import GreedySnakeError
 
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ class Forms:
         if packet in VIEWS:
             return self._viewed(node)
         if packet in MOVING:
-            return MOVING[packet](self.forms[args_of(node)[0]], rank_of(args_of(node)[0]), **arguments_of(node))
+            return MOVING[packet](self.forms[args_of(node)[0]], rank_of(args_of(node)[0]), **named_arguments(node))
         if packet in (aten.mm, aten.addmm):
             return self._product(node)
         if packet is aten.embedding:
@@ -153,7 +153,7 @@ class Forms:
         if packet in LAST:
             return self._along(node, range(-len(args_of(node)[1]), 0))
         if packet in ALONG:
-            dims = arguments_of(node).get("dim")
+            dims = named_arguments(node).get("dim")
             return self._along(node, dims if isinstance(dims, (list, tuple)) else [dims])
         return _mix()
 
@@ -194,21 +194,21 @@ class Forms:
     def _along(self, node: fx.Node, dims: Iterable[int | None]) -> Form:
         """Of an operation along dimensions, none of which may be the tokens'."""
         first = args_of(node)[0][0] if isinstance(args_of(node)[0], (list, tuple)) else args_of(node)[0]
-        rank, arguments = rank_of(first), arguments_of(node)
+        rank, arguments = rank_of(first), named_arguments(node)
         along = [dim % rank for dim in dims if dim is not None]
         form = self._aligned(node, [each for each in node.all_input_nodes if rank_of(each) == rank], rank)
         if packet_of(node) is aten.slice and tuple(along) == form.axes[-1:]:
-            return self._sliced(node, form, **arguments)
+            return self._sliced(node, form, arguments)
         if not along or set(along) & set(form.axes):
             return _mix()
         goes = "keepdim" in arguments and not arguments["keepdim"]
         return _without(form, along) if goes else form
 
-    def _sliced(self, node: fx.Node, form: Form, start: int | None, end: int | None, step: int, **_: Any) -> Form:
+    def _sliced(self, node: fx.Node, form: Form, arguments: Mapping[str, Any]) -> Form:
         """Of a part of the tokens of each sample."""
+        first, last, step = slice(*(arguments[name] for name in ("start", "end", "step"))).indices(form.length)
         if step != 1 or (len(form.axes) == 1 and self.samples > 1):
             return _mix()
-        first, last, _step = slice(start, end).indices(form.length)
         if last - first == form.length:
             return form
         is_known = node in self.stages and form.start is not None
@@ -403,15 +403,6 @@ def args_of(node: fx.Node) -> Any:
 def rank_of(node: fx.Node) -> int:
     value = node.meta["val"]
     return value.dim() if isinstance(value, torch.Tensor) else -1
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """By name, defaults included; without the first."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    given = dict(zip((each.name for each in schema), args_of(node), strict=False))
-    found = {each.name: each.default_value for each in schema if each.has_default_value()} | given | dict(node.kwargs)
-    return {name: value for name, value in found.items() if name != schema[0].name}
 
 
 def is_slice(node: fx.Node) -> bool:

@@ -244,7 +244,7 @@ class Inspection:
         """How units run in pieces, a line for each."""
         code = self.epilogue.code
         size = code.tokens_per_piece if isinstance(code, InPieces) else None
-        return [f"  {'pieces:':<19} the head runs on {size} tokens at a time, its logits never exist"] if size else []
+        return [f"  {'pieces:':<19} the head runs on {size} tokens at a time"] if size else []
 
     def _nbytes(self, *units: Unit) -> int:
         return sum(spec.nbytes for spec in self.parameters(*units).values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -116,6 +117,7 @@ ONCE += [of_squares, in_float64, partly_without_gradients]
 TWICE = [preferred, with_a_learned_scale]
 
 
+@cache
 def unit_of(head, size=2):
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(WORDS, (SAMPLES, TOKENS), generator=generator) for _ in range(2))
@@ -155,20 +157,6 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("heads", "again"), [(ONCE, 0), (TWICE, 1)], ids=["once", "twice"])
-def test_how_often_pieces_run(heads, again):
-    """Logits, and the gradients of x and of the weight: three products a piece, and the logits again where they must."""
-    for head in heads:
-        unit = unit_of(head)
-        code, counted = in_pieces(unit), Products()
-        function, inputs = code.function("both"), inputs_of(unit)
-        with torch.no_grad(), counted:
-            function(*inputs)
-        pieces = next(len(part._ranges) for part in code._parts if isinstance(part, OnSome))
-        of_guesses = pieces * (head is partly_without_gradients)
-        assert counted.rows["products"] == (3 + again) * pieces + of_guesses, head.__name__
-
-
 def inputs_of(unit):
     torch.manual_seed(0)
     return [
@@ -178,11 +166,11 @@ def inputs_of(unit):
 
 
 @pytest.mark.parametrize("head", [*ONCE, *TWICE], ids=lambda head: head.__name__)
-def test_what_is_alive_is_what_is_planned_and_no_logits_are(head):
+def test_what_is_alive_is_what_is_planned_no_logits_are_and_products_run_once(head):
     unit = unit_of(head)
     code, inputs = in_pieces(unit), inputs_of(unit)
-    function, alive = code.function("both"), Alive()
-    with torch.no_grad(), alive:
+    function, alive, counted = code.function("both"), Alive(), Products()
+    with torch.no_grad(), alive, counted:
         results = function(*inputs)
     x = next(i for i, index in enumerate(unit.differentiable) if unit.sources[index].kind == "x")
     held = results[len(unit.results) + x].nbytes + results[0].nbytes
@@ -190,6 +178,9 @@ def test_what_is_alive_is_what_is_planned_and_no_logits_are(head):
     assert alive.most - held == pytest.approx(planned, rel=0.02)
     if head is not in_float64:  # which has the weight in another dtype
         assert alive.largest == 4 * max(PIECE * WORDS, WORDS * WIDTH)
+    pieces = next(len(part._ranges) for part in code._parts if isinstance(part, OnSome))
+    again = head in TWICE or head is partly_without_gradients
+    assert counted.rows["products"] == (3 + again) * pieces  # logits, gradients of x and of the weight; logits again
 
 
 def test_gradients_of_all_pieces_are_summed_in_fp32():
