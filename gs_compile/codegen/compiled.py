@@ -47,7 +47,7 @@ from gs_compile.schedules import BY_MICRO_BATCH
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
 
 # Equal layers of all captures share their code: of each, by its lengths.
-_codes: dict[Hashable, dict[tuple[int, ...], Differentiated]] = {}
+_codes: dict[Hashable, dict[tuple[int, ...], InPieces]] = {}
 MOST_CODES = 512  # a model has three for each size of the micro-batch
 MOST_MODELS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
 MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and in evaluation
@@ -61,7 +61,7 @@ class SpecializedModel:
     separated: Separated
     split: Split
     uniform: Uniform
-    codes: Mapping[Unit, Differentiated]
+    codes: Mapping[Unit, InPieces]
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
     alone: bool = False  # the micro-batch is the whole batch
 
@@ -253,12 +253,9 @@ class Compilation:
         cut = split(separated, captured, self.schedule.block_cut, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
-        codes: dict[Unit, Differentiated] = {}
         *inner, head = zip(cut.units, alike.keys, strict=True)
-        for unit, key in inner:
-            codes[unit.unit] = _code(unit, key, self.options)
-        beside = {key: codes[unit.unit] for unit, key in inner}
-        codes[EPILOGUE] = _code(*head, self.options, beside)
+        codes = {unit.unit: _code(unit, key, self.options) for unit, key in inner}
+        codes[EPILOGUE] = _code(*head, self.options, {key: codes[unit.unit] for unit, key in inner})
         return SpecializedModel(micro_batch_size, separated, cut, alike, codes, sizes, alone)
 
     def _warn(self, alike: Uniform) -> None:
@@ -286,8 +283,8 @@ def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
 
 
 def _code(
-    unit: UnitGraph, key: Hashable, options: Options, beside: Mapping[Hashable, Differentiated] | None = None
-) -> Differentiated:
+    unit: UnitGraph, key: Hashable, options: Options, beside: Mapping[Hashable, InPieces] | None = None
+) -> InPieces:
     """The code of a class of units, with what it has in common with the same class at other lengths.
 
     beside: of the head, the code of the other units, by their keys: it may take as much memory.
@@ -295,19 +292,18 @@ def _code(
     chosen = options.expert.compiler
     compiler: Compiler = best_compiler(unit.device_type) if chosen == "auto" or unit.is_meta else chosen
     generator = Generator(compiler, options.mode)
-    full_key = (key, generator, _global_settings(), beside and (frozenset(beside), options.expert.piece_tokens))
+    expert = options.expert
+    is_layer = isinstance(unit.unit, int) and not unit.is_joint
+    size = expert.piece_tokens if beside is not None else expert.layer_tokens or 0 if is_layer else 0
+    full_key = (key, generator, _global_settings(), size, frozenset(beside or ()))
     codes = _codes.pop(full_key, {})
     _codes[full_key] = codes  # the latest last
     _let_oldest_go(_codes, MOST_CODES)
     lengths = tuple(unit.symbols.values())
     if lengths not in codes:
         common = next(iter(codes.values())).common if codes else None
-        unit = off_meta(unit)
-        if beside is None:
-            codes[lengths] = Differentiated(unit, generator, common)
-        else:
-            others = {id(code): code for code in beside.values()}.values()
-            codes[lengths] = InPieces(unit, generator, common, others, options.expert.piece_tokens)
+        others = {id(code): code for code in (beside or {}).values()}.values()
+        codes[lengths] = InPieces(off_meta(unit), generator, common, others, size)
         _let_oldest_go(codes, MOST_MODELS)
     return codes[lengths]
 

@@ -20,19 +20,21 @@ from torch import Tensor
 
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.capture.inductor import Generator
-from gs_compile.codegen.differentiate import Cost, Differentiated, Function, OfAllLengths, OfPieces
-from gs_compile.codegen.parts import OnAll, OnSome, Values, add
+from gs_compile.codegen.differentiate import Cost, Cuts, Differentiated, Function, OfAllLengths, OfPieces
+from gs_compile.codegen.parts import Gradients, OnAll, OnSome, Values
 from gs_compile.codegen.token_forms import NotInPiecesError
 from gs_compile.codegen.token_wise import Chain, Part, chain
+from gs_compile.program.ir import EPILOGUE
 
 LEAST = 192  # tokens of a piece: with fewer, products with the weights wait for the weights
 STEP = 64  # by which pieces grow
 
 
 class InPieces(Differentiated):
-    """The code of the epilogue, in pieces where it would need more memory than any of `beside`, the other units' code.
+    """The code of a class of units, in pieces where that is asked for or saves memory.
 
-    num_tokens: of a piece at most; None: as many as that memory allows; 0: it is never cut.
+    num_tokens: of a piece at most; None: as many as need no more memory than any of `beside`, the other units' code, if
+        all need more; 0: it is never cut.
     """
 
     def __init__(
@@ -52,11 +54,10 @@ class InPieces(Differentiated):
             return super().function(name, level)
         if name not in self._in_pieces:
             with self._timed():
-                ahead = self._ahead(self._parts)
                 for part in self._parts:
                     if name != "forward":
                         part.compile_code(backward=True)
-                    if name == "forward" or part in ahead or isinstance(part, OnAll):
+                    if name == "forward" or part.is_ahead or isinstance(part, OnAll):
                         part.compile_code(backward=False)
             self._in_pieces[name] = getattr(self, f"_{name}_in_pieces")
         return self._in_pieces[name]
@@ -68,8 +69,8 @@ class InPieces(Differentiated):
         whole, size = super().cost(name), self.tokens_per_piece
         if not size:
             return whole
-        again = super().cost("forward").flops if name != "forward" and self._runs_twice else 0.0
-        return Cost(whole.flops + again, self._nbytes(name, self._parts))
+        twice = [part for part in self._parts if isinstance(part, OnSome) and part.is_ahead and name != "forward"]
+        return Cost(whole.flops + sum(part.forward_flops for part in twice), self._nbytes(name, self._parts))
 
     @property
     def tokens_per_piece(self) -> int | None:
@@ -87,6 +88,10 @@ class InPieces(Differentiated):
         except NotInPiecesError as error:
             return str(error)
         return "" if any(isinstance(part, OnSome) for part in parts) else "nothing in it acts on tokens one by one"
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        return Cuts(self, (), "it runs in pieces of tokens") if self.tokens_per_piece else super()._cuts
 
     def _chosen(self) -> int | None:
         """As asked for, or the tokens for which there is room, `LEAST` at least; a CPU gains nothing by more."""
@@ -106,7 +111,7 @@ class InPieces(Differentiated):
 
     @cached_property
     def chain(self) -> Chain:
-        return chain(self.unit)
+        return chain(self.unit, 1 if self.unit.unit == EPILOGUE else 3)
 
     @cached_property
     def _parts(self) -> list[OnAll | OnSome]:
@@ -121,39 +126,45 @@ class InPieces(Differentiated):
                 found.append(OnAll(part))
             else:
                 found.append(OnSome(part, size, self._generator, common.setdefault(place, OfAllLengths())))
+        read = set[str]()
+        for one in reversed(found):  # those run ahead of the backward that make what the backward of later ones reads
+            one.is_ahead = not read.isdisjoint(one.part.outputs)
+            read |= one.reads.union(one.part.inputs if one.is_ahead else ())
         return found
-
-    def _ahead(self, parts: Sequence[OnAll | OnSome]) -> list[OnAll | OnSome]:
-        """The parts that run forward before the backward: those that make what the backward of later ones reads."""
-        read, found = set[str](), list[OnAll | OnSome]()
-        for part in reversed(parts):
-            if not read.isdisjoint(part.part.outputs):
-                found.insert(0, part)
-                read.update(part.part.inputs)
-            read |= part.reads
-        return found
-
-    @property
-    def _runs_twice(self) -> bool:
-        return any(isinstance(part, OnSome) for part in self._ahead(self._parts))
 
     def _nbytes(self, name: str, parts: Sequence[OnAll | OnSome]) -> int:
         """The most bytes that a function has alive beside its inputs, results of a forward, and the gradient of x."""
-        backward = name != "forward"
+        if name == "forward":
+            return self._nbytes_forward(parts)[1]
         results = set() if name == "backward" else set(self.chain.made)
-        alive = peak = 0
-        for part in self._ahead(parts) if backward else parts:
-            peak = max(peak, alive + part.inside_nbytes(backward=False))
-            alive += sum(nbytes for made, nbytes in part.made_nbytes.items() if made not in results)
-            peak = max(peak, alive)
+        alive, peak = self._nbytes_forward([part for part in parts if part.is_ahead])
         pulled = {self.chain.x: 0}  # the gradient of x is a result
-        for part in reversed(parts) if backward else ():
-            for name, nbytes in part.pulled_nbytes.items():
-                alive += nbytes if pulled.setdefault(name, nbytes) else 0
-            if part not in self._ahead(parts):
-                alive += sum(nbytes for made, nbytes in part.made_nbytes.items() if made not in results)
+        for part in reversed(parts):
+            made = {made: nbytes for made, nbytes in part.made_nbytes.items() if made not in results}
+            added = sum(
+                nbytes if pulled.setdefault(taken, nbytes) else 0
+                for taken, nbytes in part.pulled_nbytes.items()
+                if taken not in pulled
+            )
+            if part.is_ahead:
+                alive -= sum(made.values())
+            if isinstance(part, OnSome):
+                alive += added + (0 if part.is_ahead else sum(made.values()))
+                added = 0
             peak = max(peak, alive + part.inside_nbytes(backward=True))
+            alive += added - part.saved_nbytes
+            alive -= sum(nbytes for made, nbytes in pulled.items() if made in part.part.outputs)
         return peak
+
+    def _nbytes_forward(self, parts: Sequence[OnAll | OnSome]) -> tuple[int, int]:
+        """The bytes that are alive after these parts, without results, and the most that were."""
+        alive = peak = 0
+        for part in parts:
+            peak = max(peak, alive + part.inside_nbytes(backward=False))
+            alive += part.saved_nbytes
+            alive += sum(nbytes for made, nbytes in part.made_nbytes.items() if made not in self.chain.made)
+            peak = max(peak, alive)
+        return alive, peak
 
     # How it runs -----------------------------------------------------------------------------------------------------
 
@@ -164,20 +175,20 @@ class InPieces(Differentiated):
         return self._results(values)
 
     def _both_in_pieces(self, *inputs: Tensor) -> tuple[Any, ...]:
-        values = self._named(inputs)
+        values, gradients = self._named(inputs), Gradients()
         loss = self.unit.results.index("loss")
         spec = self.unit.result_specs[loss]
-        found = self._pulled(values, {self.chain.made[loss]: torch.ones((), dtype=spec.dtype, device=spec.device)})
-        for part in self._parts:
-            if not values.keys() >= set(part.part.outputs):
-                part.forward(values)
+        gradients.add(self.chain.made[loss], torch.ones((), dtype=spec.dtype, device=spec.device))
+        late = [part for part in self._parts if isinstance(part, OnAll) and not part.is_ahead]
+        found = self._pulled(values, gradients, keep={name for part in late for name in part.part.inputs})
+        for part in late:
+            part.forward(values)
         return (*self._results(values), *found)
 
     def _backward_in_pieces(self, *arguments: Tensor) -> tuple[Any, ...]:
-        number = len(self.chain.given)
-        gradients: Values = {}
+        number, gradients = len(self.chain.given), Gradients()
         for index, gradient in zip(self.unit.differentiated, arguments[number:], strict=True):
-            add(gradients, self.chain.made[index], gradient)
+            gradients.add(self.chain.made[index], gradient)
         return self._pulled(self._named(arguments[:number]), gradients)
 
     def _named(self, inputs: Sequence[Tensor]) -> Values:
@@ -186,11 +197,18 @@ class InPieces(Differentiated):
     def _results(self, values: Values) -> tuple[Any, ...]:
         return tuple(values[each] if isinstance(each, str) else each for each in self.chain.made)
 
-    def _pulled(self, values: Values, gradients: Values) -> tuple[Tensor, ...]:
-        """The gradients of the inputs, of those of the results; `values` has what the pieces have made after it."""
-        for part in self._ahead(self._parts):
-            part.forward(values)
+    def _pulled(self, values: Values, gradients: Gradients, keep: Collection[str] = frozenset()) -> tuple[Tensor, ...]:
+        """The gradients of the inputs, of those of the results; `values` has what the pieces have made after it.
+
+        keep: of what runs ahead, what has readers beside the backward.
+        """
+        for part in self._parts:
+            if part.is_ahead:
+                part.forward(values)
         for part in reversed(self._parts):
+            for name in part.part.outputs if part.is_ahead else ():
+                if name not in (*self.chain.made, *keep):
+                    del values[name]  # whose readers have all been
             part.pull(values, gradients)
         names = (self.chain.given[index] for index in self.unit.differentiable)
         return tuple(gradients[name] if name in gradients else torch.zeros_like(values[name]) for name in names)

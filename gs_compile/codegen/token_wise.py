@@ -171,14 +171,16 @@ class _Cut:
         exits = [node for node in nodes if any(user not in inside for user in node.users)]
         if place % 2 == 0:
             return self._token_part(nodes, entries, exits)
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in entries:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = dict(node.meta)
-        for node in nodes:
-            copy(graph, node, copies)
-        graph.output(tuple(copies[node] for node in exits))
-        return self._named(fx.GraphModule(self.module, graph), entries, exits, spec_of)
+        return self._named(subgraph(self.module, entries, exits), entries, exits, self._spec)
+
+    def _spec(self, node: fx.Node) -> TensorSpec:
+        """Of a value between parts; what has tokens is [tokens, ...] in memory, as pieces make and take it."""
+        found, form = spec_of(node), self.found.forms.get(node)
+        if form is None or node.op == "placeholder" or any(user.op == "output" for user in node.users):
+            return found
+        rest = [size for axis, size in enumerate(found.shape) if axis not in form.axes]
+        rows = torch.empty(*(found.shape[axis] for axis in form.axes), *rest, device="meta")
+        return replace(found, stride=rows.movedim(tuple(range(len(form.axes))), form.axes).stride())
 
     def _token_part(self, nodes: list[fx.Node], entries: list[fx.Node], exits: list[fx.Node]) -> TokenPart:
         found = self.found
@@ -210,7 +212,10 @@ class _Cut:
             if form := forms.get(node):
                 copies[node] = _arranged(graph, copies[node], form.axes, rank_of(node))
         for node in nodes:
-            copy(graph, node, copies)
+            for each in node.all_input_nodes:
+                if each.op == "get_attr" and each not in copies:
+                    copies[each] = graph.node_copy(each)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
             self._resize(node, copies, number)
         graph.output(tuple(_collected(graph, copies[n], forms[n].axes, rank_of(n)) for n in exits))
 
@@ -258,12 +263,19 @@ class _Cut:
         return Part(graph, tuple(node.name for node in entries), tuple(node.name for node in exits))
 
 
-def copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Add a copy of a node, and of constants that it reads."""
-    for each in node.all_input_nodes:
-        if each.op == "get_attr" and each not in copies:
-            copies[each] = graph.node_copy(each)
-    copies[node] = graph.node_copy(node, copies.__getitem__)
+def subgraph(module: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[Any]) -> fx.GraphModule:
+    """The graph that makes `wanted` nodes of those that are `given`."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in given:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in module.graph.nodes:
+        is_made = node.op in ("call_function", "get_attr") and node not in copies
+        if is_made and copies.keys() >= set(node.all_input_nodes):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies.get(node, node) for node in wanted))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(module, graph)
 
 
 def _arranged(graph: fx.Graph, flat: fx.Node, axes: tuple[int, ...], rank: int) -> fx.Node:

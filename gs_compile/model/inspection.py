@@ -25,7 +25,6 @@ from torch import fx
 from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
 from gs_compile.capture.internals import add_artifact
 from gs_compile.codegen.compiled import Compilation, Step, compilations_of
-from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.codegen.pieces import InPieces
 from gs_compile.errors import InspectionError
 from gs_compile.machine import format_bytes
@@ -61,7 +60,7 @@ class UnitClass:
     units: tuple[Unit, ...]
     graph: UnitGraph  # of the first: its module, in torch functions, and what is bound to the placeholders
     inputs: tuple[str, ...]  # of all graphs, as the first unit binds them: "x", "side 0", "h.0.mlp.c_fc.weight"
-    code: Differentiated
+    code: InPieces
 
     @property
     def forward(self) -> fx.GraphModule:
@@ -241,10 +240,10 @@ class Inspection:
 
     @property
     def _pieces(self) -> list[str]:
-        """How units run in pieces, a line for each."""
-        code = self.epilogue.code
-        size = code.tokens_per_piece if isinstance(code, InPieces) else None
-        return [f"  {'pieces:':<19} the head runs on {size} tokens at a time"] if size else []
+        """How units run in pieces, a line for each class that does."""
+        classes = [("head", self.epilogue), *((f"class {index}", each) for index, each in enumerate(self.classes))]
+        sizes = [(name, each.code.tokens_per_piece) for name, each in classes]
+        return [f"  {'pieces:':<19} the {name} runs on {size} tokens at a time" for name, size in sizes if size]
 
     def _nbytes(self, *units: Unit) -> int:
         return sum(spec.nbytes for spec in self.parameters(*units).values())

@@ -1,4 +1,4 @@
-"""A head in pieces of tokens gives what the whole one gives, in the memory that its plan counts."""
+"""A unit in pieces of tokens gives what the whole one gives, in the memory that its plan counts."""
 
 from __future__ import annotations
 
@@ -247,3 +247,96 @@ def test_it_runs_in_pieces_where_it_needs_more_memory_than_another_unit():
     code = InPieces(unit, EAGER, None, [Room(whole - 1), Room(7)], None)
     assert code.tokens_per_piece == LEAST
     assert code.cost("both").nbytes < whole / 3
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Heads that attend to each other's past, in a layer with two norms and a feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.all, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x, turn):
+        rows = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.all(self.first(x)).chunk(3, -1))
+        query, key, value = rows
+        seen = functional.scaled_dot_product_attention(query * turn[:, None, :, None], key, value, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+class Parallel(Attention):
+    """Both halves read the same norm; scores are written out."""
+
+    def forward(self, x, turn):
+        y = self.first(x)
+        query, key, value = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.all(y).chunk(3, -1))
+        scores = (query @ key.transpose(-1, -2) * 0.5).softmax(-1) @ value
+        return x + self.out(scores.transpose(1, 2).flatten(2)) + self.down(functional.gelu(self.up(y)))
+
+
+class FeedForward(Attention):
+    def forward(self, x, turn):
+        return x + self.down(functional.gelu(self.up(self.second(x)))) * turn[..., None]
+
+
+class Stack(nn.Module):
+    def __init__(self, layer) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.words = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, ids, turn):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, turn)
+        return flat_loss(self.words(x), ids)
+
+
+@cache
+def layer_of(layer, size=2, tokens=TOKENS):
+    ids = torch.randint(WORDS, (SAMPLES, tokens))
+    return captured(Stack(layer), ids, torch.rand(SAMPLES, tokens)).split(size).units[1]
+
+
+@pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
+@pytest.mark.parametrize("size", [2, 1], ids=["two samples", "one sample"])
+@pytest.mark.parametrize("layer", [Attention, Parallel, FeedForward], ids=lambda layer: layer.__name__)
+def test_layers_give_the_results_and_gradients_of_the_whole(layer, size, generator):
+    unit = layer_of(layer, size)
+    code = in_pieces(unit, generator)
+    equal(*code_and_autograd(unit, generator, code=code))
+    kinds = [isinstance(part, OnSome) for part in code._parts]
+    assert kinds == ([True] if layer is FeedForward else [True, False, True])
+    assert code.levels == ()
+    assert code.no_levels_reason == "it runs in pieces of tokens"
+
+
+@pytest.mark.parametrize("layer", [Attention, FeedForward], ids=lambda layer: layer.__name__)
+def test_what_a_layer_has_alive_is_what_is_planned(layer):
+    unit = layer_of(layer, 2, 40)
+    inputs = [torch.rand(spec.shape) for spec in unit.specs]
+    gradients = [torch.rand(unit.result_specs[index].shape) for index in unit.differentiated]
+    nbytes = {}
+    for tokens in (8, 0):
+        code = in_pieces(unit, tokens=tokens)
+        function, alive = code.function("backward"), Alive()
+        with torch.no_grad(), alive:
+            results = function(*inputs, *gradients)
+        x = next(i for i, index in enumerate(unit.differentiable) if unit.sources[index].kind == "x")
+        nbytes[tokens] = code.cost("backward").nbytes
+        if tokens:
+            assert alive.most - results[x].nbytes == pytest.approx(nbytes[tokens], rel=0.03)
+    assert nbytes[8] < 0.6 * nbytes[0]
+
+
+def test_only_what_attention_reads_is_computed_again():
+    """Its own forward runs once, and the feed-forward part's: queries, keys and values are made twice."""
+    unit = layer_of(Attention)
+    piece, whole = (in_pieces(unit, tokens=tokens).cost("backward").flops for tokens in (PIECE, 0))
+    assert piece - whole == 2 * 2 * TOKENS * WIDTH * 3 * WIDTH

@@ -1,4 +1,4 @@
-"""A head in pieces trains the same bits wherever data is stored, and what the whole head trains to rounding."""
+"""Units in pieces train the same bits wherever data is stored, and what whole ones train to rounding."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class Long(tiered.GPT2):
         self.transformer.wpe = torch.nn.Embedding(512, 16)
 
 
-def in_memory(harness, storage, make, tokens_per_piece, **changes):
-    return harness.train(make, options(storage, ratios=IN_MEMORY, piece_tokens=tokens_per_piece, **changes), 3)
+def in_memory(harness, storage, make, size, **changes):
+    given = {"piece_tokens": size, "layer_tokens": size or None, **changes}
+    return harness.train(make, options(storage, ratios=IN_MEMORY, **given), 3)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,11 @@ def clipping(clips):
 @pytest.mark.parametrize("place", PLACES)
 def test_the_same_bits_wherever_data_is_stored(place, harness, storage, expected):
     clips = "clip" in PLACES[place]
-    found = harness.train(clipping(clips), options(storage, piece_tokens=5, **PLACES[place]), 3)
+    found = harness.train(clipping(clips), options(storage, piece_tokens=5, layer_tokens=5, **PLACES[place]), 3)
     assert found.differences(expected[clips]) == []
 
 
-def test_the_losses_and_gradients_of_a_whole_head(storage):
+def test_the_losses_and_gradients_of_whole_units(storage):
     """The update of SGD is the gradient: sums of fp32 in another order."""
     found, whole = (in_memory(shared(**MODEL), storage, sgd, size) for size in (5, 0))
     torch.testing.assert_close(found.losses, whole.losses, rtol=1e-6, atol=0)
