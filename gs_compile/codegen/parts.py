@@ -2,13 +2,13 @@
 
 Both take what they read from `values`, by name, and put there what they make. `pull` takes the gradients of what a part
 makes out of `gradients`, and adds those of what it reads. A part in pieces runs forward again in it, piece by piece,
-and leaves what it makes in `values` if it has not run ahead. Gradients of what all pieces read, such as a weight, are
+and leaves in `values` what is to be kept. Gradients of what all pieces read, such as a weight, are
 summed in fp32 at least (`capture.gradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -117,7 +117,7 @@ class OnAll:
         values |= zip(self.part.outputs, made, strict=False)
         values[self] = made[len(self.part.outputs) :]
 
-    def pull(self, values: Values, gradients: Gradients) -> None:
+    def pull(self, values: Values, gradients: Gradients, keep: Set[str]) -> None:
         """What its backward does not read may be missing in `values`."""
         if not self.is_trained:
             return
@@ -198,9 +198,11 @@ class OnSome:
             self._write(made, zip(part.outputs, outputs, strict=True), begin)
         values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
 
-    def pull(self, values: Values, gradients: Gradients) -> None:
+    def pull(self, values: Values, gradients: Gradients, keep: Set[str]) -> None:
+        """keep: what is put in `values` of what it makes, unless it has run ahead."""
         if not self.is_trained:
-            self.forward(values)
+            if not keep.isdisjoint(self.part.outputs):
+                self.forward(values)
             return
         outer = []
         for index in self.part.graph.differentiated:
@@ -212,7 +214,7 @@ class OnSome:
         known = {name: rows for name, rows in known.items() if not self.tokens.is_cut(name)}
         rows, made, pulled, shared = self._rows(values), Values(), Values(), Accumulator()
         for begin, end in self._ranges:
-            self._pull_piece(begin, end, rows, outer, (made, known, pulled, shared))
+            self._pull_piece((begin, end), rows, outer, keep, (made, known, pulled, shared))
         values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
         for name, tensor in pulled.items():
             is_first = name not in gradients and not self.tokens.is_cut(name)
@@ -224,19 +226,20 @@ class OnSome:
 
     def _pull_piece(
         self,
-        begin: int,
-        end: int,
+        bounds: tuple[int, int],
         rows: Values,
         outer: Sequence[Tensor],
+        keep: Set[str],
         into: tuple[Values, Values, Values, Accumulator],
     ) -> None:
+        begin, end = bounds
         (part, code), (made, known, pulled, shared) = self._piece(end - begin), into
         taken = self._taken_of(part, rows, begin, end)
         given = (self.tokens.piece(gradient, begin, end).contiguous() for gradient in outer)
         found = code.function("joint")(*taken, *given)
         outputs, terms = found[: len(part.outputs)], found[len(part.outputs) :]
-        if not self.is_ahead:
-            self._write(made, zip(part.outputs, outputs, strict=True), begin)
+        pairs = zip(part.outputs, outputs, strict=True)
+        self._write(made, [(name, tensor) for name, tensor in pairs if name in keep and not self.is_ahead], begin)
         named = dict(zip((part.inputs[index] for index in part.graph.differentiable), terms, strict=True))
         of_all = {name: named.pop(name) for name in list(named) if name not in self.tokens.forms}
         for name in named.keys() & known.keys():

@@ -11,7 +11,7 @@ and has `LEAST` tokens at least.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -136,24 +136,20 @@ class InPieces(Differentiated):
         """The most bytes that a function has alive beside its inputs, results of a forward, and the gradient of x."""
         if name == "forward":
             return self._nbytes_forward(parts)[1]
-        results = set() if name == "backward" else set(self.chain.made)
+        keep, results = self._late(parts)[1] if name == "both" else set[str](), set(self.chain.made)
         alive, peak = self._nbytes_forward([part for part in parts if part.is_ahead])
         pulled = {self.chain.x: 0}  # the gradient of x is a result
         for part in reversed(parts):
-            made = {made: nbytes for made, nbytes in part.made_nbytes.items() if made not in results}
-            added = sum(
-                nbytes if pulled.setdefault(taken, nbytes) else 0
-                for taken, nbytes in part.pulled_nbytes.items()
-                if taken not in pulled
-            )
             if part.is_ahead:
-                alive -= sum(made.values())
+                alive -= _total(part.made_nbytes, set(part.part.outputs) - keep - results)
+            new = set(part.pulled_nbytes) - pulled.keys()
+            pulled |= {taken: part.pulled_nbytes[taken] for taken in new}
+            added = _total(part.pulled_nbytes, new)
             if isinstance(part, OnSome):
-                alive += added + (0 if part.is_ahead else sum(made.values()))
+                alive += added + (0 if part.is_ahead else _total(part.made_nbytes, keep - results))
                 added = 0
             peak = max(peak, alive + part.inside_nbytes(backward=True))
-            alive += added - part.saved_nbytes
-            alive -= sum(nbytes for made, nbytes in pulled.items() if made in part.part.outputs)
+            alive += added - part.saved_nbytes - _total(pulled, set(part.part.outputs))
         return peak
 
     def _nbytes_forward(self, parts: Sequence[OnAll | OnSome]) -> tuple[int, int]:
@@ -162,7 +158,7 @@ class InPieces(Differentiated):
         for part in parts:
             peak = max(peak, alive + part.inside_nbytes(backward=False))
             alive += part.saved_nbytes
-            alive += sum(nbytes for made, nbytes in part.made_nbytes.items() if made not in self.chain.made)
+            alive += _total(part.made_nbytes, set(part.part.outputs) - set(self.chain.made))
             peak = max(peak, alive)
         return alive, peak
 
@@ -179,8 +175,8 @@ class InPieces(Differentiated):
         loss = self.unit.results.index("loss")
         spec = self.unit.result_specs[loss]
         gradients.add(self.chain.made[loss], torch.ones((), dtype=spec.dtype, device=spec.device))
-        late = [part for part in self._parts if isinstance(part, OnAll) and not part.is_ahead]
-        found = self._pulled(values, gradients, keep={name for part in late for name in part.part.inputs})
+        late, keep = self._late(self._parts)
+        found = self._pulled(values, gradients, keep)
         for part in late:
             part.forward(values)
         return (*self._results(values), *found)
@@ -189,7 +185,7 @@ class InPieces(Differentiated):
         number, gradients = len(self.chain.given), Gradients()
         for index, gradient in zip(self.unit.differentiated, arguments[number:], strict=True):
             gradients.add(self.chain.made[index], gradient)
-        return self._pulled(self._named(arguments[:number]), gradients)
+        return self._pulled(self._named(arguments[:number]), gradients, frozenset())
 
     def _named(self, inputs: Sequence[Tensor]) -> Values:
         return dict(zip(self.chain.given, inputs, strict=True))
@@ -197,18 +193,25 @@ class InPieces(Differentiated):
     def _results(self, values: Values) -> tuple[Any, ...]:
         return tuple(values[each] if isinstance(each, str) else each for each in self.chain.made)
 
-    def _pulled(self, values: Values, gradients: Gradients, keep: Collection[str] = frozenset()) -> tuple[Tensor, ...]:
-        """The gradients of the inputs, of those of the results; `values` has what the pieces have made after it.
+    def _late(self, parts: Sequence[OnAll | OnSome]) -> tuple[list[OnAll], set[str]]:
+        """The parts whose results are made after the backward, and the values that are kept for results until then."""
+        late = [part for part in parts if isinstance(part, OnAll) and not part.is_ahead]
+        read = {name for part in late for name in part.part.inputs}
+        return late, read.union(each for each in self.chain.made if isinstance(each, str))
 
-        keep: of what runs ahead, what has readers beside the backward.
-        """
+    def _pulled(self, values: Values, gradients: Gradients, keep: Set[str]) -> tuple[Tensor, ...]:
+        """The gradients of the inputs, of those of the results. keep: what is in `values` after it."""
         for part in self._parts:
             if part.is_ahead:
                 part.forward(values)
         for part in reversed(self._parts):
             for name in part.part.outputs if part.is_ahead else ():
-                if name not in (*self.chain.made, *keep):
+                if name not in keep:
                     del values[name]  # whose readers have all been
-            part.pull(values, gradients)
+            part.pull(values, gradients, keep)
         names = (self.chain.given[index] for index in self.unit.differentiable)
         return tuple(gradients[name] if name in gradients else torch.zeros_like(values[name]) for name in names)
+
+
+def _total(nbytes: Mapping[str, int], names: Set[str]) -> int:
+    return sum(size for name, size in nbytes.items() if name in names)

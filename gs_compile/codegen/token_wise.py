@@ -171,7 +171,11 @@ class _Cut:
         exits = [node for node in nodes if any(user not in inside for user in node.users)]
         if place % 2 == 0:
             return self._token_part(nodes, entries, exits)
-        return self._named(subgraph(self.module, entries, exits), entries, exits, self._spec)
+        module = subgraph(self.module, entries, exits)
+        for node in module.graph.nodes:  # what a part takes need not be in memory as in the whole
+            node.target = SHAPED.get(packet_of(node), node.target)
+        module.recompile()
+        return self._named(module, entries, exits, self._spec)
 
     def _spec(self, node: fx.Node) -> TensorSpec:
         """Of a value between parts; what has tokens is [tokens, ...] in memory, as pieces make and take it."""
@@ -269,12 +273,14 @@ def subgraph(module: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[
     for node in given:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
+    needed = {node for node in wanted if isinstance(node, fx.Node)}
+    for node in reversed(module.graph.nodes):
+        if node in needed and node not in copies:
+            needed.update(node.all_input_nodes)
     for node in module.graph.nodes:
-        is_made = node.op in ("call_function", "get_attr") and node not in copies
-        if is_made and copies.keys() >= set(node.all_input_nodes):
+        if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies.get(node, node) for node in wanted))
-    graph.eliminate_dead_code()
     return fx.GraphModule(module, graph)
 
 
