@@ -88,22 +88,27 @@ class OnAll:
 
     @property
     def saved_nbytes(self) -> int:
-        """Of what is saved beside what it takes and makes."""
-        if not self.saves:
-            return 0
-        values = output_values(self.halves[0])
-        known = {memory_of(node) for node in self.halves[0].graph.find_nodes(op="placeholder")}
-        known |= {memory_of(node) for node in values[: len(self.part.outputs)]}
-        kept = {memory_of(node): node.meta["val"].untyped_storage().nbytes() for node in values}
-        return sum(nbytes for memory, nbytes in kept.items() if memory not in known)
+        """Of what is saved beside what it takes."""
+        return sum(self._saved.values()) if self.saves else 0
 
     @cached_property
     def made_nbytes(self) -> dict[str, int]:
-        """Of what it makes, without views of what it takes."""
-        module = self.part.graph.module
-        taken = {memory_of(node) for node in module.graph.find_nodes(op="placeholder")}
-        made = zip(self.part.outputs, output_values(module), self.part.graph.result_specs, strict=True)
-        return {name: 0 if memory_of(node) in taken else spec.nbytes for name, node, spec in made}
+        """Of what it makes, without views of what it takes or saves."""
+        graph = self.halves[0] if self.saves else self.part.graph.module
+        known = self._taken_memory(graph) | (self._saved.keys() if self.saves else set())
+        made = zip(self.part.outputs, output_values(graph), self.part.graph.result_specs, strict=False)
+        return {name: 0 if memory_of(node) in known else spec.nbytes for name, node, spec in made}
+
+    @cached_property
+    def _saved(self) -> dict[Any, int]:
+        """Bytes by memory."""
+        taken, values = self._taken_memory(self.halves[0]), output_values(self.halves[0])
+        saved = {memory_of(node): node for node in values[len(self.part.outputs) :]}
+        return {m: node.meta["val"].untyped_storage().nbytes() for m, node in saved.items() if m not in taken}
+
+    @staticmethod
+    def _taken_memory(module: fx.GraphModule) -> set[Any]:
+        return {memory_of(node) for node in module.graph.find_nodes(op="placeholder")}
 
     @property
     def pulled_nbytes(self) -> dict[str, int]:
