@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gs_compile.hf.weights import from_pretrained, save_pretrained
     from gs_compile.model.inspection import Inspection, inspect
     from gs_compile.model.materialize import materialize, streaming
+    from gs_compile.model.muon import Muon
     from gs_compile.model.optim import SGD, Adam, AdamW, Lion
     from gs_compile.model.resume import Resumed, StepSampler, resume
     from gs_compile.model.storage_init import init_on_storage
@@ -37,6 +38,7 @@ __all__ = [
     "Inspection",
     "Lion",
     "LossScaler",
+    "Muon",
     "Options",
     "Profile",
     "Ratios",
@@ -61,6 +63,7 @@ _LATER = {  # names that need torch come when they are first used: importing thi
     "model.inspection": ("Inspection", "inspect"),
     "model.loss_scale": ("LossScaler",),
     "model.materialize": ("materialize", "streaming"),
+    "model.muon": ("Muon",),
     "model.optim": ("AdamW", "Adam", "SGD", "Lion"),
     "model.resume": ("Resumed", "StepSampler", "resume"),
     "model.storage_init": ("init_on_storage",),

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Literal
@@ -90,6 +90,10 @@ class Types:
     def conversion_nbytes(self) -> int:
         """Of an element in an update."""
         return sum(CONVERSION_NBYTES.get(dtype, 0) for dtype in self.state)
+
+    def with_moments(self, number: int) -> Types:
+        """The same with the first so many moments alone."""
+        return replace(self, state=self.state[: self.has_master + number])
 
     def width(self, dtype: torch.dtype) -> int:
         """The elements of the unit that one of a parameter of this dtype takes."""

@@ -42,12 +42,13 @@ class FormerHomes(Homes):
 
 def _place(stored: StoredParameter, types: Types) -> Slice:
     shape = tuple(stored.shape)
+    state: dict[str, Any] = {"components": tuple(stored.components), "second": stored.second}
     if not stored.dtype:
-        return Slice(stored.unit, stored.offset, shape)
+        return Slice(stored.unit, stored.offset, shape, **state)
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if stored.codec:
         return encoded_slice(stored.unit, stored.offset, shape, dtype, stored.codec, types.parameter.itemsize)
-    return Slice(stored.unit, stored.offset, shape, dtype, types.width(dtype))
+    return Slice(stored.unit, stored.offset, shape, dtype, types.width(dtype), **state)
 
 
 def alike(

@@ -17,7 +17,7 @@ from gs_compile.placement.traffic import op_nbytes
 from gs_compile.program.ir import Op, Value, whole_kind
 from gs_compile.runtime import coordinators
 from gs_compile.runtime.coordinators import Bindings
-from gs_compile.runtime.optimizer import SharedNorm, StepRecord
+from gs_compile.runtime.step_record import SharedNorm, StepRecord
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import name_of
 from gs_compile.runtime.values import tensors_of

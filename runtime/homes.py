@@ -116,6 +116,7 @@ class Homes:
 
     def read_state(self, place: Slice, component: int) -> Tensor:
         """One component of a parameter's optimizer state; the master, where there is one, is the first."""
+        place, component = self._moment(place, component)
         own, first = self._number(place, component), 0
         if self.setting.types[place.unit].state[own] in EIGHT_BITS:
             first = place.offset % QUANTUM
@@ -132,6 +133,7 @@ class Homes:
 
     def write_state(self, place: Slice, component: int, values: Tensor) -> None:
         """The inverse; a master in a pair brings the parameter with it."""
+        place, component = self._moment(place, component)
         values, own = values.to(self.setting.wide(place.unit)), self._number(place, component)
         if self.is_pair(place, component):
             parameter, values = pair(values)
@@ -173,10 +175,20 @@ class Homes:
 
     def is_changed(self, place: Slice, component: int | None) -> bool:
         """Whether a write of it would change any part; what is not is there already."""
+        if component is not None:
+            place, component = self._moment(place, component)
         own = None if component is None else self._number(place, component)
         numbers = (None, own) if self.is_pair(place, component) else (own,)
         pieces = (each for number in numbers for each in self._pieces(place, number))
         return any(self.to_change(value) is not None for value, _, _ in pieces)
+
+    def _moment(self, place: Slice, component: int) -> tuple[Slice, int]:
+        """Where a component of a parameter's state is: in which elements, and as which component of these."""
+        first = self.has_master(place)
+        if component < first:
+            return place, component
+        place, number = place.moment(component - first)
+        return place, number + first
 
     def _number(self, place: Slice, component: int) -> int:
         """Of a component of a parameter's state: its number in its unit's, which may have masters that it has not."""

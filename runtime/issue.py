@@ -30,9 +30,9 @@ from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor, forward_end
 from gs_compile.runtime.handlers import Handlers
 from gs_compile.runtime.lanes import Ticket, join_all
-from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.signals import watch
 from gs_compile.runtime.slab import Place
+from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.stream import wait_for
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label, name_of

@@ -89,9 +89,9 @@ class Rule:
                 if is_noisy:
                     _round(moments, states, hyper.get("place", (0, 0)), step, at)
                 if is_pair and narrow is not None:
-                    parted(wide, narrow, part, _scratch("half", wide))
+                    parted(wide, narrow, part, scratch("half", wide))
                 elif narrow is not None:
-                    rounded(wide, narrow, _scratch("half", wide))
+                    rounded(wide, narrow, scratch("half", wide))
 
 
 def _cut(stored: Tensor, size: int) -> tuple[Tensor, ...]:
@@ -101,23 +101,23 @@ def _cut(stored: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 def _wide(use: str, stored: Tensor, like: Tensor) -> Tensor:
-    return stored if stored.dtype == like.dtype else widened(stored, _scratch(use, like))
+    return stored if stored.dtype == like.dtype else widened(stored, scratch(use, like))
 
 
 def _round(wides: Sequence[Tensor], stored: Sequence[Tensor], place: tuple[int, int], step: int, at: int) -> None:
     """Store states that are narrow: each by 16 bits of a random number of its element."""
     stream, first = place
-    bits, scratch = (_scratch(use, wides[0], torch.int32) for use in ("noise", "noise scratch"))
-    noise((stream, step), first + at, bits, scratch)
+    bits, spare = (scratch(use, wides[0], torch.int32) for use in ("noise", "noise scratch"))
+    noise((stream, step), first + at, bits, spare)
     for wide, narrow in zip(wides, stored, strict=True):
         if narrow.dtype != wide.dtype:
-            at_random(wide, narrow, bits, scratch)
+            at_random(wide, narrow, bits, spare)
             bits.bitwise_right_shift_(16)
 
 
 def _joined(narrow: Tensor, rest: Tensor) -> Tensor:
-    master = _scratch("master", rest, torch.float32)
-    return joined(narrow, rest, master, _scratch("half", master))
+    master = scratch("master", rest, torch.float32)
+    return joined(narrow, rest, master, scratch("half", master))
 
 
 def sum_of_squares(*parts: Tensor) -> float:
@@ -199,8 +199,8 @@ def _lion(master: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hype
     (momentum,) = state
     beta1, beta2 = hyper["betas"]
     sign = -1.0 if hyper.get("maximize", False) else 1.0
-    direction = _scratch("direction", master)
-    fresh = _scratch("fresh", master)
+    direction = scratch("direction", master)
+    fresh = scratch("fresh", master)
 
     torch.mul(momentum, beta1, out=direction)
     torch.mul(gradient, sign * (1 - beta1), out=fresh)
@@ -220,8 +220,8 @@ RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, LION)}
 def _prepared(gradient: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """The gradient in `dtype` times `scale`: itself where it is that already, else in scratch memory."""
     if gradient.dtype == dtype:
-        return gradient if scale == 1.0 else torch.mul(gradient, scale, out=_scratch("gradient", gradient))
-    wide = _scratch("gradient", gradient, dtype).copy_(gradient)
+        return gradient if scale == 1.0 else torch.mul(gradient, scale, out=scratch("gradient", gradient))
+    wide = scratch("gradient", gradient, dtype).copy_(gradient)
     return wide if scale == 1.0 else wide.mul_(scale)
 
 
@@ -235,8 +235,8 @@ class _Scratch(threading.local):
 _memory = _Scratch()
 
 
-def _scratch(use: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised memory for as many elements as `like` has."""
+def scratch(use: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised memory of this thread for as many elements as `like` has; a use has one at a time."""
     key = use, dtype or like.dtype
     if key not in _memory.buffers or len(_memory.buffers[key]) < len(like):
         _memory.buffers[key] = torch.empty(max(len(like), _chunk()), dtype=key[1])

@@ -6,139 +6,27 @@ narrower), so that one read serves one update.
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from gs_compile.placement.kinds import nbytes_of
-from gs_compile.placement.shards import place_of
-from gs_compile.placement.units import Group, Stretch, UnitPlacement
-from gs_compile.program.ir import SHADOWS, Op, Unit, Value, homed
+from gs_compile.placement.units import UnitPlacement
+from gs_compile.program.ir import Op, Unit, Value
 from gs_compile.runtime.coordinators import Setting, flat
-from gs_compile.runtime.formats import firsts, narrow, with_firsts
-from gs_compile.runtime.kernels import CHUNK, Rule, sum_of_squares
-from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.kernels import sum_of_squares
+from gs_compile.runtime.muon import Orthogonalizer
 from gs_compile.runtime.spans import Binding
+from gs_compile.runtime.step_record import SharedNorm, StepRecord
 from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.stream import Reading
+from gs_compile.runtime.updates import Recipe, Update
 from gs_compile.runtime.values import Gradient, flat_of
 
 Tensor = torch.Tensor
 
 PIECE = 1 << 22  # elements whose squares are summed at once: 32 MiB in float64
-
-
-@dataclass
-class SharedNorm:
-    """The sum of squares of a gradient that ranks share, and the sum of their losses.
-
-    losses: this rank's, with the first gradient of a step; factor: of the gradient.
-    """
-
-    losses: Sequence[Reading] = ()
-    factor: Tensor | None = None
-    ticket: Ticket | None = None  # of the exchange
-    arrived: Sequence[Reading] = ()
-
-    def reading(self, index: int) -> float:
-        assert self.ticket is not None
-        self.ticket.wait()
-        return self.arrived[index]()
-
-
-@dataclass
-class StepRecord:
-    """What the updates of one step need, early and late: captured when its backward begins."""
-
-    number: int  # of the optimizer's steps, from 1; of a parameter's own, without those that it has missed
-    hypers: Sequence[Mapping[str, Any]]  # by param group
-    max_grad_norm: float | None = None
-    squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
-    losses: Sequence[Reading] = ()
-    loss_scale: float = 1.0  # in all gradients
-    num_ranks: int = 1  # over which gradients are summed: they are those of the mean of the ranks' losses
-    scale: float = 1.0  # that clips
-    is_too_large: bool = False  # the norm, for float32
-    adds: bool = False  # to the sums of backwards before it
-    issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
-
-    @property
-    def grad_norm(self) -> float:
-        """The norm of all gradients, before clipping; infinite where an element is not finite."""
-        squares = [square() for square in self.squares.values()]
-        finite = all(map(math.isfinite, squares))
-        return math.sqrt(math.fsum(squares)) / (self.loss_scale * self.num_ranks) if finite else math.inf
-
-    @property
-    def factor(self) -> float:
-        """What gradients are multiplied by in updates."""
-        return self.scale / (self.loss_scale * self.num_ranks)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether nothing is updated: a loss, or a gradient so far, is not finite."""
-        readings = (*self.losses, *self.squares.values())
-        return self.is_too_large or not all(math.isfinite(reading()) for reading in readings)
-
-    @property
-    def is_loss_bad(self) -> bool:
-        """Whether the loss itself is not finite."""
-        return not all(math.isfinite(loss()) for loss in self.losses)
-
-    @property
-    def updated(self) -> list[Unit]:
-        """The units that have been updated before it was known that the step is skipped."""
-        finite = [math.isfinite(square()) for square in self.squares.values()]
-        return [unit for unit, number in self.issued if all(finite[:number])]
-
-    def share(self, unit: Unit, norm: SharedNorm, factor: Tensor | None) -> None:
-        """Read the norm of a unit from an exchange, and from the first of a step whether any rank's loss is bad."""
-        norm.factor = factor
-        if self.squares.keys() <= {"resident"}:
-            norm.losses, self.losses = self.losses, (partial(norm.reading, 1),)
-        self.squares[unit] = partial(norm.reading, 0)
-
-    def so_far(self) -> StepRecord:
-        """What is known when an update is issued; what comes later does not change it."""
-        return replace(self, squares=dict(self.squares))
-
-    def clip(self) -> None:
-        """Find what torch's clip_grad_norm_ would multiply by, in its float32; skip where a gradient is not finite."""
-        norm = torch.tensor(self.grad_norm, dtype=torch.float32)
-        self.is_too_large = not bool(norm.isfinite())
-        if self.max_grad_norm is not None and not self.skipped:
-            self.scale = min(1.0, (self.max_grad_norm / (norm + 1e-6)).item())
-
-    @property
-    def confirmed(self) -> bool:
-        """Whether what was updated before the scale was known is what it should be."""
-        return not self.skipped and self.scale == 1.0
-
-
-class Run(NamedTuple):
-    """Trained elements of one param group, in a unit.
-
-    missed: the optimizer's steps before their first. is_wide: two of them are one of a parameter's.
-    """
-
-    start: int
-    stop: int
-    group: int
-    missed: int = 0
-    is_wide: bool = False
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a unit is updated: the rule, and of what each stretch of its trained elements is."""
-
-    rule: Rule
-    runs: Mapping[Unit, Sequence[Run]]
 
 
 class OptimizerStep:
@@ -147,7 +35,12 @@ class OptimizerStep:
     def __init__(self, setting: Setting, recipe: Recipe) -> None:
         self.setting = setting
         self.recipe = recipe
+        self._orthogonalizer = Orthogonalizer(setting.device, recipe.largest_nbytes(setting.types), setting.ranks)
         self._added: dict[Unit, frozenset[Any]] = {}  # the parameters that have sums, of gradients that are away
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._orthogonalizer.close()
 
     def gradient(
         self, verb: str, value: Value, source: Any, memory: Tensor | None, bindings: Sequence[Binding]
@@ -247,64 +140,7 @@ class OptimizerStep:
 
     def update(self, op: Op, reads: Sequence[Any], targets: Sequence[Tensor], record: StepRecord) -> None:
         """Update parts of a unit, in place."""
-        unit, gradient = self.setting.unit(op.into[0]), reads[0]
-        group = unit.group_of(op.into[0])
-        flats = {(homed(value).kind, value.part): flat for value, flat in zip(op.into, targets, strict=True)}
-        kept = {(v.kind, v.part): flat for v, flat in zip(op.reads, reads, strict=True) if v.kind in SHADOWS}
-        is_whole = not op.reads[0].part or self.setting.placement.keeps_gradient(unit)
-        sums = flat_of(gradient)
-        size = CHUNK * torch.get_num_threads()
-        mine = (ranks.rank, ranks.number) if (ranks := self.setting.ranks) else (0, 1)
-        skipped = record.skipped  # asks the device for each norm so far
-        for piece, run in self._pieces(unit, group, size, whole=not kept):
-            w = _parameters(flats, piece)
-            g = sums[piece.unit_start if is_whole else piece.start :][: piece.numel]
-            state = self._components(unit, flats, piece)
-            if piece.s is not None and ("s", piece.s.letter) in kept:
-                for new, old in zip(state, self._components(unit, kept, piece), strict=True):
-                    new.copy_(old)
-            if ("w", piece.w.letter) in kept:
-                w.copy_(_parameters(kept, piece))
-            if run.is_wide:
-                w = w.view(self.setting.wide(unit.unit))
-            master, low = self._master(unit, w, state, run)
-            if not skipped:
-                place = zlib.crc32(str(unit.unit).encode()), place_of(unit.pieces, *mine, piece.unit_start)
-                hyper = {**record.hypers[run.group], "scale": record.factor, "place": place}
-                self.recipe.rule.update(master, g, state, hyper, record.number - run.missed, low)
-            if run.is_wide:
-                w.copy_(firsts(master))
-            elif skipped and unit.has_master:
-                w.copy_(narrow(master, w.dtype))
-
-    def _master(self, unit: UnitPlacement, w: Tensor, state: list[Tensor], run: Run) -> tuple[Tensor, Tensor | None]:
-        """What is updated, taken out of `state` if it is there, and the narrow parameter that follows it."""
-        types = self.setting.types[unit.unit]
-        stored = state.pop(0) if types.has_master else w
-        if run.is_wide:
-            return (with_firsts(w) if types.is_pair else stored), None
-        return stored, w if types.has_master else None
-
-    def _components(self, unit: UnitPlacement, flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> list[Tensor]:
-        if piece.s is None:
-            return []
-        start, whole = piece.start - piece.s.start, flats["s", piece.s.letter]
-        return self.setting.types[unit.unit].components(whole, start, start + piece.numel)
-
-    def _pieces(self, unit: UnitPlacement, group: Group, most: int, *, whole: bool) -> Iterator[tuple[Stretch, Run]]:
-        """A group in pieces of one run each, and of at most so many elements, copied and updated while they are in
-        cache; `whole`: where nothing is copied, in one piece.
-        """
-        for run in self.recipe.runs[unit.unit]:
-            for found in unit.stretches(group, run.start, run.stop):
-                size = found.numel if whole and not run.is_wide else most
-                for at in range(0, found.numel, size):
-                    numel = min(size, found.numel - at)
-                    yield Stretch(found.w, found.s, found.start + at, found.unit_start + at, numel), run
-
-
-def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> Tensor:
-    return flats["w", piece.w.letter][piece.unit_start - piece.w.start :][: piece.numel]
+        Update(self.setting, self.recipe, op, reads, targets).run(record, self._orthogonalizer)
 
 
 def _square(flat: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     lane "net"       all_gather, reduce_scatter, all_reduce   of the program, each rank the same ones in the same order
     lane "ssd_write" commit_together                          when all ranks have written what a commit needs
+    lane "cpu"       spread                                   in updates, of what they need whole
     user's thread    broadcast, agree, from_first             before the first step, and for reads and writes between
     any thread       fail, check                              what ends one rank ends all of them
 
@@ -97,11 +98,14 @@ class Ranks:
         self._alarm: Alarm | None = None
         self._first_row = place.replicas[0]
         self._all, self._commits, self._row, self._column = groups = new_groups(place, timeout)
+        self._updates: Any = None
+        self._groups = list(groups) if place.is_world else []
+        self._join = partial(place.new_group, place.replicas, "gloo", timedelta(seconds=timeout + 60))
         self._alarm = alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
         self.num_here = alarm.num_here
         if place.backend != "gloo":
             alarm.on_failure = partial(_abort, [group for group in (self._row, self._column) if group is not None])
-        self._close = weakref.finalize(self, _close, self._alarm, groups if place.is_world else ())
+        self._close = weakref.finalize(self, _close, self._alarm, self._groups)
         self._close.atexit = False
 
     @cached_property
@@ -136,6 +140,18 @@ class Ranks:
         for group in (self._row, self._column):
             if group is not None:
                 self._finish(what, numbers, partial(dist.all_reduce, numbers, group=group, async_op=True))
+
+    def open_updates(self) -> None:
+        """Let `spread` be used; all ranks call it, before the first step."""
+        if self._updates is None:
+            self._updates = self._join()
+            self._groups += [self._updates] * bool(self._groups)
+
+    def spread(self, tensor: Tensor, source: int, what: str = "an update") -> None:
+        """All in the group that shards get the values of its rank `source`, in place; host memory, contiguous."""
+        content = tensor.view(torch.uint8)
+        begin = partial(dist.broadcast, content, group=self._updates, group_src=source, async_op=True)
+        self._finish(what, content, begin)
 
     def commit_together(self, step: int) -> None:
         """Return when all ranks have come to commit this step."""

@@ -19,6 +19,8 @@ class Slice:
 
     dtype: of the parameter; None: that of the unit. width: the elements of the unit that one of the parameter takes.
     codec: in which it is stored, of `CODECS`, or "": as it is. num_stored: then the elements of the unit that it takes.
+    components: names of the tensors of its state, the master aside; (): those of the optimizer's parameters in general.
+    second: from its elements to those that have its second moments in the place of first ones; 0: it has no such.
     """
 
     unit: Unit
@@ -28,6 +30,8 @@ class Slice:
     width: int = 1
     codec: str = ""
     num_stored: int = 0
+    components: tuple[str, ...] = ()
+    second: int = 0
 
     @property
     def numel(self) -> int:
@@ -50,6 +54,10 @@ class Slice:
             assert self.dtype is not None
             return Encoded(CODECS[self.codec], elements.view(torch.uint8), self.shape, self.dtype)
         return (elements.view(self.dtype) if self.dtype else elements).view(self.shape)
+
+    def moment(self, number: int) -> tuple[Slice, int]:
+        """Where a moment of it is: in which elements of the unit, and as which moment of these."""
+        return (replace(self, offset=self.offset + self.second), 0) if self.second and number else (self, number)
 
     def within(self, start: int, stop: int) -> Slice:
         """Some elements of the parameter, as one of one dimension."""

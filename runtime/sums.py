@@ -12,8 +12,8 @@ from gs_compile.placement.units import UnitPlacement
 from gs_compile.program.ir import Unit, Value
 from gs_compile.runtime.formats import with_firsts
 from gs_compile.runtime.kernels import sum_of_squares
-from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.spans import Slice
+from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.tiers import Tiers
 

@@ -19,13 +19,15 @@ from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.homes import Homes
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
-from gs_compile.runtime.optimizer import OptimizerStep, Recipe, StepRecord
+from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab
+from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import Event
 from gs_compile.runtime.threads import refuse_without_threads
 from gs_compile.runtime.trace import Trace
+from gs_compile.runtime.updates import Recipe
 from gs_compile.runtime.values import Held, ValueTable
 
 Tensor = torch.Tensor
@@ -195,6 +197,7 @@ class Tiers(Homes):
             self.values = ValueTable()
             self.held.let_go()
             self.parameters.close()
+            self.optimizer.close()
             self.slab.close()
 
     def fail(self, error: BaseException) -> None:

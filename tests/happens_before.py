@@ -19,7 +19,8 @@ from gs_compile.runtime import coordinators, stream, tiers
 from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane, Ticket
-from gs_compile.runtime.optimizer import OptimizerStep, StepRecord
+from gs_compile.runtime.optimizer import OptimizerStep
+from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.values import Gradient
 

@@ -21,6 +21,7 @@ EVERY = {
     "Adam": gs_compile.Adam,
     "SGD": partial(gs_compile.SGD, momentum=0.9),
     "Lion": gs_compile.Lion,
+    "Muon": gs_compile.Muon,
 }
 
 # Where values and states are when they are read and written, and how late the updates are.

@@ -126,6 +126,11 @@ TEXTS: dict[str, bytes | Callable[[], bytes]] = {  # large ones are made when th
     "a state of whole numbers": change("units.1.state.1", "int32"),
     "a state too many": change("units.1.state", lambda state: [*state, "float32"]),
     "halves of masters that are whole": change("units.1.state.0", "int16", "units.1.state_itemsize", 10),
+    "states too few": change("parameters.1.components", ["momentum_buffer"], "parameters.2.components", ["momentum_buffer"]),
+    "second moments that begin among the first ones": change("parameters.1.second", 2048, "parameters.2.second", 2048),
+    "second moments within a quantum": change("parameters.2.second", 100),
+    "second moments of another parameter": change("parameters.1.second", 8192, "parameters.2.second", 8192),
+    "second moments of what is frozen": change("parameters.0.second", 8192),
     "a gap between parts": change("units.1.groups.1.w.0.start", 4097),
     "a gap between parts that are large enough": change(
         "units.1.groups.1.w.0.start", 4097, "units.1.groups.1.w.0.stop", 8193

@@ -242,7 +242,7 @@ class Twin(Device):
         if written:
             self._launch_op(func, args, kwargs, written, tensors)
             return tuple(written) if len(func._schema.returns) > 1 else written[0] if func._schema.returns else None
-        with self._fake:
+        with self._lock, self._fake:  # which is not for several threads
             fake = tree_map_only(Tensor, self._fake.from_tensor, _raw((args, kwargs)))
             like = func(*fake[0], **fake[1])
         outputs = tree_map_only(Tensor, lambda each: self.empty(each.shape, each.dtype, each.stride()), like)

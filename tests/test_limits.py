@@ -47,6 +47,10 @@ LIMITS: dict[str, list[Case]] = {
     "Parameters of dtypes in one layer": [
         ("end_to_end/test_mixed_dtypes.py", "test_what_does_not_go_together_is_refused", "do not go together"),
     ],
+    '`state_dtype="8bit"` with `gs_compile.Muon`': [
+        ("end_to_end/test_muon_runs.py", "test_settings_out_of_range_are_refused", "torch.float32 or torch.bfloat16"),
+        ("end_to_end/test_muon_runs.py", "test_states_before_the_first_call", "momentum_buffer"),
+    ],
     "The parameters of one model in two optimizers": [
         ("faults/test_setups.py", "two_optimizers_that_share_a_model", "belong to 2 gs_compile optimizers"),
     ],

@@ -180,6 +180,11 @@ def adamw(groups: list[dict[str, Any]], **settings: Any) -> TieredOptimizer:
     return gs_compile.AdamW(groups, lr=1e-2, **settings)
 
 
+def muon(groups: list[dict[str, Any]], **settings: Any) -> TieredOptimizer:
+    """Its groups are those of people who have it split the parameters itself."""
+    return gs_compile.Muon([{"params": group["params"]} for group in groups], lr=0.02, adamw_lr=1e-2, **settings)
+
+
 def sgd(groups: list[dict[str, Any]]) -> TieredOptimizer:
     """Its one update is the gradient itself."""
     return gs_compile.SGD([{"params": group["params"]} for group in groups], lr=1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -15,20 +15,22 @@ from gs_compile.capture.graph import Captured, TensorSpec
 from gs_compile.capture.split import Split
 from gs_compile.errors import CaptureError, OptimizerError
 from gs_compile.options import Frozen, Options
-from gs_compile.placement.shards import QUANTUM, owned, pieces, sharded
-from gs_compile.placement.workload import UnitSize
+from gs_compile.placement.shards import QUANTUM, Owned, owned, pieces, sharded
+from gs_compile.placement.workload import Products, UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.formats import Types, types_of
-from gs_compile.runtime.optimizer import Run
+from gs_compile.runtime.muon import STATES, Matrices
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Binding, Slice, encoded_slice
+from gs_compile.runtime.updates import Run
 
 
 @dataclass(frozen=True)
 class Arrangement:
     """The parameters of each unit: trained ones first, by param group and width, then frozen ones, each at a multiple
-    of QUANTUM.
+    of QUANTUM. Where most are matrices that are orthogonalized, elements have one moment, and what needs two takes
+    twice the elements, of which the second half has second moments alone.
 
     A parameter that several units read belongs to unit "t". Where ranks share the units, spans are places in what all
     have together; runs and sizes are this rank's.
@@ -48,18 +50,17 @@ def arrange(
     *,
     ranks: Ranks | None = None,
     codecs: Mapping[int, str] | None = None,
+    matrices: Mapping[int, Matrices] | None = None,
 ) -> Arrangement:
     """The layout of a captured model.
 
     types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
     and the optimizer's steps before its first; None: they are all alike; ranks: that share each unit; codecs: of frozen
-    parameters, by input index. Raises `CaptureError` for a unit with dtypes that do not go together.
+    parameters, by input index; matrices: what is orthogonalized, by input index; None: nothing ever is. Raises
+    `CaptureError` for a unit with dtypes that do not go together.
     """
     codecs = codecs or {}
-    specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
-    for graph in split.units:
-        for index, spec in graph.parameters(captured).items():
-            specs[index], owners[index] = spec, TIED if index in owners else graph.unit
+    specs, owners = _owned(split, captured)
     rank, world = (ranks.rank, ranks.number) if ranks else (0, 1)
     spans, runs = dict[int, Slice](), dict[Unit, list[Run]]()
     types, sizes = dict[Unit, Types](), list[UnitSize]()
@@ -73,18 +74,53 @@ def arrange(
         found = [index for index, owner in owners.items() if owner == unit]
         plain = [specs[index] for index in found if index not in codecs]
         types[unit] = types_by(_dtype(unit, plain or [specs[index] for index in found]))
-        members = sorted(found, key=order)
-        sizes.append(sharded(_size(unit, {index: specs[index] for index in members}, codecs, types[unit]), world))
+        if _has_one_moment({index: specs[index] for index in found}, matrices or {}, alone=world == 1):
+            types[unit] = types[unit].with_moments(1)
+        members = {index: specs[index] for index in sorted(found, key=order)}
+        placed = _placed(unit, members, types[unit], codecs, matrices)
+        sizes.append(sharded(_size(unit, members, placed, types[unit], matrices or {}), world))
         cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
-        runs[unit], stop = [], 0
+        mine, runs[unit], stop = partial(owned, cuts, rank, world), [], 0
         for (is_frozen, group, width), same in groupby(members, key=order):
-            start = stop = world * sizes[-1].num_trained if is_frozen else stop
-            for index in same:
-                spans[index] = _span(unit, stop, specs[index], types[unit], codecs.get(index, ""))
+            stop = world * sizes[-1].num_trained if is_frozen else stop
+            indices = list(same)
+            for index in indices:
+                spans[index] = replace(placed[index], offset=stop)
                 stop += _padded(spans[index])
-            mine = () if is_frozen else owned(cuts, rank, world, start, stop)
-            runs[unit] += [Run(each.local, each.local + each.numel, *group, width > 1) for each in mine]
+            if not is_frozen:
+                first = Run(spans[indices[0]].offset, stop, *group, width > 1)
+                runs[unit] += _runs(first, {index: spans[index] for index in indices}, matrices, mine)
     return Arrangement(spans, runs, tuple(sizes), types)
+
+
+def _owned(split: Split, captured: Captured) -> tuple[dict[int, TensorSpec], dict[int, Unit]]:
+    """All parameters, by input index, and the unit that each is in."""
+    specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
+    for graph in split.units:
+        for index, spec in graph.parameters(captured).items():
+            specs[index], owners[index] = spec, TIED if index in owners else graph.unit
+    return specs, owners
+
+
+def _runs(
+    alike: Run,
+    spans: Mapping[int, Slice],
+    matrices: Mapping[int, Matrices] | None,
+    mine: Callable[..., Iterator[Owned]],
+) -> Iterator[Run]:
+    """What of parameters that are alike is this rank's; of an optimizer that orthogonalizes each by itself, and of
+    matrices the whole.
+    """
+    if matrices is None:
+        for each in mine(alike.start, alike.stop):
+            yield alike._replace(start=each.local, stop=each.local + each.numel)
+        return
+    for index, span in spans.items():
+        start, stop = span.offset, span.offset + _padded(span)
+        if index in matrices:
+            yield alike._replace(start=start, stop=stop, matrices=matrices[index])
+        for each in mine(start, stop) if index not in matrices else ():
+            yield alike._replace(start=each.local, stop=each.local + each.numel, second=span.second)
 
 
 def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
@@ -128,32 +164,67 @@ def may_be_encoded(path: str, spec: TensorSpec | torch.Tensor, skip: Sequence[st
     return is_matrix and set(skip).isdisjoint(path.split("."))
 
 
-def _span(unit: Unit, offset: int, spec: TensorSpec, types: Types, codec: str) -> Slice:
+def _span(unit: Unit, spec: TensorSpec, types: Types, codec: str) -> Slice:
+    """Of a parameter, as if it were the first of its unit."""
     if codec:
-        return encoded_slice(unit, offset, spec.shape, spec.dtype, codec, types.parameter.itemsize)
+        return encoded_slice(unit, 0, spec.shape, spec.dtype, codec, types.parameter.itemsize)
     if spec.dtype == types.parameter:
-        return Slice(unit, offset, spec.shape)
-    return Slice(unit, offset, spec.shape, spec.dtype, types.width(spec.dtype))
+        return Slice(unit, 0, spec.shape)
+    return Slice(unit, 0, spec.shape, spec.dtype, types.width(spec.dtype))
 
 
-def _size(unit: Unit, members: Mapping[int, TensorSpec], codecs: Mapping[int, str], types: Types) -> UnitSize:
+def _has_one_moment(members: Mapping[int, TensorSpec], matrices: Mapping[int, Matrices], *, alone: bool) -> bool:
+    """Whether more of a unit's trained elements need one moment than need two; among several ranks, whether all do."""
+    trained = {index: spec.numel for index, spec in members.items() if spec.requires_grad}
+    one = sum(trained[index] for index in trained.keys() & matrices.keys())
+    return 2 * one > sum(trained.values()) if alone else 0 < one == sum(trained.values())
+
+
+def _placed(
+    unit: Unit,
+    members: Mapping[int, TensorSpec],
+    types: Types,
+    codecs: Mapping[int, str],
+    matrices: Mapping[int, Matrices] | None,
+) -> dict[int, Slice]:
+    """Each parameter of a unit as if it were the first there, with what its state is where there are matrices."""
+    has_one_moment = matrices is not None and len(types.state) - types.has_master == 1
+
+    def placed(index: int, spec: TensorSpec) -> Slice:
+        found = _span(unit, spec, types, codecs.get(index, ""))
+        if matrices is not None and index in matrices:
+            return replace(found, components=STATES)
+        return replace(found, second=_padded(found)) if has_one_moment and spec.requires_grad else found
+
+    return {index: placed(index, spec) for index, spec in members.items()}
+
+
+def _size(
+    unit: Unit,
+    members: Mapping[int, TensorSpec],
+    placed: Mapping[int, Slice],
+    types: Types,
+    matrices: Mapping[int, Matrices],
+) -> UnitSize:
     trained, frozen = (
-        tuple(
-            _padded(_span(unit, 0, spec, types, codecs.get(index, "")))
-            for index, spec in members.items()
-            if spec.requires_grad == wanted
-        )
+        tuple(_padded(placed[index]) for index, spec in members.items() if spec.requires_grad == wanted)
         for wanted in (True, False)
     )
-    decoded = sum(members[index].numel * members[index].dtype.itemsize for index in members.keys() & codecs.keys())
+    decoded = sum(members[index].numel * members[index].dtype.itemsize for index in members if placed[index].codec)
     sizes, follows = (types.parameter.itemsize, types.wide.itemsize), types.has_master and not types.is_pair
     size = UnitSize(unit, trained, frozen, *sizes, types.state_itemsize, follows, types.conversion_nbytes)
-    return replace(size, decoded_nbytes=decoded)
+    own = {index: matrices[index] for index in members if index in matrices}
+    products = None
+    if own:
+        device_nbytes = max(each.scratch_nbytes for each in own.values())
+        host_nbytes = 2 * max(_padded(placed[index]) for index in own) * types.wide.itemsize
+        products = Products(sum(each.flops for each in own.values()), device_nbytes, host_nbytes)
+    return replace(size, decoded_nbytes=decoded, products=products)
 
 
 def _padded(span: Slice) -> int:
-    """The elements that a parameter takes in its unit's flat buffer."""
-    return -(-(span.stop - span.offset) // QUANTUM) * QUANTUM
+    """The elements that a parameter takes in its unit's flat buffer, those of its second moments with it."""
+    return -(-(span.stop - span.offset) // QUANTUM) * QUANTUM * (1 + bool(span.second))
 
 
 def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:

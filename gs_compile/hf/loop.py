@@ -69,8 +69,8 @@ def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
     """Refuse what cannot be followed, before anything is compiled."""
     if not isinstance(optimizer, TieredOptimizer):
         raise OptionError(
-            f"{type(optimizer).__name__} keeps its states in memory: make one of gs_compile (AdamW, Adam, SGD, Lion), "
-            "which take the same settings and max_grad_norm="
+            f"{type(optimizer).__name__} keeps its states in memory: make one of gs_compile (AdamW, Adam, SGD, Lion, "
+            "Muon), which take the same settings and max_grad_norm="
         )
     if not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
         raise OptionError("the third is the DataLoader of the training data, as it was made: not prepared before")

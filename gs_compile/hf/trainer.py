@@ -80,7 +80,7 @@ class TrainerMixin(DurableTrainer):
         if self.optimizer is not None and not isinstance(self.optimizer, TieredOptimizer):
             raise OptionError(
                 f"this Trainer was given a {type(self.optimizer).__name__}, whose states stay in memory: leave the "
-                "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion)"
+                "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion, Muon)"
             )
         equivalent = self._equivalent() if self.optimizer is None else None
         packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row

@@ -25,6 +25,7 @@ from gs_compile.errors import OptimizerError, ResumeError
 from gs_compile.model.in_memory import parameters_in_memory
 from gs_compile.model.optimizer_state import settings_of
 from gs_compile.runtime.former import stored_units
+from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
 from gs_compile.runtime.storage.manifest import FORMAT, Manifest, StoredParameter, StoredPart, check_plain
@@ -43,7 +44,9 @@ class OptimizerLike(Protocol):
     accumulates: bool
     num_calls: int
     max_grad_norm: float | None
+    orthogonalizes: bool
 
+    def matrices(self, parameter: torch.Tensor, path: str, *, of_layer: bool) -> Matrices | None: ...
     @property
     def num_steps(self) -> int: ...
     @property
@@ -172,11 +175,15 @@ def check_alike(former: Manifest, optimizer: OptimizerLike, parameters: Sequence
     """Raise ResumeError where a commit is of another model, optimizer or number of ranks."""
     check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
     trained = {each.name: each.trained for each in parameters}
+    states = {each.name: tuple(each.components) for each in parameters}
+    others = [each.name for each in former.parameters if tuple(each.components) != states[each.name]]
     changed = [each.name for each in former.parameters if each.trained != trained[each.name]]
     if changed:
         what = f"{changed[0]} was {'frozen' if trained[changed[0]] else 'trained'} there"
     elif (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
         what = f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
+    elif others:
+        what = f"{others[0]} was {'no' if states[others[0]] else 'a'} matrix that updates orthogonalize there"
     elif len(former.groups) != len(optimizer.param_groups):
         what = f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
     elif {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()} != {

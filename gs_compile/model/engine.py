@@ -40,9 +40,9 @@ from gs_compile.program.ir import Program, StepShape, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
-from gs_compile.runtime.optimizer import StepRecord
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice
+from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.sums import Sums
 
 log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -26,10 +27,11 @@ from gs_compile.planner.measure.machines import Where
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS
 from gs_compile.planner.run import ModelAtHand, Run
+from gs_compile.program.ir import Unit
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.former import alike
 from gs_compile.runtime.kernels import Rule
-from gs_compile.runtime.optimizer import Recipe
+from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
@@ -38,6 +40,7 @@ from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.stream import device_of, is_in_host_memory
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
+from gs_compile.runtime.updates import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ def plan_tiers(
     """
     options, split = compilation.options, models[0].split
     how: dict[str, Any] = {
+        "matrices": _matrices(compilation, models[0], args, optimizer, ranks),
         "groups": _param_groups(compilation, models[0], args, optimizer),
         "codecs": codecs_of(split, compilation.captured, options, args),
         "ranks": ranks,
@@ -243,9 +247,37 @@ def stored_parameters(
             bool(args[index].requires_grad),
             str(span.dtype or "").removeprefix("torch."),
             span.codec,
+            span.components,
+            span.second,
         )
         for index, span in arrangement.spans.items()
     )
+
+
+def _matrices(
+    compilation: Compilation,
+    model: SpecializedModel,
+    args: Sequence[Any],
+    optimizer: OptimizerLike,
+    ranks: Ranks | None,
+) -> dict[int, Matrices] | None:
+    """What updates orthogonalize, by input index; None: nothing ever."""
+    if not optimizer.orthogonalizes:
+        return None
+    if ranks:
+        ranks.open_updates()
+    readers, inputs = defaultdict[int, list[Unit]](list), compilation.captured.inputs
+    for graph in model.split.units:
+        for index in graph.parameters(compilation.captured):
+            readers[index].append(graph.unit)
+    found = {
+        index: optimizer.matrices(
+            args[index], inputs[index].path, of_layer=all(isinstance(unit, int) for unit in units)
+        )
+        for index, units in readers.items()
+        if args[index].requires_grad
+    }
+    return {index: each for index, each in found.items() if each is not None}
 
 
 def _param_groups(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,9 +21,10 @@ from gs_compile.errors import OptimizerError
 from gs_compile.machine import in_groups
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
-from gs_compile.runtime.kernels import Rule
-from gs_compile.runtime.optimizer import StepRecord
+from gs_compile.runtime.kernels import Apply, Rule
+from gs_compile.runtime.muon import STATES, Matrices, update_whole
 from gs_compile.runtime.ranks import Ranks, ranks_of
+from gs_compile.runtime.step_record import StepRecord
 
 Tensor = torch.Tensor
 BUCKET_NBYTES = 25 << 20  # that are exchanged at once, as DistributedDataParallel does
@@ -47,17 +49,21 @@ def count(parameters: Sequence[Tensor], record: StepRecord, ranks: Ranks | None 
         record.squares["resident"] = lambda: square
 
 
-def update(
-    rule: Rule,
-    parameters: Sequence[Tensor],
-    group_of: Mapping[Tensor, int],
-    states: Mapping[Tensor, dict[str, Any]],
-    record: StepRecord,
-    missed: Mapping[Tensor, int],
-) -> None:
-    """One step of parameters in memory that have gradients. States are torch's; what they lack starts at zero.
+class Optimizer(Protocol):
+    """The part of an optimizer that these ask for."""
 
-    missed: of parameters, the optimizer's steps before their first.
+    rule: Rule
+    state: Any
+
+    @property
+    def group_of(self) -> Mapping[Tensor, int]: ...
+    @property
+    def missed(self) -> Mapping[Tensor, int]: ...
+    def matrices(self, parameter: Tensor) -> Matrices | None: ...
+
+
+def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecord) -> None:
+    """One step of parameters in memory that have gradients. States are torch's; what they lack starts at zero.
 
     Raises OptimizerError, and updates nothing, where a parameter is not of float32 or float64, as there is no master of
     it, and where the step was clipped by a norm in which these gradients are not.
@@ -75,9 +81,15 @@ def update(
                 f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is outside of the compiled "
                 "model, so there is no fp32 master of it: convert it to float32"
             )
+    group_of = optimizer.group_of
     for parameter in parameters if not record.skipped else ():
-        hyper, number = record.hypers[group_of[parameter]], record.number - missed.get(parameter, 0)
-        _step(rule, parameter, hyper, states[parameter], record.factor * record.num_ranks, number)
+        hyper, number = record.hypers[group_of[parameter]], record.number - optimizer.missed.get(parameter, 0)
+        state, factor = optimizer.state[parameter], record.factor * record.num_ranks
+        if (matrices := optimizer.matrices(parameter)) is not None:
+            _step(partial(update_whole, matrices=matrices), STATES, parameter, hyper["matrices"], state, factor, number)
+        else:
+            rule = optimizer.rule
+            _step(rule.apply, rule.components(hyper), parameter, hyper, state, factor, number)
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,15 +105,20 @@ def _sum_of_squares(parameters: Sequence[Tensor]) -> float:
 
 @torch.no_grad()
 def _step(
-    rule: Rule, parameter: Tensor, hyper: Mapping[str, Any], state: dict[str, Any], factor: float, number: int
+    apply: Apply,
+    components: Sequence[str],
+    parameter: Tensor,
+    hyper: Mapping[str, Any],
+    state: dict[str, Any],
+    factor: float,
+    number: int,
 ) -> None:
     assert parameter.grad is not None
-    components = rule.components(hyper)
     for name in components:
         if not isinstance(state.get(name), Tensor) or state[name].is_meta:
             state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
     values, gradient = (each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * factor))
-    rule.apply(values, gradient, [state[name].view(-1) for name in components], hyper, number)
+    apply(values, gradient, [state[name].view(-1) for name in components], hyper, number)
     parameter.copy_(values.view(parameter.shape))
 
 

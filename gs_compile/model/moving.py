@@ -75,7 +75,7 @@ def take_up(
         is_whole = bool(span.codec or source.codec)
         pairs = [(span, source)] if is_whole else zip(pieces_of(span, 4), pieces_of(source, 4), strict=True)
         for piece, source in pairs:
-            _take_up_piece(tiers, former, piece, source, len(store.components) if entry.trained else 0)
+            _take_up_piece(tiers, former, piece, source, len(store.moments_of(span)) if entry.trained else 0)
         return residency_of(parameter).stash
 
     _move(store, spans, "taking up parameters", bring)

@@ -188,7 +188,11 @@ class ParameterStore:
 
     def _components(self, span: Slice) -> Sequence[str]:
         """Names of the tensors of a parameter's state, in their order."""
-        return (MASTER, *self.components) if self.tiers.has_master(span) else self.components
+        return (MASTER, *self.moments_of(span)) if self.tiers.has_master(span) else self.moments_of(span)
+
+    def moments_of(self, span: Slice) -> Sequence[str]:
+        """The same without the master."""
+        return span.components or self.components
 
     def _mapped(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
         return mapped(span.shape, dtype, directory(self.folder), _stretches(span, read))

@@ -32,9 +32,11 @@ from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import StoredState
 from gs_compile.model.residency import end_gradient, is_offloaded, residency_of
-from gs_compile.runtime.formats import StateType, moment_types, wide_of
+from gs_compile.model.settings import check_settings, check_state_dtype
+from gs_compile.runtime.formats import moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
-from gs_compile.runtime.optimizer import StepRecord
+from gs_compile.runtime.muon import Matrices
+from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.manifest import Manifest
 from gs_compile.runtime.trace import Total
 
@@ -48,10 +50,11 @@ class TieredOptimizer(torch.optim.Optimizer):
     """
 
     rule: Rule
+    orthogonalizes = False  # updates of some parameters, as `matrices` says
     tells_of_given_up = True  # forwards, where `step` finds no backward
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None, state_dtype: Any) -> None:
-        self._state_dtype = _check_state_dtype(state_dtype)
+        self._state_dtype = check_state_dtype(state_dtype)
         self.engine: Engine | None = None
         self.turn: AbstractContextManager[Any] = threading.RLock()  # of the thread that uses the model
         self.max_grad_norm = max_grad_norm
@@ -117,6 +120,18 @@ class TieredOptimizer(torch.optim.Optimizer):
         found = [self.rule.components(group) for group in self.param_groups]
         return max(found, key=len, default=())
 
+    def components_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Those of one parameter, as far as that is known before the model's first call."""
+        return self.components
+
+    def matrices(self, parameter: torch.Tensor, path: str = "", *, of_layer: bool = False) -> Matrices | None:
+        """The matrices of a parameter that are orthogonalized; None: it has none. of_layer: layers alone read it."""
+        return None
+
+    def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What the rule is told of a param group."""
+        return {key: value for key, value in group.items() if key != "params"}
+
     @property
     def moments(self) -> tuple[torch.dtype | None, ...]:
         """What each component is stored in; None: as wide as the master."""
@@ -129,8 +144,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._check_norm()
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        record = StepRecord(self._num_steps + 1, settings, self.max_grad_norm)
+        record = StepRecord(self._num_steps + 1, list(map(self.settings, self.param_groups)), self.max_grad_norm)
         record.loss_scale = self.loss_scale()
         in_memory.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
         return record
@@ -167,7 +181,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         record = self.engine.finish() or self._step_in_memory()
         if record is not None:
             self.loaded.clear()
-            in_memory.update(self.rule, self._resident, self.group_of, self.state, record, self.missed)
+            in_memory.update(self, self._resident, record)
             for parameter in self._parameters:
                 end_gradient(parameter)
             self.num_skipped += record.skipped
@@ -362,7 +376,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _show_state(self, parameter: torch.Tensor) -> None:
         like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
-        shown = dict.fromkeys(self.components, like.as_subclass(StoredState))
+        shown = dict.fromkeys(self.components_of(parameter), like.as_subclass(StoredState))
         self.state[parameter] = {"step": self._shown_step(parameter), **shown}
 
     @property
@@ -371,7 +385,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        _check_settings(type(self).__name__, self.defaults, group)
+        check_settings(type(self).__name__, self.defaults, group)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ReleasedParameterError("a gs_compile optimizer cannot be copied or pickled; use its state_dict()")
@@ -422,29 +436,3 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> Iterator[TieredOptimize
     """Of each parameter the gs_compile optimizer that was made for it, and is alive."""
     references = (residency_of(parameter).optimizer for parameter in parameters)
     return (found for reference in references if reference is not None and (found := reference()) is not None)
-
-
-def _check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> None:
-    """Raise OptimizerError for settings, of the names `keys`, that are no numbers, or out of range."""
-    if group.get("amsgrad"):
-        raise OptimizerError(f"{name}: amsgrad is not among what greedysnake's optimizers do; leave it out")
-    for key in keys:
-        for number in group[key] if isinstance(group[key], tuple | list) else (group[key],):
-            if not isinstance(number, int | float):
-                raise OptimizerError(f"{name}: {key} must be a number, not {type(number).__name__}")
-            if not 0 <= number < math.inf:
-                raise OptimizerError(f"{name}: {key} must not be negative, and finite; got {group[key]}")
-            if key == "betas" and number >= 1:
-                raise OptimizerError(f"{name}: betas must be in [0, 1); got {group[key]}")
-            if key == "eps" and number < torch.finfo(torch.float32).tiny:
-                raise OptimizerError(f"{name}: eps must be more than 0, or zero gradients would divide by it")
-    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
-        raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
-
-
-def _check_state_dtype(state_dtype: Any) -> StateType:
-    """What an optimizer is to store moments in. Raises OptimizerError for what it cannot."""
-    if state_dtype not in (None, torch.float32, torch.bfloat16, "8bit"):
-        raise OptimizerError(f'state_dtype must be None, torch.float32, torch.bfloat16 or "8bit"; got {state_dtype!r}')
-    found: StateType = state_dtype
-    return found

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from math import ceil
 
+from gs_compile.placement.levels import is_chosen
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.units import Group, Part, UnitPlacement
@@ -54,7 +55,9 @@ def cut(
 
     What lives on the device is whole tensors; host memory takes what that is short of its share, so that the SSD has
     its own share and no more. Without a separate device the code reads host memory as it is, so no tensor may straddle
-    the cut between host and SSD: the parameter ratio is rounded down to the end of a tensor.
+    the cut between host and SSD: the parameter ratio is rounded down to the end of a tensor. So it is where updates
+    take whole tensors, and each group has whole ones. Where ranks share these, all that is trained is one group, early
+    or late: of so many units as alpha says.
 
     ratios: the shares of "parameter" and "optimizer", the state, in host memory; perhaps of "device", the parameters
         that are to live there.
@@ -66,11 +69,17 @@ def cut(
     tensors = [0, *accumulate((*size.trained, *size.frozen))]
     device = max(end for end in tensors if end <= device_numel)
     limit = max(_elements(ratios["parameter"] + ratios.get("device", 0.0), size.numel), device)
-    ends = [device + (limit - device) // QUANTUM * QUANTUM] if separate else tensors
+    takes_tensors = size.products is not None and not size.products.shared_nbytes
+    is_cut_anywhere = separate and not takes_tensors
+    ends = [device + (limit - device) // QUANTUM * QUANTUM] if is_cut_anywhere else tensors
     bounds = [0, device, max(end for end in ends if end <= limit), size.numel]
     w_letters, s_letters, dw_letters = _letters(), _letters(), _letters()
     groups = []
-    for when, zone in _zones(bounds, size.num_trained, _fractions(size.num_trained, alpha, most_numel)):
+    fractions = _fractions(size.num_trained, alpha, most_numel)
+    if size.products and size.products.shared_nbytes and fractions:  # all ranks update the same tensors together
+        place = size.unit if isinstance(size.unit, int) else 0
+        fractions = [("late" if is_chosen(place, alpha) else "early", 1.0)]
+    for when, zone in _zones(bounds, size.num_trained, fractions, tensors if takes_tensors else ()):
         w = tuple(Part(next(w_letters), tier, start, stop) for tier, start, stop in zone if start < stop)
         group_numel = sum(part.numel for part in w)
         if group_numel:
@@ -80,14 +89,18 @@ def cut(
             s = tuple(Part(next(s_letters), tier, a, b) for tier, a, b in homes if a < b) if has_state else ()
             groups.append(Group(next(dw_letters), when, w, s))
     sizes = size.itemsize, size.gradient_itemsize, size.state_itemsize
-    return UnitPlacement(size.unit, tuple(groups), *sizes, size.has_master, size.conversion_nbytes, size.decoded_nbytes)
+    costs = size.conversion_nbytes, size.decoded_nbytes, size.device_nbytes
+    return UnitPlacement(size.unit, tuple(groups), *sizes, size.has_master, *costs)
 
 
 def _zones(
-    bounds: Sequence[int], num_trained: int, fractions: Sequence[tuple[str, float]]
+    bounds: Sequence[int], num_trained: int, fractions: Sequence[tuple[str, float]], among: Sequence[int]
 ) -> Iterator[tuple[str, list[tuple[Tier, int, int]]]]:
-    """What each group has of each tier's zone; frozen elements are a group that no update changes."""
-    pieces = [_cuts(min(a, num_trained), min(b, num_trained), fractions) for a, b in pairwise(bounds)]
+    """What each group has of each tier's zone; frozen elements are a group that no update changes.
+
+    among: as of `_cuts`.
+    """
+    pieces = [_cuts(min(a, num_trained), min(b, num_trained), fractions, among) for a, b in pairwise(bounds)]
     for number, (when, _) in enumerate(fractions):
         yield when, [(tier, *piece[number]) for tier, piece in zip(TIERS, pieces, strict=True)]
     rest = [max(end, num_trained) for end in bounds]
@@ -108,9 +121,12 @@ def _fractions(numel: int, alpha: float, most_numel: int) -> list[tuple[str, flo
     return groups
 
 
-def _cuts(start: int, stop: int, fractions: Sequence[tuple[str, float]]) -> list[tuple[int, int]]:
-    """A zone cut at fractions of its length, to the nearest quantum."""
-    ends = [start + round((stop - start) * end / QUANTUM) * QUANTUM for _, end in fractions]
+def _cuts(start: int, stop: int, fractions: Sequence[tuple[str, float]], among: Sequence[int]) -> list[tuple[int, int]]:
+    """A zone cut at fractions of its length, to the nearest quantum; or to the nearest place `among` some."""
+    wanted = [(stop - start) * end for _, end in fractions]
+    ends = [start + round(end / QUANTUM) * QUANTUM for end in wanted]
+    if places := [place for place in among if start <= place <= stop]:
+        ends = [min(places, key=lambda place: abs(place - start - end)) for end in wanted]
     ends[-1:] = [stop] if ends else []
     return list(zip([start, *ends[:-1]], ends, strict=True)) if ends else []
 

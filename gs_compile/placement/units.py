@@ -67,7 +67,7 @@ class UnitPlacement:
     """One unit's groups.
 
     state_itemsize: of all components of an element's state; not whole where moments have 8 bits. conversion_nbytes:
-        what converting them takes in an update, as in `formats`. decoded_nbytes: as in `UnitSize`.
+        what converting them takes in an update, as in `formats`. decoded_nbytes, device_nbytes: as in `UnitSize`.
     """
 
     unit: Unit
@@ -78,6 +78,7 @@ class UnitPlacement:
     has_master: bool  # the parameters are narrow copies of a master in the state
     conversion_nbytes: int = field(default=0, compare=False)  # commits do not say it
     decoded_nbytes: int = field(default=0, compare=False)
+    device_nbytes: int = field(default=0, compare=False)
 
     @cached_property
     def numel(self) -> int:

@@ -15,11 +15,27 @@ NOISE = 0.02  # of seconds: by what two timings of the same code differ
 
 
 @dataclass(frozen=True)
+class Products:
+    """The matrix products of a unit's update: their operations, and the most bytes that those of one tensor take, where
+    they are computed and in host memory before and after.
+
+    shared_nbytes: of all tensors, what comes from other ranks; 0: there are none, and each tensor is here as a whole.
+    """
+
+    flops: float
+    device_nbytes: int
+    host_nbytes: int
+    shared_nbytes: int = 0
+
+
+@dataclass(frozen=True)
 class UnitSize:
     """What a unit has to place: elements of its tensors (multiples of the quantum), trained ones first.
 
     state_itemsize: not whole where moments have 8 bits. conversion_nbytes: see `formats`. decoded_nbytes: of the values
         of its encoded matrices, which its code computes with.
+    products: of its update, where that takes whole tensors; None: it takes elements. device_nbytes: that the device
+        passes over in the time of these, once it is known.
     """
 
     unit: Unit
@@ -31,6 +47,8 @@ class UnitSize:
     has_master: bool
     conversion_nbytes: int = 0
     decoded_nbytes: int = 0
+    products: Products | None = None
+    device_nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -179,9 +197,13 @@ class Workload:
 
     @cached_property
     def workspace_nbytes(self) -> int:
-        """The most bytes that a unit's code computes with, its decoded matrices too, beside inputs and results."""
+        """The most bytes that a unit's code computes with, its decoded matrices too, beside inputs and results, and
+        those of an update's products beside it.
+        """
         decoded = {size.unit: size.decoded_nbytes for size in self.sizes}
-        return max((cost.workspace_nbytes + decoded.get(unit, 0) for unit, cost in self.costs.items()), default=0)
+        beside = max((size.products.device_nbytes for size in self.sizes if size.products), default=0)
+        found = (cost.workspace_nbytes + decoded.get(unit, 0) for unit, cost in self.costs.items())
+        return beside + max(found, default=0)
 
     @cached_property
     def num_levels(self) -> int:

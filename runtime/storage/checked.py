@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -61,9 +62,13 @@ def check(manifest: Manifest) -> None:
     _distinct("parameters", (each.name for each in manifest.parameters))
     _distinct("rest", (each.name for each in manifest.rest))
     _distinct("files", ((file.folder, file.name) for file in manifest.files()))
+    members = defaultdict[int | str, list[StoredParameter]](list)
+    for each in manifest.parameters:
+        members[each.unit].append(each)
     for unit in manifest.units:
         _check_unit(unit)
-        _check_state(unit, len(manifest.components) if manifest.format > 1 else None)
+        number = _num_moments(members[unit.unit], len(manifest.components))
+        _check_state(unit, number if manifest.format > 1 else None)
     for part in manifest.parts:
         _check_part(part, manifest.run)
     _check_parts(manifest)
@@ -83,6 +88,12 @@ def _check_unit(unit: StoredUnit) -> None:
     for group in unit.groups:
         has_state = unit.state_itemsize and group.when != "never"
         _check_tiles(f"{name}, state of group {group.letter}", group.s, group.numel if has_state else 0)
+
+
+def _num_moments(members: Sequence[StoredParameter], in_general: int) -> int:
+    """Of each element of a unit with these parameters: as many as the one has that has most."""
+    trained = [each for each in members if each.trained]
+    return max((1 if each.second else len(each.components) or in_general for each in trained), default=in_general)
 
 
 def _check_state(unit: StoredUnit, num_components: int | None) -> None:
@@ -155,6 +166,10 @@ def _check_parameters(manifest: Manifest) -> None:
     for each in manifest.parameters:
         _demand(each.unit in units, "parameter", each.name, "is of no unit")
         stop = each.offset + _num_taken(each, units[each.unit].itemsize)
+        if each.second:
+            stop += each.second
+            _demand(each.trained and each.second % QUANTUM == 0, "parameter", each.name, "its second moments")
+            _demand(stop <= each.offset + 2 * each.second, "parameter", each.name, "reaches into its second moments")
         spans[each.unit].append(Span(each.offset, stop, each.name))
         is_trained = each.offset < num_trained[each.unit]
         _demand(each.trained == is_trained or not _numel(each), "parameter", each.name, "trained?")

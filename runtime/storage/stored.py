@@ -112,7 +112,7 @@ class StoredUnit:
 @dataclass(frozen=True)
 class StoredParameter:
     """Where a parameter is in the whole space of its unit, all ranks' shares together; dtype: "" for the unit's; codec:
-    in which it is stored, "" for none.
+    in which it is stored, "" for none; components: of its state, () for the commit's; second: as of `Slice`.
     """
 
     name: str
@@ -122,6 +122,8 @@ class StoredParameter:
     trained: bool
     dtype: str = ""
     codec: str = ""
+    components: Many[str] = ()
+    second: Count = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import card
 import pytest
+import torch
 from carded import to
 from tiered import Harness, gpt2
 
@@ -26,7 +27,10 @@ ROWS = [row for row in table.ROWS if row["separate_device"]]
 
 @cache
 def harness_on(where, precision, halved, dropout):
-    return Harness(lambda: to(gpt2(dropout=dropout), where), precision)
+    Harness.forget_captures()  # of one model Dynamo has eight at most
+    is_mixed = precision == "mixed"
+    norms = torch.float32 if is_mixed else None
+    return Harness(lambda: to(gpt2(dropout=dropout, norms=norms), where), "model" if is_mixed else precision)
 
 
 @cache

@@ -19,7 +19,7 @@ import pytest
 import torch
 from killed import Killed, Taken, clean, resumed, seed, steps
 from saving import saving
-from tiered import Harness, adamw, gpt2, options, outcome, tokens
+from tiered import Harness, Make, adamw, gpt2, muon, options, outcome, tokens
 
 import gs_compile
 from gs_compile.placement.levels import Share
@@ -53,7 +53,12 @@ MODELS: dict[str, Callable[[], Harness]] = {
     "mixed": lambda: Harness(partial(gpt2, norms=torch.float32)),
     "frozen": lambda: Harness(frozen),
     "frozen bf16": lambda: Harness(frozen, "bf16"),
+    "muon": lambda: Harness(partial(gpt2, norms=torch.float32)),
 }
+
+
+def optimizer_of(model: str, max_norm: float | None) -> Make:
+    return partial(muon if model == "muon" else adamw, max_grad_norm=max_norm)
 
 
 class Lives:
@@ -78,7 +83,7 @@ class Lives:
     def _reference(self, model: str, max_norm: float | None, num_steps: int) -> Taken:
         seed()
         given = self.given(PLACES[3], max_norm, "delayed", durability="off")
-        with self.harness(model).fresh(partial(adamw, max_grad_norm=max_norm), given) as optimizer:
+        with self.harness(model).fresh(optimizer_of(model, max_norm), given) as optimizer:
             return steps(self.harness(model), optimizer, range(num_steps), reads=True)
 
     def clean(self) -> None:
@@ -90,7 +95,7 @@ class Lives:
 
         Gives the numbers of steps that they began after.
         """
-        harness, make = self.harness(model), partial(adamw, max_grad_norm=max_norm)
+        harness, make = self.harness(model), optimizer_of(model, max_norm)
         reference = self.reference(model, max_norm, num_steps)
         self.clean()
         shutil.rmtree(self.folder / "aside", ignore_errors=True)
@@ -133,6 +138,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
         ("dropout", SOME_CLIPPED, 1),
         pytest.param("bf16", CLIPPED, 2, marks=pytest.mark.slow),
         ("frozen bf16", None, 3),
+        ("muon", SOME_CLIPPED, 1),
     ],
 )
 def test_a_chain_of_killed_runs_is_one_run(lives, model, max_norm, first):

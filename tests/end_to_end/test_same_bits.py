@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import Row, covering, pairs
 from saving import saving, with_room
-from tiered import Harness, Outcome, adamw, moved, options, outcome, shared, step, tokens
+from tiered import Harness, Outcome, adamw, moved, muon, options, outcome, shared, step, tokens
 
 import gs_compile
 from gs_compile.errors import NonFiniteWarning
@@ -43,6 +43,8 @@ OPTIMIZERS = {
     "adamw, 8 bits": partial(adamw, state_dtype="8bit"),
     "sgd": partial(gs_compile.SGD, lr=0.05, momentum=0.9),
     "lion": partial(gs_compile.Lion, lr=1e-3),
+    "muon": muon,
+    "muon, bf16": partial(muon, state_dtype=torch.bfloat16),
 }
 SHARES = {
     "nothing": [],

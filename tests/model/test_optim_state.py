@@ -21,9 +21,10 @@ import gs_compile
 from gs_compile.errors import MasterWarning, OptimizerError
 
 KEEPS_CAPTURES = True
+EACH = [("AdamW", "model"), ("Lion", "model"), ("AdamW", "bf16"), ("Muon", "model"), ("Muon", "bf16")]
 
 
-@pytest.mark.parametrize(("name", "precision"), [("AdamW", "model"), ("Lion", "model"), ("AdamW", "bf16")])
+@pytest.mark.parametrize(("name", "precision"), EACH)
 def test_the_state_goes_round(name, precision, tmp_path):
     make = partial(EVERY[name], lr=1e-3)
     with learner(tmp_path, make, alpha=0.5, precision=precision) as one:

@@ -10,7 +10,7 @@ from gs_compile.options import Ratios
 from gs_compile.placement.cut import cut, cut_units
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import QUANTUM
-from gs_compile.placement.workload import UnitSize
+from gs_compile.placement.workload import Products, UnitSize
 
 Q = QUANTUM
 SIZES = st.lists(st.integers(1, 9).map(lambda quanta: quanta * Q), max_size=5)
@@ -19,7 +19,7 @@ SHARES = st.floats(0, 1) | st.sampled_from([0.0, 0.25, 0.3, 0.5, 1.0])
 
 
 def parts(trained, frozen=(), **given):
-    of_unit = {"itemsize": 2, "gradient_itemsize": 4, "state_itemsize": 12, "has_master": True}
+    of_unit = {"itemsize": 2, "gradient_itemsize": 4, "state_itemsize": 12, "has_master": True, "products": None}
     of_unit |= {name: given.pop(name) for name in of_unit.keys() & given.keys()}
     ratios = {name: given.pop(f"{name}_ratio", default) for name, default in RATIOS.items()}
     cuts = {"alpha": 0.25, "most_numel": 1 << 40, "separate": True}
@@ -82,6 +82,35 @@ def test_in_one_memory_no_tensor_straddles_the_zones():
     for ratio, host in ((0.2, 0), (0.4, 4), (0.99, 10), (1.0, 16)):
         unit = parts([4 * Q, 6 * Q, 6 * Q], parameter_ratio=ratio, separate=False)
         assert sum(part.numel for part in unit.w.values() if part.tier == "host") == host * Q
+
+
+@settings(deadline=None, max_examples=200)
+@given(SIZES, SIZES, SHARES, SHARES, SHARES, st.integers(1, 40), st.booleans())
+def test_where_updates_take_whole_tensors_no_cut_is_within_one(
+    trained, frozen, parameter, state, alpha, most, separate
+):
+    """No part of the parameters, so no group; states are cut anywhere."""
+    shares = {"parameter_ratio": parameter, "optimizer_ratio": state, "alpha": alpha}
+    unit = parts(trained, frozen, **shares, most_numel=most * Q, separate=separate, products=Products(1.0, 1, 1))
+    ends = {0, *accumulate((*trained, *frozen))}
+    assert all({part.start, part.stop} <= ends for part in unit.w.values())
+    _partition(list(unit.w.values()), sum(trained) + sum(frozen))
+    for group in unit.groups:
+        _partition(group.s, group.numel if group.when != "never" else 0)
+    late, largest = sum(group.numel for group in unit.trained("late")), max(trained, default=0)
+    assert abs(late - alpha * sum(trained)) <= largest  # half of a tensor in each of two zones
+
+
+@settings(deadline=None)
+@given(st.lists(SIZES.filter(bool), min_size=1, max_size=8), SHARES, SHARES, st.booleans())
+def test_where_ranks_share_tensors_a_unit_is_updated_at_once(tensors, parameter, alpha, separate):
+    """Early or late; of so many units as alpha says."""
+    shared = Products(1.0, 1, 1, shared_nbytes=1)
+    sizes = [UnitSize(unit, tuple(each), (Q,), 4, 4, 8, False, products=shared) for unit, each in enumerate(tensors)]
+    ratios = Ratios(parameter=parameter, optimizer=0.0)
+    units = cut_units(sizes, Decision(ratios=ratios, alpha=alpha, layer_updates=2), separate=separate)
+    assert all(len(unit.trained()) == 1 and unit.num_trained == unit.trained()[0].numel for unit in units)
+    assert sum(bool(unit.trained("late")) for unit in units) == int(len(units) * alpha + 1e-6)
 
 
 @settings(deadline=None, max_examples=300)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement.cut import cut
 from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.traffic import traffic
-from gs_compile.placement.workload import UnitCost, UnitSize, Workload
-from gs_compile.planner.cost.timing import priced
+from gs_compile.placement.workload import Products, UnitCost, UnitSize, Workload
+from gs_compile.planner.cost.timing import priced, with_products
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import op_prices, update_nbytes, work_nbytes
 from gs_compile.program.ir import DRAIN, EPILOGUE, PROLOGUE, Op, Program, Stage, StepShape, Value
@@ -218,6 +219,29 @@ def test_converting_narrow_states_is_timed_where_a_run_is():
     none, two, four = (size.conversion_nbytes for size in priced(sizes, CPU, 1))
     assert none == 0
     assert 0 < two <= four / 2 <= two + 1
+
+
+@pytest.mark.parametrize("profile", [CPU, GPU], ids=lambda profile: profile.device)
+def test_products_of_matrices_take_their_time_on_both_lanes(profile):
+    """An update waits for them; a device with memory of its own computes them beside the step, so that takes longer."""
+    plain = UnitSize(0, (8 * QUANTUM, 2 * QUANTUM), (), 4, 4, 4, False)
+    flops = 1e9
+    sizes = with_products((plain, replace(plain, products=Products(flops, 1, 1))), profile)
+    shares = {"parameter": 0.0, "optimizer": 0.0}
+    units = [cut(each, shares, alpha=0.0, most_numel=1 << 30, separate=profile.separate) for each in sizes]
+    found = {}
+    for name, unit in zip(("plain", "products"), units, strict=True):
+        placement = Placement((unit,), Layout(separate=profile.separate))
+        into = tuple(unit.value("w", part, "host") for part in unit.groups[0].w)
+        ops = (
+            Op("update", (Value("dw", 0),), DRAIN, into=into),
+            Op("norm", (Value("dw", 0),), DRAIN, (Value("norm", 0),)),
+        )
+        found[name] = op_prices(Program(ops, 1, 1, made_by="test"), placement, model(1), profile)
+    update, norm = (found["products"][at] - found["plain"][at] for at in range(2))
+    seconds = flops / profile.matmul_flops_per_second["bf16"]
+    assert update == pytest.approx(seconds, rel=1e-2)
+    assert norm == pytest.approx(seconds * profile.separate, rel=1e-2)
 
 
 @settings(max_examples=20, deadline=None)

@@ -12,7 +12,7 @@ import torch
 import zoo
 from launch import Fleet
 from learner import distance
-from tiered import Harness, adamw, gpt2, options, outcome, tokens, two_groups
+from tiered import Harness, adamw, gpt2, muon, options, outcome, tokens, two_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -118,7 +118,7 @@ def test_four_ranks_against_ddp(tmp_path):
 
 # Placements -----------------------------------------------------------------------------------------------------------
 
-CLIPPED = 1.25  # by which some steps are clipped
+CLIPPED, CLIPPED_OF_MUON = 1.25, 1.35  # by which some steps are clipped
 SPLIT = {"ratios": dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.4)}
 ON_DEVICE = {"ratios": {"device_parameter": 0.6, "device_checkpoint": 0.5}, "separate_device": True}
 PLACES = [  # the first of each norm is what the others are compared with
@@ -135,7 +135,7 @@ MORE_PLACES = [  # of slow tests
 ]
 
 
-def run(info, harness, given, bound, spoiled=(), state_dtype=None):
+def run(info, harness, given, bound, spoiled=(), state_dtype=None, optimizer=adamw):
     """Six steps, with what is `spoiled` on the last rank: losses, gradients, or an element of one, by step."""
     torch.manual_seed(1)
     losses, norms, skipped, words = [], [], [], []
@@ -147,7 +147,7 @@ def run(info, harness, given, bound, spoiled=(), state_dtype=None):
             gradient.flat[5] = math.inf
         reduce_scatter(self, op, gradient, *others)
 
-    make = partial(adamw, max_grad_norm=bound, state_dtype=state_dtype)
+    make = partial(optimizer, max_grad_norm=bound, state_dtype=state_dtype)
     with pytest.MonkeyPatch.context() as patched, harness.fresh(make, given) as one:
         patched.setattr(OptimizerStep, "reduce_scatter", spoil)
         for number in range(6):
@@ -166,35 +166,44 @@ def run(info, harness, given, bound, spoiled=(), state_dtype=None):
         return outcome(harness.model, one, losses, norms), skipped, words
 
 
-def places(info, tmp_path, precision, state_dtype, more):
+def places(info, tmp_path, precision, state_dtype, more, optimizer):
     """How each place differs from the first, and the losses of that."""
     norms = torch.float32 if precision == "mixed" else None
     harness = Harness(partial(gpt2, dropout=0.3, norms=norms), "model" if norms else precision)
-    found, firsts = {}, {}
-    for bound, given in PLACES + more:
+    found, firsts, clipped = {}, {}, CLIPPED_OF_MUON if optimizer is muon else CLIPPED
+    for is_clipped, given in PLACES + more:
+        bound = clipped if is_clipped else None
         if precision == "model":  # what is updated in the type it is computed in does not live on the device
             given = {**given, "ratios": {**given.get("ratios", {}), "device_parameter": 0.0}}
-        one, skipped, _ = run(info, harness, options(tmp_path, **given), bound, state_dtype=state_dtype)
+        how = {"state_dtype": state_dtype, "optimizer": optimizer}
+        one, skipped, _ = run(info, harness, options(tmp_path, **given), bound, **how)
         assert not any(skipped)
         found[str(given)] = one.differences(firsts.setdefault(bound, one))
-    norms = firsts[CLIPPED].norms
-    assert min(norms) < CLIPPED < max(norms), norms
+    norms = firsts[clipped].norms
+    assert min(norms) < clipped < max(norms), norms
     return found, firsts[None].losses
 
 
 @pytest.mark.parametrize(
-    ("precision", "state_dtype", "more"),
+    ("precision", "state_dtype", "more", "optimizer"),
     [
-        ("mixed", None, []),  # bf16, with norms in fp32
+        ("mixed", None, [], adamw),  # bf16, with norms in fp32
+        ("mixed", None, [], muon),
         *(
-            pytest.param(*types, MORE_PLACES, marks=pytest.mark.slow)
-            for types in (("model", None), ("bf16", None), ("bf16", "8bit"))
+            pytest.param(*types, MORE_PLACES, optimizer, marks=pytest.mark.slow)
+            for types, optimizer in (
+                (("model", None), adamw),
+                (("bf16", None), adamw),
+                (("bf16", "8bit"), adamw),
+                (("model", None), muon),
+                (("bf16", torch.bfloat16), muon),
+            )
         ),
     ],
 )
-def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision, state_dtype, more):
+def test_the_same_bits_wherever_data_is_stored(pair, tmp_path, precision, state_dtype, more, optimizer):
     """With dropout, whose masks are of a rank and a step."""
-    given = {"precision": precision, "state_dtype": state_dtype, "more": more}
+    given = {"precision": precision, "state_dtype": state_dtype, "more": more, "optimizer": optimizer}
     (found, losses), (others, other_losses) = pair.run(places, tmp_path, **given)
     assert {place: names for place, names in (found | others).items() if names} == {}
     assert losses[3:] != other_losses[3:], "the same batches, with masks of each rank's own"

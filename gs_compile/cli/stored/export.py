@@ -103,7 +103,7 @@ def _states(ranks: Sequence[Values]) -> Iterator[Tensors]:
     for name in trained:
         place = first.places[name]
         nbytes = place.numel * first.setting.wide(place.unit).itemsize
-        for number, component in enumerate(first.commit.components):
+        for number, component in enumerate(place.components or first.commit.components):
 
             def read(place: Any = place, number: int = number) -> Tensor:
                 return _whole([each.component(place, number) for each in ranks])

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,8 +47,9 @@ class Values(FormerHomes):
     def bytes_of(self, name: str) -> Iterator[tuple[str, int, int]]:
         """Each part that has some of a parameter or of its state: its name, and where in it they start and stop."""
         place = self.places[name]
-        for component in (None, *range(len(self.setting.types[place.unit].state))):
-            for value, start, target in self._pieces(place, component):
+        places = dict.fromkeys((place, place.moment(1)[0]))
+        for each, component in product(places, (None, *range(len(self.setting.types[place.unit].state)))):
+            for value, start, target in self._pieces(each, component):
                 yield value._replace(tier=None).name, start, start + len(target)
 
     def names_at(self, part: str, first: int, last: int) -> list[str]:

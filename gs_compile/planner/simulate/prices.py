@@ -4,7 +4,8 @@ Rates are those of the profile, each lane on its own; how lanes that work side b
 simulator (`Profile.speeds`). Nothing here looks at the order of operations.
 
     embed, forward, head, backward ...     measured seconds of the unit's code, or its FLOPs by the matrix rate
-    norm, zeros                            a pass over the gradient
+    norm, zeros                            a pass over the gradient; with a norm, what the unit's update has the
+                                           device compute beside the step
     decode                                 some passes over the values
     count, clip                            a few numbers: what issuing any operation costs
     prefetch, offload                      bytes by the lane's rate; of the SSD also the wait for the first one
@@ -86,7 +87,8 @@ def work_nbytes(op: Op, placement: Placement) -> int:
         case "norm" | "zeros":  # of a placed unit; the user's own gradients are not ours to count
             owner = (*op.reads, *op.results)[0].unit
             placed = None if owner is None else placement.by_unit.get(owner)
-            return placed.num_trained * placed.gradient_itemsize if placed else 0
+            beside = placed.device_nbytes if placed and op.verb == "norm" else 0
+            return placed.num_trained * placed.gradient_itemsize + beside if placed else 0
     return 0
 
 

@@ -1,0 +1,38 @@
+"""settings: what optimizers of this package refuse to be given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from gs_compile.errors import OptimizerError
+from gs_compile.runtime.formats import StateType
+
+
+def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> None:
+    """Raise OptimizerError for settings, of the names `keys`, that are no numbers, or out of range."""
+    if group.get("amsgrad"):
+        raise OptimizerError(f"{name}: amsgrad is not among what greedysnake's optimizers do; leave it out")
+    for key in keys:
+        for number in group[key] if isinstance(group[key], tuple | list) else (group[key],):
+            if not isinstance(number, int | float):
+                raise OptimizerError(f"{name}: {key} must be a number, not {type(number).__name__}")
+            if not 0 <= number < math.inf:
+                raise OptimizerError(f"{name}: {key} must not be negative, and finite; got {group[key]}")
+            if key == "betas" and number >= 1:
+                raise OptimizerError(f"{name}: betas must be in [0, 1); got {group[key]}")
+            if key == "eps" and number < torch.finfo(torch.float32).tiny:
+                raise OptimizerError(f"{name}: eps must be more than 0, or zero gradients would divide by it")
+    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+        raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
+
+
+def check_state_dtype(state_dtype: Any) -> StateType:
+    """What an optimizer is to store moments in. Raises OptimizerError for what it cannot."""
+    if state_dtype not in (None, torch.float32, torch.bfloat16, "8bit"):
+        raise OptimizerError(f'state_dtype must be None, torch.float32, torch.bfloat16 or "8bit"; got {state_dtype!r}')
+    found: StateType = state_dtype
+    return found

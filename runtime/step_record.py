@@ -1,0 +1,104 @@
+"""step_record: what is known of one step, while its updates run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from gs_compile.program.ir import Unit
+from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.stream import Reading
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class SharedNorm:
+    """The sum of squares of a gradient that ranks share, and the sum of their losses.
+
+    losses: this rank's, with the first gradient of a step; factor: of the gradient.
+    """
+
+    losses: Sequence[Reading] = ()
+    factor: Tensor | None = None
+    ticket: Ticket | None = None  # of the exchange
+    arrived: Sequence[Reading] = ()
+
+    def reading(self, index: int) -> float:
+        assert self.ticket is not None
+        self.ticket.wait()
+        return self.arrived[index]()
+
+
+@dataclass
+class StepRecord:
+    """What the updates of one step need, early and late: captured when its backward begins."""
+
+    number: int  # of the optimizer's steps, from 1; of a parameter's own, without those that it has missed
+    hypers: Sequence[Mapping[str, Any]]  # by param group
+    max_grad_norm: float | None = None
+    squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
+    losses: Sequence[Reading] = ()
+    loss_scale: float = 1.0  # in all gradients
+    num_ranks: int = 1  # over which gradients are summed: they are those of the mean of the ranks' losses
+    scale: float = 1.0  # that clips
+    is_too_large: bool = False  # the norm, for float32
+    adds: bool = False  # to the sums of backwards before it
+    issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of all gradients, before clipping; infinite where an element is not finite."""
+        squares = [square() for square in self.squares.values()]
+        finite = all(map(math.isfinite, squares))
+        return math.sqrt(math.fsum(squares)) / (self.loss_scale * self.num_ranks) if finite else math.inf
+
+    @property
+    def factor(self) -> float:
+        """What gradients are multiplied by in updates."""
+        return self.scale / (self.loss_scale * self.num_ranks)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing is updated: a loss, or a gradient so far, is not finite."""
+        readings = (*self.losses, *self.squares.values())
+        return self.is_too_large or not all(math.isfinite(reading()) for reading in readings)
+
+    @property
+    def is_loss_bad(self) -> bool:
+        """Whether the loss itself is not finite."""
+        return not all(math.isfinite(loss()) for loss in self.losses)
+
+    @property
+    def updated(self) -> list[Unit]:
+        """The units that have been updated before it was known that the step is skipped."""
+        finite = [math.isfinite(square()) for square in self.squares.values()]
+        return [unit for unit, number in self.issued if all(finite[:number])]
+
+    def share(self, unit: Unit, norm: SharedNorm, factor: Tensor | None) -> None:
+        """Read the norm of a unit from an exchange, and from the first of a step whether any rank's loss is bad."""
+        norm.factor = factor
+        if self.squares.keys() <= {"resident"}:
+            norm.losses, self.losses = self.losses, (partial(norm.reading, 1),)
+        self.squares[unit] = partial(norm.reading, 0)
+
+    def so_far(self) -> StepRecord:
+        """What is known when an update is issued; what comes later does not change it."""
+        return replace(self, squares=dict(self.squares))
+
+    def clip(self) -> None:
+        """Find what torch's clip_grad_norm_ would multiply by, in its float32; skip where a gradient is not finite."""
+        norm = torch.tensor(self.grad_norm, dtype=torch.float32)
+        self.is_too_large = not bool(norm.isfinite())
+        if self.max_grad_norm is not None and not self.skipped:
+            self.scale = min(1.0, (self.max_grad_norm / (norm + 1e-6)).item())
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether what was updated before the scale was known is what it should be."""
+        return not self.skipped and self.scale == 1.0

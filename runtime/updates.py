@@ -1,0 +1,216 @@
+"""updates: what one update does to the parts of a unit, in host memory.
+
+Elements are updated in pieces, each by itself: but for those of a matrix that is orthogonalized, and for those whose
+two moments are in a unit that has one of each element. These are all in one update.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from gs_compile.placement.shards import owned, place_of
+from gs_compile.placement.units import Stretch, UnitPlacement
+from gs_compile.program.ir import SHADOWS, Op, Unit, homed
+from gs_compile.runtime.coordinators import Setting
+from gs_compile.runtime.formats import Types, firsts, narrow, with_firsts
+from gs_compile.runtime.kernels import CHUNK, Hyper, Rule
+from gs_compile.runtime.muon import BLEND, DESCEND, Matrices, Orthogonalizer
+from gs_compile.runtime.step_record import StepRecord
+from gs_compile.runtime.values import flat_of
+
+Tensor = torch.Tensor
+
+
+class Run(NamedTuple):
+    """Trained elements of one param group, in a unit.
+
+    In a run with several ranks, of those that this one has; but of a parameter that is orthogonalized of all that ranks
+    have together. missed: the optimizer's steps before their first. is_wide: two of them are one of a parameter's.
+    matrices: of a parameter that is orthogonalized. second: from a parameter's elements to those that have its second
+    moments in the place of first ones, which follow; 0: it has no such.
+    """
+
+    start: int
+    stop: int
+    group: int
+    missed: int = 0
+    is_wide: bool = False
+    matrices: Matrices | None = None
+    second: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a unit is updated: the rule of what is no matrix, and of what each stretch of its trained elements is."""
+
+    rule: Rule
+    runs: Mapping[Unit, Sequence[Run]]
+
+    def largest_nbytes(self, types: Mapping[Unit, Types]) -> int:
+        """Of the elements of a parameter that is orthogonalized, as wide as masters."""
+        found = ((run, types[unit].wide) for unit, runs in self.runs.items() for run in runs if run.matrices)
+        return max(((run.stop - run.start) * wide.itemsize for run, wide in found), default=0)
+
+
+class Piece(NamedTuple):
+    """What an update changes of one stretch: its parameters, and the components of its state; and its gradient."""
+
+    stretch: Stretch
+    w: Tensor
+    gradient: Tensor
+    state: list[Tensor]
+
+
+class Update:
+    """One update of a unit: a group of its elements, whose parts are `targets`."""
+
+    def __init__(
+        self, setting: Setting, recipe: Recipe, op: Op, reads: Sequence[Any], targets: Sequence[Tensor]
+    ) -> None:
+        self._setting, self._recipe = setting, recipe
+        self._unit: UnitPlacement = setting.unit(op.into[0])
+        self._group = self._unit.group_of(op.into[0])
+        self._types = setting.types[self._unit.unit]
+        self._flats = {(homed(value).kind, value.part): flat for value, flat in zip(op.into, targets, strict=True)}
+        shadowed = zip(op.reads, reads, strict=True)
+        self._kept = {(v.kind, v.part): flat for v, flat in shadowed if v.kind in SHADOWS}
+        self._is_whole = not op.reads[0].part or setting.placement.keeps_gradient(self._unit)
+        self._sums = flat_of(reads[0])
+        self._rank, self._world = (ranks.rank, ranks.number) if (ranks := setting.ranks) else (0, 1)
+
+    def run(self, record: StepRecord, orthogonalizer: Orthogonalizer) -> None:
+        """Update all of it, as the record of the step says."""
+        self._record, self._skipped = record, record.skipped  # which asks the device for each norm so far
+        for run in self._recipe.runs[self._unit.unit]:
+            if run.matrices is not None:
+                self._matrices(run, run.matrices, orthogonalizer)
+            elif run.second:
+                self._two_moments(run)
+            else:
+                for stretch in self._stretches(run, run.start, run.stop):
+                    self._elements(run, self._opened(stretch))
+
+    def _elements(self, run: Run, piece: Piece) -> None:
+        """Update what the rule needs nothing else for."""
+        w, master, low = self._master(piece, run)
+        if not self._skipped:
+            hyper = self._hyper(self._record.hypers[run.group], piece)
+            self._recipe.rule.update(master, piece.gradient, piece.state, hyper, self._number(run), low)
+        self._close(w, master, run)
+
+    def _matrices(self, run: Run, matrices: Matrices, orthogonalizer: Orthogonalizer) -> None:
+        """Update a parameter by its momentum, orthogonalized; of one that ranks share, what this one has."""
+        shares = [list(owned(self._unit.pieces, rank, self._world, run.start, run.stop)) for rank in range(self._world)]
+        opened = []
+        for each in shares[self._rank]:
+            for stretch in self._unit.stretches(self._group, each.local, each.local + each.numel):
+                at = each.whole - run.start + stretch.unit_start - each.local
+                piece = self._opened(stretch)
+                opened.append((slice(at, at + stretch.numel), piece, *self._master(piece, run)))
+        if not opened and self._world == 1:
+            return
+        numel = sum(each.numel for each in shares[self._rank])
+        assert sum(piece.stretch.numel for _, piece, *_ in opened) == numel, "a part of a matrix"
+        if not self._skipped:
+            settings: Hyper = self._record.hypers[run.group]["matrices"]
+            mixed = orthogonalizer.mixed(run.stop - run.start, self._types.wide)
+            for where, piece, *_ in opened:
+                hyper = self._hyper(settings, piece)
+                BLEND.update(mixed[where], piece.gradient, piece.state[:1], hyper, self._number(run))
+            if self._world > 1:
+                places = [[(each.whole - run.start, each.numel) for each in own] for own in shares]
+                orthogonalizer.gather(mixed, [[(at, at + size) for at, size in own] for own in places])
+            orthogonalizer.step(_parameter(mixed, matrices, 1 + run.is_wide), matrices, settings)
+            for where, _, _, master, low in opened:
+                DESCEND.update(master, mixed[where], [], settings, self._number(run), low)
+        for _, _, w, master, _ in opened:
+            self._close(w, master, run)
+
+    def _two_moments(self, run: Run) -> None:
+        """Update a parameter whose second moments are those of the elements behind it."""
+        pieces = [self._opened(each) for each in self._unit.stretches(self._group, run.start, run.stop)]
+        assert sum(len(each.gradient) for each in pieces) in (0, run.stop - run.start), "a part of two moments"
+        if not pieces:
+            return
+        moments = torch.cat([each.state[-1] for each in pieces])
+        for stretch in self._stretches(run, run.start, run.start + run.second):
+            piece, at = self._opened(stretch), stretch.unit_start - run.start
+            both = [moments[first : first + stretch.numel] for first in (at, run.second + at)]
+            self._elements(run, piece._replace(state=[*piece.state[:-1], *both]))
+        for each in () if self._skipped else pieces:
+            each.state[-1].copy_(_of(moments, run, each))
+
+    # Parts -----------------------------------------------------------------------------------------------------------
+
+    def _opened(self, stretch: Stretch) -> Piece:
+        """A stretch as it is to be changed: as it is at home, where that is kept."""
+        w, state = _parameters(self._flats, stretch), self._components(self._flats, stretch)
+        if stretch.s is not None and ("s", stretch.s.letter) in self._kept:
+            for new, old in zip(state, self._components(self._kept, stretch), strict=True):
+                new.copy_(old)
+        if ("w", stretch.w.letter) in self._kept:
+            w.copy_(_parameters(self._kept, stretch))
+        start = stretch.unit_start if self._is_whole else stretch.start
+        return Piece(stretch, w, self._sums[start:][: stretch.numel], state)
+
+    def _master(self, piece: Piece, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The parameters, what is updated, taken out of the state if it is there, and what of them follows it."""
+        w = piece.w.view(self._types.wide) if run.is_wide else piece.w
+        stored = piece.state.pop(0) if self._types.has_master else w
+        if run.is_wide:
+            return w, (with_firsts(w) if self._types.is_pair else stored), None
+        return w, stored, w if self._types.has_master else None
+
+    def _close(self, w: Tensor, master: Tensor, run: Run) -> None:
+        """Have the parameters follow what was updated, where they have not already."""
+        if run.is_wide:
+            w.copy_(firsts(master))
+        elif self._skipped and self._unit.has_master:
+            w.copy_(narrow(master, w.dtype))
+
+    def _hyper(self, settings: Hyper, piece: Piece) -> Hyper:
+        """With the factor of the gradient, and the place of the first element among random numbers."""
+        stream = zlib.crc32(str(self._unit.unit).encode())
+        place = stream, place_of(self._unit.pieces, self._rank, self._world, piece.stretch.unit_start)
+        return {**settings, "scale": self._record.factor, "place": place}
+
+    def _number(self, run: Run) -> int:
+        """Of the step, among those of a parameter."""
+        return self._record.number - run.missed
+
+    def _components(self, flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> list[Tensor]:
+        if piece.s is None:
+            return []
+        start, whole = piece.start - piece.s.start, flats["s", piece.s.letter]
+        return self._types.components(whole, start, start + piece.numel)
+
+    def _stretches(self, run: Run, start: int, stop: int) -> Iterator[Stretch]:
+        """The group's elements of a run, in pieces that are copied and updated while they are in cache; where nothing
+        is copied, in one piece.
+        """
+        most = CHUNK * torch.get_num_threads()
+        for found in self._unit.stretches(self._group, start, stop):
+            size = found.numel if not self._kept and not run.is_wide else most
+            for at in range(0, found.numel, size):
+                numel = min(size, found.numel - at)
+                yield Stretch(found.w, found.s, found.start + at, found.unit_start + at, numel)
+
+
+def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> Tensor:
+    return flats["w", piece.w.letter][piece.unit_start - piece.w.start :][: piece.numel]
+
+
+def _of(whole: Tensor, run: Run, piece: Piece) -> Tensor:
+    """What a piece has of the elements of a run."""
+    return whole[piece.stretch.unit_start - run.start :][: piece.stretch.numel]
+
+
+def _parameter(elements: Tensor, matrices: Matrices, width: int) -> Tensor:
+    """A parameter, of its elements, of which each `width`th is one."""
+    numel = width * torch.Size(matrices.shape).numel()
+    return elements[:numel].view(*matrices.shape, width)[..., 0]
