@@ -97,6 +97,10 @@ class Expert:
     masters: of parameters in bf16, in fp32: "split", the parameter is the upper half and the state has the lower one,
         or "whole", the state has all of it; both learn the same. None: split but where whole ones are faster.
     threads: of the CPU's optimizer; None: chosen by us.
+    piece_tokens: the head runs on so many tokens at a time, so that the logits of a micro-batch never exist; 0: on all
+        of them; None: on as many as need no more memory than a layer, where all need more.
+    layer_tokens: what in a layer acts on tokens one by one, all but attention, runs on so many at a time: for sequences
+        whose layer would need too much memory. Such a layer saves its input alone. None: on all of them.
     trace: record every operation of every step.
     """
 
@@ -110,6 +114,8 @@ class Expert:
     separate_device: bool = False
     masters: Masters | None = None
     threads: int | None = None
+    piece_tokens: int | None = None
+    layer_tokens: int | None = None
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -124,6 +130,10 @@ class Expert:
         object.__setattr__(self, "ratios", Ratios.of(self.ratios, "expert.ratios"))
         if self.threads is not None:
             _whole("expert.threads", self.threads, "a whole number, 1 or more, or None")
+        if self.layer_tokens is not None:
+            _whole("expert.layer_tokens", self.layer_tokens, "a whole number, 1 or more, or None")
+        if self.piece_tokens not in (None, 0):
+            _whole("expert.piece_tokens", self.piece_tokens, "a whole number, or None")
 
 
 def contradiction(

@@ -134,7 +134,7 @@ class CompiledUnits:
             self.taps.pop(tap, None)
         gradients = zip(_arrived(graph, reads, of_taps), specs, strict=True)
         saved = reads["a"].tensors if "a" in reads else ()
-        held = [*inputs, *saved, *(_laid_out(gradient, spec) for gradient, spec in gradients)]
+        held = [*inputs, *saved, *(laid_out(gradient, spec) for gradient, spec in gradients)]
         outcome = self._run("backward", unit, micro_batch, held, level)
         dx = self._spread(graph, micro_batch, outcome, reads, held)
         return (dx,) if "dx" in wants else ()
@@ -159,7 +159,7 @@ class CompiledUnits:
                 continue
             tensor = self.taps[source.index, micro_batch] if source.kind == "tap" else _input(source, part, reads)
             is_sliced = source.kind == "input" and source.index in part.inputs
-            inputs.append(_laid_out(tensor, spec) if is_sliced else tensor)
+            inputs.append(laid_out(tensor, spec) if is_sliced else tensor)
         return graph, inputs
 
     def _taps_of(self, graph: UnitGraph, micro_batch: int) -> list[tuple[int, int]]:
@@ -267,7 +267,7 @@ def _results(graph: UnitGraph, results: Sequence[Any], kind: str) -> tuple[Any, 
     return tuple(result for result, name in zip(results, graph.results, strict=True) if name == kind)
 
 
-def _laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """`tensor` with the strides that the unit was compiled for.
 
     The gradient of a sum arrives expanded, without memory; a slice of a transposed batch has the strides of the whole.

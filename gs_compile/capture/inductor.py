@@ -217,8 +217,12 @@ def draws_random(node: fx.Node) -> bool:
     """Whether a node of an ATen graph draws random numbers; attention is marked as if, but with no dropout does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
+    return named_arguments(node).get("dropout_p") != 0
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node of an ATen graph by name, defaults included."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
     arguments = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    arguments |= dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
-    return arguments.get("dropout_p") != 0
+    return arguments | dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs

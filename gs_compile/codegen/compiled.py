@@ -22,11 +22,13 @@ from gs_compile.capture.dynamo import current_compile_id
 from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Compiler, Generator, best_compiler
 from gs_compile.capture.loss import Separated, loss
+from gs_compile.capture.off_meta import off_meta
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.capture.uniform import Uniform, uniform
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.codegen.levels import SavedLevel
+from gs_compile.codegen.pieces import InPieces
 from gs_compile.errors import UniformityWarning
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -45,7 +47,7 @@ from gs_compile.schedules import BY_MICRO_BATCH
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
 
 # Equal layers of all captures share their code: of each, by its lengths.
-_codes: dict[Hashable, dict[tuple[int, ...], Differentiated]] = {}
+_codes: dict[Hashable, dict[tuple[int, ...], InPieces]] = {}
 MOST_CODES = 512  # a model has three for each size of the micro-batch
 MOST_MODELS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
 MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and in evaluation
@@ -59,7 +61,7 @@ class SpecializedModel:
     separated: Separated
     split: Split
     uniform: Uniform
-    codes: Mapping[Unit, Differentiated]
+    codes: Mapping[Unit, InPieces]
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
     alone: bool = False  # the micro-batch is the whole batch
 
@@ -251,7 +253,9 @@ class Compilation:
         cut = split(separated, captured, self.schedule.block_cut, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
-        codes = {unit.unit: _code(unit, key, self.options) for unit, key in zip(cut.units, alike.keys, strict=True)}
+        *inner, head = zip(cut.units, alike.keys, strict=True)
+        codes = {unit.unit: _code(unit, key, self.options) for unit, key in inner}
+        codes[EPILOGUE] = _code(*head, self.options, {key: codes[unit.unit] for unit, key in inner})
         return SpecializedModel(micro_batch_size, separated, cut, alike, codes, sizes, alone)
 
     def _warn(self, alike: Uniform) -> None:
@@ -278,19 +282,28 @@ def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
     return tuple(Level(tuple(level.nbytes for level in each), each[0].reads_input) for each in alike)
 
 
-def _code(unit: UnitGraph, key: Hashable, options: Options) -> Differentiated:
-    """The code of a class of units, with what it has in common with the same class at other lengths."""
+def _code(
+    unit: UnitGraph, key: Hashable, options: Options, beside: Mapping[Hashable, InPieces] | None = None
+) -> InPieces:
+    """The code of a class of units, with what it has in common with the same class at other lengths.
+
+    beside: of the head, the code of the other units, by their keys: it may take as much memory.
+    """
     chosen = options.expert.compiler
     compiler: Compiler = best_compiler(unit.device_type) if chosen == "auto" or unit.is_meta else chosen
     generator = Generator(compiler, options.mode)
-    full_key = (key, generator, _global_settings())
+    expert = options.expert
+    is_layer = isinstance(unit.unit, int) and not unit.is_joint
+    size = expert.piece_tokens if beside is not None else expert.layer_tokens or 0 if is_layer else 0
+    full_key = (key, generator, _global_settings(), size, frozenset(beside or ()))
     codes = _codes.pop(full_key, {})
     _codes[full_key] = codes  # the latest last
     _let_oldest_go(_codes, MOST_CODES)
     lengths = tuple(unit.symbols.values())
     if lengths not in codes:
         common = next(iter(codes.values())).common if codes else None
-        codes[lengths] = Differentiated(unit, generator, common)
+        others = {id(code): code for code in (beside or {}).values()}.values()
+        codes[lengths] = InPieces(off_meta(unit), generator, common, others, size)
         _let_oldest_go(codes, MOST_MODELS)
     return codes[lengths]
 

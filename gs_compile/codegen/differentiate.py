@@ -3,6 +3,7 @@
     forward(inputs)             -> results
     backward(inputs, gradients) -> gradients of the differentiable inputs     (runs forward again inside)
     both(inputs)                -> results, gradients of the loss             (the head's, in one go)
+    joint(inputs, gradients)    -> results, gradients of the differentiable inputs
 
 Parameters' gradients may come as factors (`factor`); `graph` shows the graphs without that.
 
@@ -26,10 +27,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
+from gs_compile.capture.flops import count_flops
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
+from gs_compile.capture.memory import peak_nbytes
 from gs_compile.capture.partition import CannotSaveError
-from gs_compile.codegen.factor import assemble, factor
+from gs_compile.codegen.factor import Form, assemble, factor
 from gs_compile.codegen.levels import Cut, JointGraph, SavedLevel, cuts
 from gs_compile.errors import LengthWarning
 
@@ -45,6 +48,28 @@ class OfAllLengths:
     codes: list[Differentiated] = field(default_factory=list)  # whose functions begin with the lengths
     refusal: str = ""  # why torch can make none
     draws_random: bool | None = None
+    pieces: OfPieces | None = None
+
+
+@dataclass
+class OfPieces:
+    """The same of the parts of a unit that run on some tokens at a time (`codegen.pieces`), by their place.
+
+    num_tokens: the most of a piece; None: the unit runs whole.
+    """
+
+    num_tokens: int | None = None
+    parts: dict[int, OfAllLengths] = field(default_factory=dict)
+
+
+class Cost(NamedTuple):
+    """Of one function of a unit.
+
+    nbytes: the most bytes that it has alive inside, beside its inputs, the results of a forward and the gradient of x.
+    """
+
+    flops: float
+    nbytes: int
 
 
 class Cuts(NamedTuple):
@@ -182,6 +207,31 @@ class Differentiated:
                 self.graphs[name] = self._traced(name)
         return self.graphs[name]
 
+    def cost(self, name: str) -> Cost:
+        """Of "forward", "backward" or "both"."""
+        graph, results = self.graph(name), len(self.unit.results)
+        held = set(range(results if name != "backward" else 0))
+        if name != "forward":
+            kinds = [self.unit.sources[index].kind for index in self.unit.differentiable]
+            held |= {len(held) + place for place, kind in enumerate(kinds) if kind == "x"}
+        return Cost(count_flops(graph), peak_nbytes(graph, held))
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.unit.differentiable and self.unit.differentiated)
+
+    @property
+    def last_name(self) -> str:
+        """The function that runs in a training step after "forward", or in its place."""
+        if not self.is_trained:
+            return "forward"
+        return "both" if "loss" in self.unit.results else "backward"
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """The most bytes that its code has alive inside, beside inputs and results."""
+        return max(self.cost(name).nbytes for name in {"forward", self.last_name})
+
     def _resized(self, name: str, cut: Cut) -> fx.GraphModule:
         """A graph of a level with numbers for its symbols."""
         arguments = [replace(spec, requires_grad=False) for spec in self._arguments("joint")]
@@ -211,11 +261,17 @@ class Differentiated:
     def _compiled(self, name: str, whole: fx.GraphModule) -> Function:
         if name == "forward":
             return self._generator.generate(whole)
-        num_results = len(self.unit.results) if name == "both" else 0
-        chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
-        graph, forms = factor(whole, [*[False] * num_results, *chosen])
+        graph, forms = self.factored(name, whole)
         compiled = self._generator.generate(graph)
         return lambda *arguments: assemble(compiled(*arguments), forms)
+
+    def factored(
+        self, name: str, whole: fx.GraphModule | None = None
+    ) -> tuple[fx.GraphModule, tuple[Form | None, ...]]:
+        """The graph of "backward", "both" or "joint" with parameters' gradients as factors, and the results' forms."""
+        num_results = len(self.unit.results) if name in ("both", "joint") else 0
+        chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
+        return factor(whole or self.graph(name), [*[False] * num_results, *chosen])
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

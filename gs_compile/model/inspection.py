@@ -25,7 +25,7 @@ from torch import fx
 from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
 from gs_compile.capture.internals import add_artifact
 from gs_compile.codegen.compiled import Compilation, Step, compilations_of
-from gs_compile.codegen.differentiate import Differentiated
+from gs_compile.codegen.pieces import InPieces
 from gs_compile.errors import InspectionError
 from gs_compile.machine import format_bytes
 from gs_compile.program.fx import graph_module
@@ -60,7 +60,7 @@ class UnitClass:
     units: tuple[Unit, ...]
     graph: UnitGraph  # of the first: its module, in torch functions, and what is bound to the placeholders
     inputs: tuple[str, ...]  # of all graphs, as the first unit binds them: "x", "side 0", "h.0.mlp.c_fc.weight"
-    code: Differentiated
+    code: InPieces
 
     @property
     def forward(self) -> fx.GraphModule:
@@ -199,6 +199,7 @@ class Inspection:
             [
                 self.headline,
                 *(f"  {name + ':':<19} {self._size(unit)}" for name, unit in rows),
+                *self._pieces,
                 f"  {'checkpoint:':<19} {self._checkpoints} for each {self._layer} and micro-batch",
                 f"step: {_describe(self.shape)}",
                 self.uniformity,
@@ -236,6 +237,13 @@ class Inspection:
     def _checkpoints(self) -> str:
         """``float32[2, 5, 32]``, or those of all layers in their order where they differ."""
         return " or ".join(dict.fromkeys(map(str, self._model.checkpoints[:-1])))
+
+    @property
+    def _pieces(self) -> list[str]:
+        """How units run in pieces, a line for each class that does."""
+        classes = [("head", self.epilogue), *((f"class {index}", each) for index, each in enumerate(self.classes))]
+        sizes = [(name, each.code.tokens_per_piece) for name, each in classes]
+        return [f"  {'pieces:':<19} the {name} runs on {size} tokens at a time" for name, size in sizes if size]
 
     def _nbytes(self, *units: Unit) -> int:
         return sum(spec.nbytes for spec in self.parameters(*units).values())

@@ -10,7 +10,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from gs_compile.capture.flops import count_flops
-from gs_compile.planner.cost.flops import peak_nbytes, unit_cost
+from gs_compile.capture.inductor import Generator
+from gs_compile.capture.memory import peak_nbytes
+from gs_compile.codegen.differentiate import Differentiated
+from gs_compile.planner.cost.flops import unit_cost
 
 # B samples, H heads, T tokens, D width of a head; R rows, M and N width in and out, E experts.
 B, H, T, D = 2, 3, 64, 16
@@ -84,9 +87,13 @@ def units():
     return {unit.unit: unit for unit in captured.captured(model, *captured.batch(6)).split(2).units}
 
 
+def cost_of(unit):
+    return unit_cost(unit, Differentiated(unit, Generator("eager")))
+
+
 def test_a_backward_is_twice_the_forward_and_what_it_needs_of_the_forward_again(units):
     product = 2 * 2 * captured.TOKENS * captured.WIDTH * 64
-    cost = unit_cost(units[0])
+    cost = cost_of(units[0])
     assert cost.forward_flops == 2 * product
     assert cost.backward_flops == (1 + 4) * product  # the last product of a layer is not made again
     assert cost.workspace_nbytes > 2 * captured.TOKENS * 64 * 4
@@ -94,5 +101,5 @@ def test_a_backward_is_twice_the_forward_and_what_it_needs_of_the_forward_again(
 
 def test_a_head_is_one_forward_and_its_backward(units):
     product = 2 * 2 * captured.TOKENS * captured.WIDTH * captured.WORDS
-    cost = unit_cost(units["h"])
+    cost = cost_of(units["h"])
     assert (cost.forward_flops, cost.backward_flops) == (product, 3 * product)

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from gs_compile.capture.call import captured_call
-from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import arrange, encoded, stored_types, tied_units
 from gs_compile.errors import CaptureError, GreedySnakeError
@@ -162,7 +161,7 @@ def unit_costs(specialized: SpecializedModel) -> Mapping[Unit, UnitCost]:
     by_unit: dict[Unit, UnitCost] = {}
     for graph, key in zip(specialized.split.units, specialized.uniform.keys, strict=True):
         if key not in costs:
-            costs[key] = _cost(specialized, graph)
+            costs[key] = unit_cost(graph, specialized.codes[graph.unit])
         by_unit[graph.unit] = costs[key]
     return by_unit
 
@@ -205,8 +204,7 @@ def levelled(workload: Workload, specialized: SpecializedModel) -> Workload:
     for layer in range(workload.num_layers):
         number = layer % specialized.split.num_layers
         if (key := keys[number]) not in known:
-            graph = specialized.split.by_unit[number]
-            known[key] = unit_levels(graph, None if graph.is_meta else specialized.codes[number])
+            known[key] = unit_levels(specialized.codes[number])
         cost = costs[layer]
         costs[layer] = replace(cost, levels=tuple(_estimated(level, cost) for level in known[key]))
     return replace(workload, costs=costs)
@@ -218,11 +216,6 @@ def _estimated(level: LevelCost, cost: UnitCost) -> LevelCost:
     part = (cost.backward_flops - level.backward_flops) / max(cost.forward_flops, 1.0)
     backward = max(cost.backward_seconds - part * cost.forward_seconds, 0.0)
     return replace(level, forward_seconds=cost.forward_seconds, backward_seconds=backward)
-
-
-def _cost(specialized: SpecializedModel, graph: UnitGraph) -> UnitCost:
-    """Of the code that runs, where there is one: a unit on the meta device has none."""
-    return unit_cost(graph, None if graph.is_meta else specialized.codes[graph.unit].graph)
 
 
 def _is_alike(found: SpecializedModel) -> bool:

@@ -1,0 +1,52 @@
+"""memory: bytes that an ATen graph has alive inside, counted without running it.
+
+Memory is that of the graph as it is written, every tensor from the operation that makes it to its last reader. A
+compiler that fuses operations needs less; what kernels take inside is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gs_compile.capture.graph import output_values
+from gs_compile.capture.internals import tree_leaves
+
+
+def peak_nbytes(module: fx.GraphModule, held: Collection[int] = ()) -> int:
+    """The most bytes alive at once beside the graph's inputs and its results of the numbers `held`."""
+    nodes = list(module.graph.nodes)
+    given = {storage for node in nodes if node.op == "placeholder" for storage, _ in _storages(node)}
+    values = output_values(module)
+    apart = [value for index, value in enumerate(values) if index in held and isinstance(value, fx.Node)]
+    given |= {storage for node in apart for storage, _ in _storages(node)}
+    made: dict[StorageWeakRef, int] = {}
+    sizes: dict[StorageWeakRef, int] = {}
+    last: dict[StorageWeakRef, int] = {}
+    for place, node in enumerate(nodes):
+        for storage, nbytes in _storages(node):
+            if storage not in given:
+                made.setdefault(storage, place)
+                sizes[storage] = nbytes
+        for read in (node, *node.all_input_nodes):
+            last |= dict.fromkeys((storage for storage, _ in _storages(read)), place)
+    changes = [0] * (len(nodes) + 1)
+    for storage, place in made.items():
+        changes[place] += sizes[storage]
+        changes[last[storage] + 1] -= sizes[storage]
+    alive = peak = 0
+    for change in changes:
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+def _storages(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
+    """The memory a node's tensors are in, and its bytes; views share it."""
+    for made in tree_leaves(node.meta.get("val")):
+        if isinstance(made, torch.Tensor):
+            storage = made.untyped_storage()
+            yield StorageWeakRef(storage), storage.nbytes()

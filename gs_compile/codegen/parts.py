@@ -1,0 +1,311 @@
+"""parts: the code of the parts of a unit (`codegen.token_wise`): on all tokens, or on some of them at a time.
+
+Both take what they read from `values`, by name, and put there what they make. `pull` takes the gradients of what a part
+makes out of `gradients`, and adds those of what it reads. A part in pieces runs forward again in it, piece by piece,
+and leaves in `values` what is to be kept. Gradients of what all pieces read, such as a weight, are
+summed in fp32 at least (`capture.gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gs_compile.capture.flops import count_flops
+from gs_compile.capture.gradients import tensors_of
+from gs_compile.capture.graph import TensorSpec, output_values
+from gs_compile.capture.inductor import Generator, memory_of
+from gs_compile.capture.memory import peak_nbytes
+from gs_compile.codegen.differentiate import Differentiated, OfAllLengths
+from gs_compile.codegen.token_wise import Part, TokenPart, subgraph
+from gs_compile.runtime.units import Accumulator, laid_out
+
+Values = dict[Any, Any]  # by name, and by part what it has saved
+
+
+class Gradients(dict[str, Tensor]):
+    """Gradients by name; rows: the memory of some that parts in pieces have made, [tokens, ...], to add to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[str, Tensor] = {}
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        self[name] = self[name] + gradient if name in self else gradient
+        self.rows.pop(name, None)
+
+
+class OnAll:
+    """A part that runs on all tokens; it is not compiled.
+
+    is_ahead: it runs forward ahead of the backward, which reads what that has made, as of attention.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.is_ahead = part, False
+        self.code = Differentiated(part.graph, Generator("eager"))
+
+    @property
+    def is_trained(self) -> bool:
+        return self.code.is_trained
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """What its backward reads of the values that it takes."""
+        if not self.is_trained:
+            return frozenset()
+        placeholders = self.code.graph("backward").graph.find_nodes(op="placeholder")
+        return frozenset(name for name, node in zip(self.part.inputs, placeholders, strict=False) if node.users)
+
+    @cached_property
+    def halves(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward where it runs ahead: results and what the backward reads, which takes them, too."""
+        return halves(self.code.graph("joint"), len(self.part.inputs), len(self.part.outputs))
+
+    @property
+    def saves(self) -> bool:
+        return self.is_ahead and self.is_trained
+
+    def compile_code(self, *, backward: bool) -> None:
+        if self.saves:
+            _ = self.halves
+        elif self.is_trained or not backward:
+            self.code.function("backward" if backward else "forward")
+
+    def inside_nbytes(self, *, backward: bool) -> int:
+        """Bytes alive inside, beside what it takes, makes and saves."""
+        if self.saves:
+            graph = self.halves[backward]
+            return peak_nbytes(graph, () if backward else range(len(output_values(graph))))
+        if not backward:
+            return self.code.cost("forward").nbytes
+        return self.code.cost("backward").nbytes if self.is_trained else 0
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Of what is saved beside what it takes."""
+        return sum(self._saved.values()) if self.saves else 0
+
+    @cached_property
+    def made_nbytes(self) -> dict[str, int]:
+        """Of what it makes, without views of what it takes or saves."""
+        graph = self.halves[0] if self.saves else self.part.graph.module
+        known = self._taken_memory(graph) | (self._saved.keys() if self.saves else set())
+        made = zip(self.part.outputs, output_values(graph), self.part.graph.result_specs, strict=False)
+        return {name: 0 if memory_of(node) in known else spec.nbytes for name, node, spec in made}
+
+    @cached_property
+    def _saved(self) -> dict[Any, int]:
+        """Bytes by memory."""
+        taken, values = self._taken_memory(self.halves[0]), output_values(self.halves[0])
+        saved = {memory_of(node): node for node in values[len(self.part.outputs) :]}
+        return {m: node.meta["val"].untyped_storage().nbytes() for m, node in saved.items() if m not in taken}
+
+    @staticmethod
+    def _taken_memory(module: fx.GraphModule) -> set[Any]:
+        return {memory_of(node) for node in module.graph.find_nodes(op="placeholder")}
+
+    @property
+    def pulled_nbytes(self) -> dict[str, int]:
+        """Of the gradients that it adds."""
+        pairs = zip(self.part.inputs, self.part.graph.specs, strict=True)
+        return {name: spec.nbytes for name, spec in pairs if spec.requires_grad} if self.is_trained else {}
+
+    def forward(self, values: Values) -> None:
+        taken = [_laid_out(values[name], spec) for name, spec in self._taken]
+        made = (self.halves[0] if self.saves else self.code.function("forward"))(*taken)
+        values |= zip(self.part.outputs, made, strict=False)
+        values[self] = made[len(self.part.outputs) :]
+
+    def pull(self, values: Values, gradients: Gradients, keep: Set[str]) -> None:
+        """What its backward does not read may be missing in `values`."""
+        if not self.is_trained:
+            return
+        graph, given = self.part.graph, []
+        for index in graph.differentiated:
+            gradient, spec = gradients.pop(self.part.outputs[index], None), graph.result_specs[index]
+            given.append(_zeros(spec.shape, spec) if gradient is None else _laid_out(gradient, spec))
+        taken = [_laid_out(values[name], spec) if name in values else None for name, spec in self._taken]
+        if self.saves:
+            terms = self.halves[1](*taken, *values.pop(self), *given)
+        else:
+            terms = self.code.function("backward")(*taken, *given)
+        for index, term in zip(graph.differentiable, terms, strict=True):
+            gradients.add(self.part.inputs[index], term if isinstance(term, Tensor) else term.dense())
+
+    @property
+    def _taken(self) -> Iterable[tuple[str, TensorSpec]]:
+        return zip(self.part.inputs, self.part.graph.specs, strict=True)
+
+
+class OnSome:
+    """A part that runs on `size` tokens at a time, at most; pieces share their code by `common`."""
+
+    def __init__(self, part: TokenPart, size: int, generator: Generator, common: OfAllLengths) -> None:
+        self.tokens = part
+        self._generator, self._common = generator, common
+        self._pieces: dict[int, tuple[Part, Differentiated]] = {}
+        self.is_ahead, self.saved_nbytes = False, 0
+        number = -(-part.num_tokens // size)  # of two sizes at most, as even as can be
+        bounds = [part.num_tokens * place // number for place in range(number + 1)]
+        self._ranges = list(pairwise(bounds))
+        self.part, self._code = self._piece(max(end - begin for begin, end in self._ranges))
+
+    @property
+    def is_trained(self) -> bool:
+        return self._code.is_trained
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(self.part.inputs)
+
+    @property
+    def forward_flops(self) -> float:
+        of_piece = max(end - begin for begin, end in self._ranges)
+        return count_flops(self._code.graph("forward")) * self.tokens.num_tokens / of_piece
+
+    def compile_code(self, *, backward: bool) -> None:
+        for begin, end in self._ranges:
+            self._piece(end - begin)[1].function("joint" if backward and self.is_trained else "forward")
+
+    def inside_nbytes(self, *, backward: bool) -> int:
+        """Bytes alive inside, beside what it takes and makes, and the gradients that it adds."""
+        if not backward or not self.is_trained:
+            return peak_nbytes(self._code.graph("forward"))
+        return peak_nbytes(self._code.factored("joint")[0])
+
+    @property
+    def made_nbytes(self) -> dict[str, int]:
+        pairs = zip(self.part.outputs, self.part.graph.result_specs, strict=True)
+        return {name: self._of_all(spec) for name, spec in pairs}
+
+    @property
+    def pulled_nbytes(self) -> dict[str, int]:
+        """Of the gradients that it adds."""
+        wide = {name: spec for name, spec in self._taken if spec.requires_grad}
+        return {
+            name: self._of_all(spec)
+            if name in self.tokens.forms
+            else spec.numel * torch.promote_types(spec.dtype, torch.float32).itemsize
+            for name, spec in wide.items()
+        }
+
+    def forward(self, values: Values) -> None:
+        rows, made = self._rows(values), Values()
+        for begin, end in self._ranges:
+            part, code = self._piece(end - begin)
+            outputs = code.function("forward")(*self._taken_of(part, rows, begin, end))
+            self._write(made, zip(part.outputs, outputs, strict=True), begin)
+        values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
+
+    def pull(self, values: Values, gradients: Gradients, keep: Set[str]) -> None:
+        """keep: what is put in `values` of what it makes, unless it has run ahead."""
+        if not self.is_trained:
+            if not keep.isdisjoint(self.part.outputs):
+                self.forward(values)
+            return
+        outer = []
+        for index in self.part.graph.differentiated:
+            name, spec = self.part.outputs[index], self.part.graph.result_specs[index]
+            gradient = gradients.pop(name, None)
+            zeros = (1, self.tokens.num_tokens, *spec.shape[1:])
+            outer.append(_zeros(zeros, spec) if gradient is None else self.tokens.rows(name, gradient))
+        known = {name: gradients.rows[name] for name in self.part.inputs if name in gradients.rows}
+        known = {name: rows for name, rows in known.items() if not self.tokens.is_cut(name)}
+        rows, made, pulled, shared = self._rows(values), Values(), Values(), Accumulator()
+        for begin, end in self._ranges:
+            self._pull_piece((begin, end), rows, outer, keep, (made, known, pulled, shared))
+        values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
+        for name, tensor in pulled.items():
+            is_first = name not in gradients and not self.tokens.is_cut(name)
+            gradients.add(name, self.tokens.shaped(name, tensor))
+            if is_first:
+                gradients.rows[name] = tensor
+        for name, tensor in shared.sums.items():
+            gradients.add(name, tensor)
+
+    def _pull_piece(
+        self,
+        bounds: tuple[int, int],
+        rows: Values,
+        outer: Sequence[Tensor],
+        keep: Set[str],
+        into: tuple[Values, Values, Values, Accumulator],
+    ) -> None:
+        begin, end = bounds
+        (part, code), (made, known, pulled, shared) = self._piece(end - begin), into
+        taken = self._taken_of(part, rows, begin, end)
+        given = (self.tokens.piece(gradient, begin, end).contiguous() for gradient in outer)
+        found = code.function("joint")(*taken, *given)
+        outputs, terms = found[: len(part.outputs)], found[len(part.outputs) :]
+        pairs = zip(part.outputs, outputs, strict=True)
+        self._write(made, [(name, tensor) for name, tensor in pairs if name in keep and not self.is_ahead], begin)
+        named = dict(zip((part.inputs[index] for index in part.graph.differentiable), terms, strict=True))
+        of_all = {name: named.pop(name) for name in list(named) if name not in self.tokens.forms}
+        for name in named.keys() & known.keys():
+            known[name][begin:end] += named.pop(name)
+        self._write(pulled, named.items(), begin)
+        shared.add(of_all, among=[*taken, *outputs, *(tensor for term in terms for tensor in tensors_of(term))])
+
+    def _piece(self, size: int) -> tuple[Part, Differentiated]:
+        if size not in self._pieces:
+            part = self.tokens.of(size)
+            self._pieces[size] = part, Differentiated(part.graph, self._generator, self._common)
+        return self._pieces[size]
+
+    @property
+    def _taken(self) -> Iterable[tuple[str, TensorSpec]]:
+        return zip(self.part.inputs, self.part.graph.specs, strict=True)
+
+    def _rows(self, values: Values) -> Values:
+        """What it takes, what has tokens as [samples, tokens, ...]."""
+        forms, names = self.tokens.forms, self.part.inputs
+        return {name: self.tokens.rows(name, values[name]) if name in forms else values[name] for name in names}
+
+    def _taken_of(self, part: Part, rows: Values, begin: int, end: int) -> list[Tensor]:
+        forms, piece = self.tokens.forms, self.tokens.piece
+        pairs = zip(part.inputs, part.graph.specs, strict=True)
+        return [_laid_out(piece(rows[name], begin, end) if name in forms else rows[name], spec) for name, spec in pairs]
+
+    def _write(self, into: Values, tensors: Iterable[tuple[str, Any]], begin: int) -> None:
+        """Put those of a piece to their place among all."""
+        for name, tensor in tensors:
+            if name not in into:
+                into[name] = tensor.new_empty(self.tokens.num_tokens, *tensor.shape[1:])
+            into[name][begin : begin + len(tensor)] = tensor
+
+    def _of_all(self, spec: TensorSpec) -> int:
+        """Bytes of a value of a piece, for all tokens."""
+        return spec.nbytes // spec.shape[0] * self.tokens.num_tokens if spec.shape else spec.nbytes
+
+
+def halves(joint: fx.GraphModule, num_inputs: int, num_results: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A graph of results and gradients, cut: inputs to results and what is saved; these and gradients to gradients."""
+    nodes = [node for node in joint.graph.nodes if node.op != "output"]
+    placeholders, values = joint.graph.find_nodes(op="placeholder"), output_values(joint)
+    inputs, given = placeholders[:num_inputs], placeholders[num_inputs:]
+    behind = set(given)
+    for node in nodes:
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    last = {node for node in values[num_results:] if isinstance(node, fx.Node)}
+    saved = [n for n in nodes if n.op == "call_function" and n not in behind and (n in last or behind & n.users.keys())]
+    saved = [node for node in saved if isinstance(node.meta["val"], Tensor)]
+    return (
+        subgraph(joint, inputs, [*values[:num_results], *saved]),
+        subgraph(joint, [*inputs, *saved, *given], values[num_results:]),
+    )
+
+
+def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """`tensor` with the strides that a part was traced for; whose memory is expanded is read as it is."""
+    return tensor if 0 in spec.stride else laid_out(tensor, spec)
+
+
+def _zeros(shape: Sequence[int], spec: TensorSpec) -> Tensor:
+    return torch.zeros(shape, dtype=spec.dtype, device=spec.device)

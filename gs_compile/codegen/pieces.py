@@ -1,0 +1,217 @@
+"""pieces: a unit whose parts that act on tokens one by one run on some of them at a time, so that what these make of
+all tokens, such as the logits, is never in memory.
+
+    forward    part by part
+    backward   forward, as far as a later part's backward reads what a part makes; then backward, from the last part on
+
+A head whose loss is a sum over tokens runs once: the gradient of that sum does not follow from its value, so the pieces
+run forward and backward together. A piece is as large as the memory that the code of other units takes anyway allows,
+and has `LEAST` tokens at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Set
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gs_compile.capture.graph import UnitGraph
+from gs_compile.capture.inductor import Generator
+from gs_compile.codegen.differentiate import Cost, Cuts, Differentiated, Function, OfAllLengths, OfPieces
+from gs_compile.codegen.parts import Gradients, OnAll, OnSome, Values
+from gs_compile.codegen.token_forms import NotInPiecesError
+from gs_compile.codegen.token_wise import Chain, Part, chain
+from gs_compile.program.ir import EPILOGUE
+
+LEAST = 192  # tokens of a piece: with fewer, products with the weights wait for the weights
+STEP = 64  # by which pieces grow
+
+
+class InPieces(Differentiated):
+    """The code of a class of units, in pieces where that is asked for or saves memory.
+
+    num_tokens: of a piece at most; None: as many as need no more memory than any of `beside`, the other units' code, if
+        all need more; 0: it is never cut.
+    """
+
+    def __init__(
+        self,
+        unit: UnitGraph,
+        generator: Generator,
+        common: OfAllLengths | None,
+        beside: Collection[Differentiated],
+        num_tokens: int | None,
+    ) -> None:
+        super().__init__(unit, generator, common)
+        self._beside, self._asked = beside, num_tokens
+        self._in_pieces: dict[str, Function] = {}
+
+    def function(self, name: str, level: int = 0) -> Function:
+        if not self.tokens_per_piece:
+            return super().function(name, level)
+        if name not in self._in_pieces:
+            with self._timed():
+                for part in self._parts:
+                    if name != "forward":
+                        part.compile_code(backward=True)
+                    if name == "forward" or part.is_ahead or isinstance(part, OnAll):
+                        part.compile_code(backward=False)
+            self._in_pieces[name] = getattr(self, f"_{name}_in_pieces")
+        return self._in_pieces[name]
+
+    def has_function(self, name: str, level: int = 0) -> bool:
+        return name in self._in_pieces or super().has_function(name, level)
+
+    def cost(self, name: str) -> Cost:
+        whole, size = super().cost(name), self.tokens_per_piece
+        if not size:
+            return whole
+        twice = [part for part in self._parts if isinstance(part, OnSome) and part.is_ahead and name != "forward"]
+        return Cost(whole.flops + sum(part.forward_flops for part in twice), self._nbytes(name, self._parts))
+
+    @property
+    def tokens_per_piece(self) -> int | None:
+        """The most tokens of a piece; None: it runs whole. What the first length has is for all."""
+        if self.common.pieces is None:
+            self.common.pieces = OfPieces()
+            self.common.pieces.num_tokens = None if self._asked == 0 or self.whole_reason else self._chosen()
+        return self.common.pieces.num_tokens
+
+    @cached_property
+    def whole_reason(self) -> str:
+        """Why it cannot run in pieces; "" where it can."""
+        try:
+            parts = self._parts_of(LEAST)
+        except NotInPiecesError as error:
+            return str(error)
+        return "" if any(isinstance(part, OnSome) for part in parts) else "nothing in it acts on tokens one by one"
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        return Cuts(self, (), "it runs in pieces of tokens") if self.tokens_per_piece else super()._cuts
+
+    def _chosen(self) -> int | None:
+        """As asked for, or the tokens for which there is room, `LEAST` at least; a CPU gains nothing by more."""
+        if self._asked:
+            return self._asked
+        name, room = self.last_name, max((each.workspace_nbytes for each in self._beside), default=0)
+        whole = super().cost(name).nbytes
+        if whole <= room:
+            return None
+        one, two = (self._nbytes(name, self._parts_of(size)) for size in (LEAST, 2 * LEAST))
+        size = LEAST
+        if self.unit.device_type != "cpu":
+            size += max(int((room - one) / max((two - one) / LEAST, 1.0)) // STEP * STEP, 0)
+        return size if self._nbytes(name, self._parts_of(size)) < whole else None
+
+    # Its parts -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def chain(self) -> Chain:
+        return chain(self.unit, 1 if self.unit.unit == EPILOGUE else 3)
+
+    @cached_property
+    def _parts(self) -> list[OnAll | OnSome]:
+        assert self.tokens_per_piece
+        return self._parts_of(self.tokens_per_piece)
+
+    def _parts_of(self, size: int) -> list[OnAll | OnSome]:
+        assert self.common.pieces is not None
+        common, found = self.common.pieces.parts, list[OnAll | OnSome]()
+        for place, part in enumerate(self.chain.parts):
+            if isinstance(part, Part):
+                found.append(OnAll(part))
+            else:
+                found.append(OnSome(part, size, self._generator, common.setdefault(place, OfAllLengths())))
+        read = set[str]()
+        for one in reversed(found):  # those run ahead of the backward that make what the backward of later ones reads
+            one.is_ahead = not read.isdisjoint(one.part.outputs)
+            read |= one.reads.union(one.part.inputs if one.is_ahead else ())
+        return found
+
+    def _nbytes(self, name: str, parts: Sequence[OnAll | OnSome]) -> int:
+        """The most bytes that a function has alive beside its inputs, results of a forward, and the gradient of x."""
+        if name == "forward":
+            return self._nbytes_forward(parts)[1]
+        keep, results = self._late(parts)[1] if name == "both" else set[str](), set(self.chain.made)
+        alive, peak = self._nbytes_forward([part for part in parts if part.is_ahead])
+        pulled = {self.chain.x: 0}  # the gradient of x is a result
+        for part in reversed(parts):
+            if part.is_ahead:
+                alive -= _total(part.made_nbytes, set(part.part.outputs) - keep - results)
+            new = set(part.pulled_nbytes) - pulled.keys()
+            pulled |= {taken: part.pulled_nbytes[taken] for taken in new}
+            added = _total(part.pulled_nbytes, new)
+            if isinstance(part, OnSome):
+                alive += added + (0 if part.is_ahead else _total(part.made_nbytes, keep - results))
+                added = 0
+            peak = max(peak, alive + part.inside_nbytes(backward=True))
+            alive += added - part.saved_nbytes - _total(pulled, set(part.part.outputs))
+        return peak
+
+    def _nbytes_forward(self, parts: Sequence[OnAll | OnSome]) -> tuple[int, int]:
+        """The bytes that are alive after these parts, without results, and the most that were."""
+        alive = peak = 0
+        for part in parts:
+            peak = max(peak, alive + part.inside_nbytes(backward=False))
+            alive += part.saved_nbytes
+            alive += _total(part.made_nbytes, set(part.part.outputs) - set(self.chain.made))
+            peak = max(peak, alive)
+        return alive, peak
+
+    # How it runs -----------------------------------------------------------------------------------------------------
+
+    def _forward_in_pieces(self, *inputs: Tensor) -> tuple[Any, ...]:
+        values = self._named(inputs)
+        for part in self._parts:
+            part.forward(values)
+        return self._results(values)
+
+    def _both_in_pieces(self, *inputs: Tensor) -> tuple[Any, ...]:
+        values, gradients = self._named(inputs), Gradients()
+        loss = self.unit.results.index("loss")
+        spec = self.unit.result_specs[loss]
+        gradients.add(self.chain.made[loss], torch.ones((), dtype=spec.dtype, device=spec.device))
+        late, keep = self._late(self._parts)
+        found = self._pulled(values, gradients, keep)
+        for part in late:
+            part.forward(values)
+        return (*self._results(values), *found)
+
+    def _backward_in_pieces(self, *arguments: Tensor) -> tuple[Any, ...]:
+        number, gradients = len(self.chain.given), Gradients()
+        for index, gradient in zip(self.unit.differentiated, arguments[number:], strict=True):
+            gradients.add(self.chain.made[index], gradient)
+        return self._pulled(self._named(arguments[:number]), gradients, frozenset())
+
+    def _named(self, inputs: Sequence[Tensor]) -> Values:
+        return dict(zip(self.chain.given, inputs, strict=True))
+
+    def _results(self, values: Values) -> tuple[Any, ...]:
+        return tuple(values[each] if isinstance(each, str) else each for each in self.chain.made)
+
+    def _late(self, parts: Sequence[OnAll | OnSome]) -> tuple[list[OnAll], set[str]]:
+        """The parts whose results are made after the backward, and the values that are kept for results until then."""
+        late = [part for part in parts if isinstance(part, OnAll) and not part.is_ahead]
+        read = {name for part in late for name in part.part.inputs}
+        return late, read.union(each for each in self.chain.made if isinstance(each, str))
+
+    def _pulled(self, values: Values, gradients: Gradients, keep: Set[str]) -> tuple[Tensor, ...]:
+        """The gradients of the inputs, of those of the results. keep: what is in `values` after it."""
+        for part in self._parts:
+            if part.is_ahead:
+                part.forward(values)
+        for part in reversed(self._parts):
+            for name in part.part.outputs if part.is_ahead else ():
+                if name not in keep:
+                    del values[name]  # whose readers have all been
+            part.pull(values, gradients, keep)
+        names = (self.chain.given[index] for index in self.unit.differentiable)
+        return tuple(gradients[name] if name in gradients else torch.zeros_like(values[name]) for name in names)
+
+
+def _total(nbytes: Mapping[str, int], names: Set[str]) -> int:
+    return sum(size for name, size in nbytes.items() if name in names)

@@ -1,0 +1,306 @@
+"""token_wise: a unit as a chain of parts, some of which act on tokens one by one, and so can run on some at a time.
+
+    head     masks, labels | norm, head, log-probabilities of the labels | their sum
+    layer    masks | norm, queries, keys and values | attention | projection, norm, feed-forward | -
+
+Which operations do follows from the forms of their values (`codegen.token_forms`). A slice along the tokens cuts what
+such a part takes instead, so that all its values have the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from gs_compile.capture.graph import Length, Source, TensorSpec, UnitGraph, output_values
+from gs_compile.capture.inductor import Generator
+from gs_compile.codegen.token_forms import (
+    AHEAD,
+    SHAPED,
+    Form,
+    Forms,
+    NotInPiecesError,
+    aten,
+    is_slice,
+    packet_of,
+    rank_of,
+)
+
+SYMBOL = sympy.Symbol("tokens", integer=True, positive=True)  # of a piece
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a unit: its graph, and the names of the values that it takes and gives."""
+
+    graph: UnitGraph
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """A part that acts on tokens one by one.
+
+    of: the part for a number of tokens; it takes and gives what has tokens as [tokens, ...].
+    forms: of these values, as the unit has them.
+    samples, start, length: its tokens: of each sample `length` from `start` on.
+    """
+
+    of: Callable[[int], Part]
+    forms: Mapping[str, Form]
+    samples: int
+    start: int | None
+    length: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.samples * self.length
+
+    def is_cut(self, name: str) -> bool:
+        """Whether it takes some of the tokens of a value."""
+        return name in self.forms and self.forms[name].length != self.length
+
+    def rows(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A value with tokens as [samples, tokens, ...], or [1, tokens, ...] where it has them in one row."""
+        axes, start, _ = self.forms[name]
+        if self.is_cut(name):
+            value = value.narrow(axes[-1], self._offset(start), self.length)
+        value = value.movedim(axes, tuple(range(len(axes))))
+        return value if len(axes) == 2 else value[None]
+
+    @staticmethod
+    def piece(rows: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Some tokens of [samples, tokens, ...] in a row."""
+        length = rows.shape[1]
+        samples = range(begin // length, -(-end // length))
+        found = [rows[i, max(begin - i * length, 0) : min(end - i * length, length)] for i in samples]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        """A value as the unit has it, of [tokens, ...], with zeros for tokens that are not of the part."""
+        axes, start, length = self.forms[name]
+        sizes = (self.samples, self.length) if len(axes) == 2 else (self.num_tokens,)
+        found = flat.reshape(*sizes, *flat.shape[1:]).movedim(tuple(range(len(axes))), axes)
+        if not self.is_cut(name):
+            return found
+        whole = found.new_zeros([length if axis == axes[-1] else size for axis, size in enumerate(found.shape)])
+        whole.narrow(axes[-1], self._offset(start), self.length).copy_(found)
+        return whole
+
+    def _offset(self, start: int | None) -> int:
+        assert start is not None
+        assert self.start is not None
+        return self.start - start
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The parts of a unit, in the order they run.
+
+    given, made: the names of the unit's inputs and results; of a result that is no value, the value itself. x: of x.
+    """
+
+    parts: tuple[Part | TokenPart, ...]
+    given: tuple[str, ...]
+    made: tuple[Any, ...]
+    x: str
+
+
+def chain(unit: UnitGraph, last: int = 1) -> Chain:
+    """The parts of a unit's forward; from the stage `last` on, an odd one, all are one part.
+
+    Raises `NotInPiecesError` where nothing acts on tokens one by one.
+    """
+    for node in unit.module.graph.find_nodes(op="get_attr"):  # of a function with a backward of its own, for one
+        if isinstance(getattr(unit.module, node.target, None), fx.GraphModule):
+            raise NotInPiecesError(f"{node.target} is a graph inside it")
+    eager = Generator("eager")
+    module = eager.functional(eager.trace(unit.module, unit.specs), unit.specs)
+    return _Cut(unit, module, last).chain()
+
+
+class _Cut:
+    """Cuts a graph at its stages."""
+
+    def __init__(self, unit: UnitGraph, module: fx.GraphModule, last: int) -> None:
+        self.unit, self.module, self.last = unit, module, last
+        self.found = Forms(unit, module)
+        self.places = self._places()
+
+    def chain(self) -> Chain:
+        made = output_values(self.module)
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        return Chain(
+            parts=tuple(self._part(place) for place in sorted(set(self.places.values()))),
+            given=tuple(node.name for node in placeholders),
+            made=tuple(each.name if isinstance(each, fx.Node) else each for each in made),
+            x=self.found.x.name,
+        )
+
+    def _places(self) -> dict[fx.Node, int]:
+        """The part of each operation: what does not follow from x is in the part that alone reads it, if it has
+        tokens there, or is a view.
+        """
+        places: dict[fx.Node, int] = {}
+        for node in reversed(self.module.graph.nodes):
+            if node.op != "call_function":
+                continue
+            places[node] = min(self.found.stage(node), self.last)
+            readers = {places.get(user, self.last) for user in node.users}
+            is_view = packet_of(node) in (aten.t, aten.permute, aten.transpose)
+            has_tokens = node in self.found.forms and not self.found.is_part(node)
+            if places[node] == AHEAD and (is_view or has_tokens) and len(readers) == 1 and max(readers) % 2 == 0:
+                (places[node],) = readers
+        return places
+
+    def _part(self, place: int) -> Part | TokenPart:
+        nodes = [node for node in self.module.graph.nodes if self.places.get(node) == place]
+        inside = set(nodes)
+        entries = [
+            node
+            for node in self.module.graph.nodes
+            if node not in inside and node.op != "get_attr" and not inside.isdisjoint(node.users)
+        ]
+        exits = [node for node in nodes if any(user not in inside for user in node.users)]
+        if place % 2 == 0:
+            return self._token_part(nodes, entries, exits)
+        module = subgraph(self.module, entries, exits)
+        for node in module.graph.nodes:  # what a part takes need not be in memory as in the whole
+            node.target = SHAPED.get(packet_of(node), node.target)
+        module.recompile()
+        return self._named(module, entries, exits, self._spec)
+
+    def _spec(self, node: fx.Node) -> TensorSpec:
+        """Of a value between parts; what has tokens is [tokens, ...] in memory, as pieces make and take it."""
+        found, form = spec_of(node), self.found.forms.get(node)
+        if form is None or node.op == "placeholder" or any(user.op == "output" for user in node.users):
+            return found
+        rest = [size for axis, size in enumerate(found.shape) if axis not in form.axes]
+        rows = torch.empty(*(found.shape[axis] for axis in form.axes), *rest, device="meta")
+        return replace(found, stride=rows.movedim(tuple(range(len(form.axes))), form.axes).stride())
+
+    def _token_part(self, nodes: list[fx.Node], entries: list[fx.Node], exits: list[fx.Node]) -> TokenPart:
+        found = self.found
+        forms = {node: form for node in entries if (form := found.forms.get(node, found.read.get(node)))}
+        forms |= {node: found.forms[node] for node in exits}
+        spans = {found.forms[node][1:] for node in exits}
+        if len(spans) > 1:
+            raise NotInPiecesError("it reads all tokens, and some of them")
+        ((start, length),) = spans
+        cut = [form for form in forms.values() if form.length != length]
+        if any(form.start is None or len(form.axes) == 1 < found.samples for form in cut):
+            raise NotInPiecesError("it reads some tokens of what has them in one row, or of some others")
+        named = {node.name: form for node, form in forms.items()}
+        return TokenPart(partial(self._piece, nodes, entries, exits, forms), named, found.samples, start, length)
+
+    def _piece(
+        self,
+        nodes: list[fx.Node],
+        entries: list[fx.Node],
+        exits: list[fx.Node],
+        forms: Mapping[fx.Node, Form],
+        size: int,
+    ) -> Part:
+        """A part's graph for `size` of the tokens, a number that stands for others, too."""
+        number = Length.of(size, SYMBOL, {SYMBOL: size})
+        graph = fx.Graph()
+        copies = {node: graph.placeholder(node.name) for node in entries}
+        for node in entries:
+            if form := forms.get(node):
+                copies[node] = _arranged(graph, copies[node], form.axes, rank_of(node))
+        for node in nodes:
+            for each in node.all_input_nodes:
+                if each.op == "get_attr" and each not in copies:
+                    copies[each] = graph.node_copy(each)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            self._resize(node, copies, number)
+        graph.output(tuple(_collected(graph, copies[n], forms[n].axes, rank_of(n)) for n in exits))
+
+        def spec(node: fx.Node) -> TensorSpec:
+            found = spec_of(node)
+            if node not in forms:
+                return found
+            rest = tuple(length for axis, length in enumerate(found.shape) if axis not in forms[node].axes)
+            return replace(found, shape=(number, *rest), stride=torch.empty(1, *rest, device="meta").stride())
+
+        return self._named(fx.GraphModule(self.module, graph), entries, exits, spec)
+
+    def _resize(self, node: fx.Node, copies: dict[fx.Node, fx.Node], number: Length) -> None:
+        """Give an operation of a piece the sizes of the piece; a slice of tokens is made of what the part takes."""
+        forms = self.found.forms
+        if is_slice(node) and forms[node][1:] != forms[node.all_input_nodes[0]][1:]:
+            copies[node] = copies[node.all_input_nodes[0]]
+        elif packet_of(node) in SHAPED:
+            shape = [*node.meta["val"].shape]
+            for axis, size in zip(forms[node].axes[::-1], (number, 1), strict=False):
+                shape[axis] = size
+            copies[node].update_arg(1, shape)
+            copies[node].target = SHAPED[packet_of(node)]
+
+    def _named(
+        self,
+        module: fx.GraphModule,
+        entries: Sequence[fx.Node],
+        exits: Sequence[fx.Node],
+        spec: Callable[[fx.Node], TensorSpec],
+    ) -> Part:
+        def of(node: fx.Node) -> TensorSpec:
+            found = spec(node)
+            return replace(found, requires_grad=node in self.found.trained and found.dtype.is_floating_point)
+
+        for node, value in zip(exits, output_values(module), strict=True):
+            value.meta["spec"] = of(node)
+        graph = UnitGraph(
+            unit=self.unit.unit,
+            module=module,
+            sources=tuple(Source("input", index) for index in range(len(entries))),
+            specs=tuple(map(of, entries)),
+            results=("side",) * len(exits),
+        )
+        return Part(graph, tuple(node.name for node in entries), tuple(node.name for node in exits))
+
+
+def subgraph(module: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[Any]) -> fx.GraphModule:
+    """The graph that makes `wanted` nodes of those that are `given`."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in given:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    needed = {node for node in wanted if isinstance(node, fx.Node)}
+    for node in reversed(module.graph.nodes):
+        if node in needed and node not in copies:
+            needed.update(node.all_input_nodes)
+    for node in module.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies.get(node, node) for node in wanted))
+    return fx.GraphModule(module, graph)
+
+
+def _arranged(graph: fx.Graph, flat: fx.Node, axes: tuple[int, ...], rank: int) -> fx.Node:
+    """A value [tokens, ...] with its tokens along `axes`, of one sample where these are two."""
+    node = graph.call_function(aten.unsqueeze.default, (flat, 0)) if len(axes) == 2 else flat
+    order = list(range(len(axes), rank))
+    for place, axis in enumerate(axes):
+        order.insert(axis, place)
+    return node if order == sorted(order) else graph.call_function(aten.permute.default, (node, order))
+
+
+def _collected(graph: fx.Graph, node: fx.Node, axes: tuple[int, ...], rank: int) -> fx.Node:
+    """The contrary."""
+    order = [*axes, *(axis for axis in range(rank) if axis not in axes)]
+    if order != sorted(order):
+        node = graph.call_function(aten.permute.default, (node, order))
+    return graph.call_function(aten.squeeze.dim, (node, 0)) if len(axes) == 2 else node
+
+
+def spec_of(node: fx.Node) -> TensorSpec:
+    value = node.meta["val"]
+    return TensorSpec(tuple(value.shape), value.stride(), value.dtype, value.device, False, ())

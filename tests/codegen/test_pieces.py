@@ -1,0 +1,344 @@
+"""A unit in pieces of tokens gives what the whole one gives, in the memory that its plan counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from alive import Alive
+from captured import captured
+from parts import code_and_autograd
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
+
+from gs_compile.capture.inductor import Generator
+from gs_compile.codegen.parts import OnSome
+from gs_compile.codegen.pieces import LEAST, InPieces
+
+EAGER = Generator("eager")
+COMPILERS = [EAGER, pytest.param(Generator("inductor"), marks=pytest.mark.slow)]
+SAMPLES, TOKENS, WIDTH, WORDS = 4, 9, 8, 96
+PIECE = 5  # tokens: 18 or 9 are no multiple
+
+
+class Model(nn.Module):
+    """Two blocks, a norm, and a head with its loss: `head(model, x, ids, labels, mask, teacher)`."""
+
+    def __init__(self, head) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.norm, self.words = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+        self.scale, self.weights, self.head = nn.Parameter(torch.tensor(1.5)), torch.rand(WORDS) + 0.5, head
+
+    def forward(self, ids, labels, mask, teacher):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self, self.norm(x), ids, labels, mask, teacher)
+
+
+def flat_loss(logits, labels, **how):
+    return cross_entropy(logits.reshape(-1, WORDS), labels.reshape(-1), **how)
+
+
+def moved_labels(model, x, ids, labels, mask, teacher):
+    return flat_loss(model.words(x).float(), functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous())
+
+
+def moved_logits(model, x, ids, labels, mask, teacher):
+    return flat_loss(model.words(x)[:, :-1].contiguous(), labels[:, 1:])
+
+
+def of_the_middle(model, x, ids, labels, mask, teacher):
+    return flat_loss(model.words(x)[:, 2:-1], labels[:, 2:-1])
+
+
+def smooth(model, x, ids, labels, mask, teacher):
+    return flat_loss(model.words(x), labels, label_smoothing=0.1, reduction="sum")
+
+
+def weighted(model, x, ids, labels, mask, teacher):
+    return flat_loss(model.words(x), labels, weight=model.weights)
+
+
+def classes_in_the_middle(model, x, ids, labels, mask, teacher):
+    logits = torch.tanh(model.words(x) / 30) * 30
+    return (cross_entropy(logits.transpose(1, 2), labels, reduction="none") * mask).sum()
+
+
+def with_z_loss(model, x, ids, labels, mask, teacher):
+    logits = model.words(x)
+    return flat_loss(logits, labels, reduction="sum") + 0.01 * torch.logsumexp(logits, -1).square().sum()
+
+
+def distilled(model, x, ids, labels, mask, teacher):
+    return functional.kl_div(
+        functional.log_softmax(model.words(x)[:, :-1] / 2, -1), (teacher[:, :-1] / 2).softmax(-1), reduction="sum"
+    )
+
+
+def of_squares(model, x, ids, labels, mask, teacher):
+    return (model.words(x) - teacher).square().mean()
+
+
+def preferred(model, x, ids, labels, mask, teacher):
+    of_labels = model.words(x)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return -functional.logsigmoid(of_labels.sum(-1)).sum()
+
+
+def with_a_learned_scale(model, x, ids, labels, mask, teacher):
+    return model.scale * flat_loss(model.words(x) * model.scale, labels, reduction="sum")
+
+
+def in_float64(model, x, ids, labels, mask, teacher):
+    return flat_loss(x.double() @ model.words.weight.double().T, labels, reduction="sum")
+
+
+def of_outputs(model, x, ids, labels, mask, teacher):
+    logits = model.words(x)[:, :-1]
+    log_p = logits.log_softmax(-1)
+    of_labels = log_p.gather(-1, ids[:, 1:, None])[..., 0]
+    return of_labels, -(log_p.exp() * log_p).sum(-1), logits.argmax(-1) == ids[:, 1:], logits.detach().mean(-1)
+
+
+def partly_without_gradients(model, x, ids, labels, mask, teacher):
+    with torch.no_grad():
+        guess = model.words(x).argmax(-1)
+    return flat_loss(model.words(x), guess, reduction="sum")
+
+
+ONCE = [moved_labels, moved_logits, of_the_middle, smooth, weighted, classes_in_the_middle, with_z_loss, distilled]
+ONCE += [of_squares, in_float64, partly_without_gradients]
+TWICE = [preferred, with_a_learned_scale]
+
+
+@cache
+def unit_of(head, size=2):
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(WORDS, (SAMPLES, TOKENS), generator=generator) for _ in range(2))
+    mask, teacher = torch.rand(SAMPLES, TOKENS), torch.randn(SAMPLES, TOKENS, WORDS)
+    return captured(Model(head), ids, labels, mask, teacher).split(size).units[-1]
+
+
+def in_pieces(unit, generator=EAGER, tokens=PIECE):
+    return InPieces(unit, generator, None, (), tokens)
+
+
+def equal(found, expected):
+    """Sums of fp32 in another order: rounding of some terms at 6e-8 each of the largest."""
+    found = [term if isinstance(term, torch.Tensor) else term.dense() for term in found]
+    for one, other in zip(found, expected, strict=True):
+        most = other.abs().max().item() if other.is_floating_point() else 0.0
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * most)
+
+
+@pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["two samples", "one sample"])
+@pytest.mark.parametrize("head", [*ONCE, *TWICE, of_outputs], ids=lambda head: head.__name__)
+def test_results_and_gradients_are_those_of_the_whole_head(head, size, generator):
+    unit = unit_of(head, size)
+    code = in_pieces(unit, generator)
+    for name in ("backward", "both") if "loss" in unit.results else ("backward",):
+        equal(*code_and_autograd(unit, generator, name, most=WORDS, code=code))
+    assert code.tokens_per_piece == PIECE
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.rows = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.rows["products"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def inputs_of(unit):
+    torch.manual_seed(0)
+    return [
+        torch.randn(spec.shape).to(spec.dtype) if spec.dtype.is_floating_point else torch.randint(WORDS, spec.shape)
+        for spec in unit.specs
+    ]
+
+
+@pytest.mark.parametrize("head", [*ONCE, *TWICE], ids=lambda head: head.__name__)
+def test_what_is_alive_is_what_is_planned_no_logits_are_and_products_run_once(head):
+    unit = unit_of(head)
+    code, inputs = in_pieces(unit), inputs_of(unit)
+    function, alive, counted = code.function("both"), Alive(), Products()
+    with torch.no_grad(), alive, counted:
+        results = function(*inputs)
+    x = next(i for i, index in enumerate(unit.differentiable) if unit.sources[index].kind == "x")
+    held = results[len(unit.results) + x].nbytes + results[0].nbytes
+    planned = code.cost("both").nbytes
+    assert alive.most - held == pytest.approx(planned, rel=0.02)
+    if head is not in_float64:  # which has the weight in another dtype
+        assert alive.largest == 4 * max(PIECE * WORDS, WORDS * WIDTH)
+    pieces = next(len(part._ranges) for part in code._parts if isinstance(part, OnSome))
+    again = head in TWICE or head is partly_without_gradients
+    assert counted.rows["products"] == (3 + again) * pieces  # logits, gradients of x and of the weight; logits again
+
+
+def test_gradients_of_all_pieces_are_summed_in_fp32():
+    torch.manual_seed(0)
+    model = Model(smooth).bfloat16()
+    ids = torch.randint(WORDS, (SAMPLES, TOKENS))
+    unit = (
+        captured(model, ids, ids, torch.rand(SAMPLES, TOKENS), torch.randn(SAMPLES, TOKENS, WORDS)).split(2).units[-1]
+    )
+    inputs = inputs_of(unit)
+    wide = [each.double().requires_grad_() if each.is_floating_point() else each for each in inputs]
+    places = [index for index, spec in enumerate(unit.specs) if spec.shape == (WORDS, WIDTH)]
+    place = len(unit.results) + unit.differentiable.index(places[0])
+    gradient, whole = (in_pieces(unit, tokens=size).function("both")(*inputs)[place] for size in (1, 0))
+    assert gradient.dtype == torch.float32
+    (expected,) = torch.autograd.grad(unit.module(*wide)[0], [wide[places[0]]])
+    # 18 sums in bf16 would be at twice the distance.
+    assert (gradient - expected).norm() < 1.1 * (whole - expected).norm()
+
+
+def test_a_length_that_is_new_is_no_new_code():
+    """Pieces of all lengths share one code: what was traced for one serves others."""
+    made = in_pieces(unit_of(moved_labels))
+    assert {end - begin for part in made._parts if isinstance(part, OnSome) for begin, end in part._ranges} == {4, 5}
+    made.function("both")
+    assert made.common.pieces is not None
+    (common,) = made.common.pieces.parts.values()
+    assert len(common.codes) == 1
+
+
+def dropped(model, x, ids, labels, mask, teacher):
+    return flat_loss(functional.dropout(model.words(x), 0.5), labels)
+
+
+def of_all_tokens(model, x, ids, labels, mask, teacher):
+    return (model.words(x).cumsum(1) - teacher).square().sum()
+
+
+def test_why_a_head_runs_whole():
+    unit = unit_of(dropped)
+    code = in_pieces(unit)
+    assert code.tokens_per_piece is None
+    assert "draws at random" in code.whole_reason
+    assert code.cost("both") == super(InPieces, code).cost("both")
+
+
+def test_what_reads_all_logits_leaves_them_whole_where_that_saves_nothing():
+    unit = unit_of(of_all_tokens)
+    equal(*code_and_autograd(unit, EAGER, "both", most=WORDS, code=in_pieces(unit)))
+    assert InPieces(unit, EAGER, None, (), None).tokens_per_piece is None
+
+
+class Room:
+    def __init__(self, nbytes):
+        self.workspace_nbytes = nbytes
+
+
+def test_it_runs_in_pieces_where_it_needs_more_memory_than_another_unit():
+    torch.manual_seed(0)
+    model, ids = Model(moved_labels), torch.randint(WORDS, (2, 4 * LEAST))
+    unit = captured(model, ids, ids, torch.rand(ids.shape), torch.randn(*ids.shape, WORDS)).split(1).units[-1]
+    whole = InPieces(unit, EAGER, None, (), 0).cost("both").nbytes
+    assert InPieces(unit, EAGER, None, [Room(whole)], None).tokens_per_piece is None
+    code = InPieces(unit, EAGER, None, [Room(whole - 1), Room(7)], None)
+    assert code.tokens_per_piece == LEAST
+    assert code.cost("both").nbytes < whole / 3
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Heads that attend to each other's past, in a layer with two norms and a feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.all, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x, turn):
+        rows = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.all(self.first(x)).chunk(3, -1))
+        query, key, value = rows
+        seen = functional.scaled_dot_product_attention(query * turn[:, None, :, None], key, value, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+class Parallel(Attention):
+    """Both halves read the same norm; scores are written out."""
+
+    def forward(self, x, turn):
+        y = self.first(x)
+        query, key, value = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.all(y).chunk(3, -1))
+        scores = (query @ key.transpose(-1, -2) * 0.5).softmax(-1) @ value
+        return x + self.out(scores.transpose(1, 2).flatten(2)) + self.down(functional.gelu(self.up(y)))
+
+
+class FeedForward(Attention):
+    def forward(self, x, turn):
+        return x + self.down(functional.gelu(self.up(self.second(x)))) * turn[..., None]
+
+
+class Stack(nn.Module):
+    def __init__(self, layer) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.words = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, ids, turn):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, turn)
+        return flat_loss(self.words(x), ids)
+
+
+@cache
+def layer_of(layer, size=2, tokens=TOKENS):
+    ids = torch.randint(WORDS, (SAMPLES, tokens))
+    return captured(Stack(layer), ids, torch.rand(SAMPLES, tokens)).split(size).units[1]
+
+
+@pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
+@pytest.mark.parametrize("size", [2, 1], ids=["two samples", "one sample"])
+@pytest.mark.parametrize("layer", [Attention, Parallel, FeedForward], ids=lambda layer: layer.__name__)
+def test_layers_give_the_results_and_gradients_of_the_whole(layer, size, generator):
+    unit = layer_of(layer, size)
+    code = in_pieces(unit, generator)
+    equal(*code_and_autograd(unit, generator, code=code))
+    kinds = [isinstance(part, OnSome) for part in code._parts]
+    assert kinds == ([True] if layer is FeedForward else [True, False, True])
+    assert code.levels == ()
+    assert code.no_levels_reason == "it runs in pieces of tokens"
+
+
+@pytest.mark.parametrize("layer", [Attention, FeedForward], ids=lambda layer: layer.__name__)
+def test_what_a_layer_has_alive_is_what_is_planned(layer):
+    unit = layer_of(layer, 2, 40)
+    inputs = [torch.rand(spec.shape) for spec in unit.specs]
+    gradients = [torch.rand(unit.result_specs[index].shape) for index in unit.differentiated]
+    nbytes = {}
+    for tokens in (8, 0):
+        code = in_pieces(unit, tokens=tokens)
+        function, alive = code.function("backward"), Alive()
+        with torch.no_grad(), alive:
+            results = function(*inputs, *gradients)
+        x = next(i for i, index in enumerate(unit.differentiable) if unit.sources[index].kind == "x")
+        nbytes[tokens] = code.cost("backward").nbytes
+        if tokens:
+            assert alive.most - results[x].nbytes == pytest.approx(nbytes[tokens], rel=0.03)
+    assert nbytes[8] < 0.6 * nbytes[0]
+
+
+def test_only_what_attention_reads_is_computed_again():
+    """Its own forward runs once, and the feed-forward part's: queries, keys and values are made twice."""
+    unit = layer_of(Attention)
+    piece, whole = (in_pieces(unit, tokens=tokens).cost("backward").flops for tokens in (PIECE, 0))
+    assert piece - whole == 2 * 2 * TOKENS * WIDTH * 3 * WIDTH

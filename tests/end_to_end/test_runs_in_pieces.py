@@ -1,0 +1,76 @@
+"""Units in pieces train the same bits wherever data is stored, and what whole ones train to rounding."""
+
+from __future__ import annotations
+
+import pytest
+import tiered
+import torch
+from tiered import BATCH, adamw, options, sgd, shared, step, tokens
+
+import gs_compile
+from gs_compile.codegen.compiled import compilations_of
+from gs_compile.codegen.pieces import LEAST
+
+KEEPS_CAPTURES = True
+MODEL = {"tied": False}
+IN_MEMORY = {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}
+PLACES = {
+    "all on SSD": {},
+    "half": {"ratios": dict.fromkeys(IN_MEMORY, 0.5)},
+    "late updates": {"alpha": 0.5},
+    "clipped": {"clip": "speculative"},
+    "device apart": {"separate_device": True, "device_memory": "1MiB"},
+}
+
+
+class Long(tiered.GPT2):
+    """With positions for long samples, and a large vocabulary."""
+
+    def __init__(self):
+        super().__init__(2, 16, 2048, 0.0, tied=False)
+        self.transformer.wpe = torch.nn.Embedding(512, 16)
+
+
+def in_memory(harness, storage, make, size, **changes):
+    given = {"piece_tokens": size, "layer_tokens": size or None, **changes}
+    return harness.train(make, options(storage, ratios=IN_MEMORY, **given), 3)
+
+
+@pytest.fixture(scope="module")
+def expected(harness, storage):
+    return {clip: in_memory(harness, storage, clipping(clip), 5) for clip in (False, True)}
+
+
+def clipping(clips):
+    return lambda groups: adamw(groups, **({"max_grad_norm": 0.05} if clips else {}))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_same_bits_wherever_data_is_stored(place, harness, storage, expected):
+    clips = "clip" in PLACES[place]
+    found = harness.train(clipping(clips), options(storage, piece_tokens=5, layer_tokens=5, **PLACES[place]), 3)
+    assert found.differences(expected[clips]) == []
+
+
+def test_the_losses_and_gradients_of_whole_units(storage):
+    """The update of SGD is the gradient: sums of fp32 in another order."""
+    found, whole = (in_memory(shared(**MODEL), storage, sgd, size) for size in (5, 0))
+    torch.testing.assert_close(found.losses, whole.losses, rtol=1e-6, atol=0)
+    for name, value in found.values.items():
+        torch.testing.assert_close(value, whole.values[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("outputs", ["loss", "all"])
+def test_a_large_vocabulary_is_in_pieces_unasked(outputs, storage):
+    """Also where the logits are results; of lengths that change the second has the same code."""
+    torch.manual_seed(0)
+    model = Long()
+    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-3)
+    model.compile(backend="greedysnake", options={**options(storage), "outputs": outputs})
+    for length in (256, 300):
+        step(model, optimizer, tokens(0, BATCH).repeat(1, 40)[:, :length])
+    codes = [each.codes["h"] for c in compilations_of[next(model.parameters())] for each in c.models.values()]
+    assert {code.tokens_per_piece for code in codes} == {LEAST}
+    assert f"the head runs on {LEAST} tokens at a time" in str(gs_compile.inspect(model))
+    assert {len(common.codes) for code in codes for common in code.common.pieces.parts.values()} == {1}
+    optimizer.engine.tiers.close()
