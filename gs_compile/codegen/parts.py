@@ -2,8 +2,8 @@
 
 Both take what they read from `values`, by name, and put there what they make. `pull` takes the gradients of what a part
 makes out of `gradients`, and adds those of what it reads. A part in pieces runs forward again in it, piece by piece,
-and leaves in `values` what is to be kept. Gradients of what all pieces read, such as a weight, are
-summed in fp32 at least (`capture.gradients`).
+and leaves in `values` what is to be kept. Gradients of what all pieces read, such as a weight, are summed in fp32 at
+least (`capture.gradients`).
 """
 
 from __future__ import annotations

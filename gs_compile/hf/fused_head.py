@@ -1,8 +1,8 @@
 """fused_head: TRL's head of log-probabilities, in operations that a capture takes.
 
 TRL's trainers replace the forward of their model: called with `fused_lm_head=True` it gives the log-probabilities of
-the labels, and works through the logits in tiles so as not to keep them. Dynamo cannot capture that. So the same results
-are written here as of all logits; `codegen.pieces` runs them on some tokens at a time.
+the labels, and works through the logits in tiles so as not to keep them. Dynamo cannot capture that. So the same
+results are written here as of all logits; `codegen.pieces` runs them on some tokens at a time.
 """
 
 from __future__ import annotations
