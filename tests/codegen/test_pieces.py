@@ -112,8 +112,13 @@ def partly_without_gradients(model, x, ids, labels, mask, teacher):
     return flat_loss(model.words(x), guess, reduction="sum")
 
 
+def of_torch(model, x, ids, labels, mask, teacher):
+    return functional.linear_cross_entropy(x.flatten(0, 1), model.words.weight, labels.flatten(), reduction="sum")
+
+
 ONCE = [moved_labels, moved_logits, of_the_middle, smooth, weighted, classes_in_the_middle, with_z_loss, distilled]
 ONCE += [of_squares, in_float64, partly_without_gradients]
+ONCE += [of_torch] * hasattr(functional, "linear_cross_entropy")  # of later releases
 TWICE = [preferred, with_a_learned_scale]
 
 
