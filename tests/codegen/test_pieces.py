@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.parts import OnSome
 from gs_compile.codegen.pieces import LEAST, InPieces
+from gs_compile.hf.fused_head import log_probabilities
 
 EAGER = Generator("eager")
 COMPILERS = [EAGER, pytest.param(Generator("inductor"), marks=pytest.mark.slow)]
@@ -116,6 +117,12 @@ def of_torch(model, x, ids, labels, mask, teacher):
     return functional.linear_cross_entropy(x.flatten(0, 1), model.words.weight, labels.flatten(), reduction="sum")
 
 
+def as_trl_does(model, x, ids, labels, mask, teacher):
+    results = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    labels = labels.masked_fill(mask < 0.3, -100)
+    return tuple(log_probabilities(model.words(x)[:, :-1], labels[:, 1:], results, 0.7).values())
+
+
 ONCE = [moved_labels, moved_logits, of_the_middle, smooth, weighted, classes_in_the_middle, with_z_loss, distilled]
 ONCE += [of_squares, in_float64, partly_without_gradients]
 ONCE += [of_torch] * hasattr(functional, "linear_cross_entropy")  # of later releases
@@ -144,7 +151,7 @@ def equal(found, expected):
 
 @pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["two samples", "one sample"])
-@pytest.mark.parametrize("head", [*ONCE, *TWICE, of_outputs], ids=lambda head: head.__name__)
+@pytest.mark.parametrize("head", [*ONCE, *TWICE, of_outputs, as_trl_does], ids=lambda head: head.__name__)
 def test_results_and_gradients_are_those_of_the_whole_head(head, size, generator):
     unit = unit_of(head, size)
     code = in_pieces(unit, generator)
