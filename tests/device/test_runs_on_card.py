@@ -67,6 +67,14 @@ def test_twenty_steps_where_copies_are_slow(learned, tmp_path, monkeypatch, kind
     assert card.native().registered_nbytes() == 0
 
 
+def test_units_in_pieces(tmp_path):
+    """On the other device, while the first is current."""
+    given = {**MIXED, "piece_tokens": 5, "layer_tokens": 7}
+    found = harness_on("card:1", width=16).train(adamw, options(tmp_path / "card", **given), 3)
+    expected = harness_on("cpu", width=16).train(adamw, options(tmp_path / "cpu", **given), 3)
+    assert_same(found, expected)
+
+
 @pytest.mark.parametrize("current", [0, 1])
 def test_on_the_second_device(learned, tmp_path, current):
     """Whatever is current; where it is the current one, nothing comes near the first, whose memory is another rank's."""
