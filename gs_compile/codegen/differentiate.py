@@ -55,10 +55,11 @@ class OfAllLengths:
 class OfPieces:
     """The same of the parts of a unit that run on some tokens at a time (`codegen.pieces`), by their place.
 
-    num_tokens: the most of a piece; None: the unit runs whole.
+    num_tokens: the most of a piece; None: the unit runs whole, and `reason` says why, if pieces were wanted.
     """
 
     num_tokens: int | None = None
+    reason: str = ""
     parts: dict[int, OfAllLengths] = field(default_factory=dict)
 
 

@@ -11,8 +11,10 @@ and has `LEAST` tokens at least.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence, Set
 from functools import cached_property
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from gs_compile.program.ir import EPILOGUE
 
 LEAST = 192  # tokens of a piece: with fewer, products with the weights wait for the weights
 STEP = 64  # by which pieces grow
+
+log = logging.getLogger(__name__)
 
 
 class InPieces(Differentiated):
@@ -77,17 +81,17 @@ class InPieces(Differentiated):
         """The most tokens of a piece; None: it runs whole. What the first length has is for all."""
         if self.common.pieces is None:
             self.common.pieces = OfPieces()
-            self.common.pieces.num_tokens = None if self._asked == 0 or self.whole_reason else self._chosen()
+            try:
+                self.common.pieces.num_tokens = self._chosen()
+            except Exception as error:  # noqa: BLE001 (of any kind, from any of torch's operations)
+                self.common.pieces.reason = shorten(str(error), 200) or type(error).__name__
+                log.info("unit %s runs on all tokens at a time: %s", self.unit.unit, self.common.pieces.reason)
         return self.common.pieces.num_tokens
 
-    @cached_property
+    @property
     def whole_reason(self) -> str:
-        """Why it cannot run in pieces; "" where it can."""
-        try:
-            parts = self._parts_of(LEAST)
-        except NotInPiecesError as error:
-            return str(error)
-        return "" if any(isinstance(part, OnSome) for part in parts) else "nothing in it acts on tokens one by one"
+        """Why it cannot run in pieces, where that was wanted; "" where it can."""
+        return self.common.pieces.reason if self.common.pieces else ""
 
     @cached_property
     def _cuts(self) -> Cuts:
@@ -95,17 +99,18 @@ class InPieces(Differentiated):
 
     def _chosen(self) -> int | None:
         """As asked for, or the tokens for which there is room, `LEAST` at least; a CPU gains nothing by more."""
+        name, room = self.last_name, max((each.workspace_nbytes for each in self._beside), default=0)
+        if self._asked == 0 or (self._asked is None and super().cost(name).nbytes <= room):
+            return None
+        if not any(isinstance(part, OnSome) for part in self._parts_of(self._asked or LEAST)):
+            raise NotInPiecesError("nothing in it acts on tokens one by one")
         if self._asked:
             return self._asked
-        name, room = self.last_name, max((each.workspace_nbytes for each in self._beside), default=0)
-        whole = super().cost(name).nbytes
-        if whole <= room:
-            return None
         one, two = (self._nbytes(name, self._parts_of(size)) for size in (LEAST, 2 * LEAST))
         size = LEAST
         if self.unit.device_type != "cpu":
             size += max(int((room - one) / max((two - one) / LEAST, 1.0)) // STEP * STEP, 0)
-        return size if self._nbytes(name, self._parts_of(size)) < whole else None
+        return size if self._nbytes(name, self._parts_of(size)) < super().cost(name).nbytes else None
 
     # Its parts -------------------------------------------------------------------------------------------------------
 

@@ -138,6 +138,8 @@ class Forms:
             return self.forms[args_of(node)[0]]
         if packet in VIEWS:
             return self._viewed(node)
+        if packet is aten.squeeze:
+            return self._squeezed(node)
         if packet in MOVING:
             return MOVING[packet](self.forms[args_of(node)[0]], rank_of(args_of(node)[0]), **named_arguments(node))
         if packet in (aten.mm, aten.addmm):
@@ -176,6 +178,8 @@ class Forms:
         sizes = [shape[axis] for axis in form.axes]
         if set(sizes) == {1}:
             return
+        if any(size not in (1, whole) for size, whole in zip(sizes, self._sizes(form), strict=True)):
+            _mix()
         if sizes != list(self._sizes(form)) or rank > rank_of(operand):
             for axis, size in zip(form.axes, self._sizes(form), strict=True):
                 shape[axis] = size
@@ -233,6 +237,13 @@ class Forms:
         flat = _axis(before, form.axes[0], after, prod(sizes)) if is_row else None
         return _at(form, (flat,)) if flat is not None else _mix()
 
+    def _squeezed(self, node: fx.Node) -> Form:
+        """Without dimensions of size 1, among those that are named if some are."""
+        source = args_of(node)[0]
+        sizes, named = source.meta["val"].shape, named_arguments(node).get("dim", range(rank_of(source)))
+        dims = [dim % len(sizes) for dim in ([named] if isinstance(named, int) else named)]
+        return _removed(self.forms[source], len(sizes), [dim for dim in dims if sizes[dim] == 1])
+
     def _expanded(self, node: fx.Node) -> Form:
         if args_of(node)[0] not in self.forms:
             return _mix()
@@ -244,9 +255,7 @@ class Forms:
         form = self.forms.get(left)
         if form is None or form.axes != (0,) or right in self.forms:
             return _mix()
-        if len(args_of(node)) == 3 and args_of(node)[0] not in self.forms:
-            self._align(node, args_of(node)[0], form, 2)
-        return form
+        return self._aligned(node, [*args_of(node)[:-2], left], 2)
 
     def _loss(self, node: fx.Node) -> Form:
         log_p, target, weight, reduction = args_of(node)[:4]
@@ -386,7 +395,6 @@ MOVING: Mapping[Any, Callable[..., Form]] = {
     aten.transpose: _transposed,
     aten.t: lambda form, rank, **_: _transposed(form, rank, 0, rank - 1),
     aten.unsqueeze: _unsqueezed,
-    aten.squeeze: _removed,
     aten.select: _removed,
     aten.unbind: _removed,
 }

@@ -242,8 +242,13 @@ class Inspection:
     def _pieces(self) -> list[str]:
         """How units run in pieces, a line for each class that does."""
         classes = [("head", self.epilogue), *((f"class {index}", each) for index, each in enumerate(self.classes))]
-        sizes = [(name, each.code.tokens_per_piece) for name, each in classes]
-        return [f"  {'pieces:':<19} the {name} runs on {size} tokens at a time" for name, size in sizes if size]
+        found = []
+        for name, each in classes:
+            if size := each.code.tokens_per_piece:
+                found.append(f"  {'pieces:':<19} the {name} runs on {size} tokens at a time")
+            elif each.code.whole_reason:
+                found.append(f"  {'pieces:':<19} the {name} runs on all tokens at a time: {each.code.whole_reason}")
+        return found
 
     def _nbytes(self, *units: Unit) -> int:
         return sum(spec.nbytes for spec in self.parameters(*units).values())
