@@ -152,9 +152,8 @@ class Orthogonalizer:
     def step(self, parameter: Tensor, matrices: Matrices, hyper: Hyper) -> None:
         """Replace what is to be orthogonalized by the step that it makes, its learning rate in it."""
         for matrix in matrices.of(parameter):
-            found = (
-                self._on_device(matrix, hyper) if self._device.has_own_memory else orthogonal(matrix.bfloat16(), hyper)
-            )
+            is_apart = self._device.has_own_memory
+            found = self._on_device(matrix, hyper) if is_apart else orthogonal(matrix.bfloat16(), hyper)
             matrix.copy_(found).mul_(_rate(hyper, matrix.shape))
 
     def _on_device(self, matrix: Tensor, hyper: Hyper) -> Tensor:
@@ -169,10 +168,6 @@ class Orthogonalizer:
             event = device.record(self._stream)
         wait_for(event, device.check)
         return staged
-
-
-def _here(matrix: Tensor, hyper: Hyper) -> Tensor:
-    return orthogonal(matrix.bfloat16(), hyper)
 
 
 def orthogonal(matrix: Tensor, hyper: Hyper) -> Tensor:
