@@ -14,7 +14,10 @@ KNOWN = (
     "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, frozen, frozen_skip, group, "
     "mesh, accumulate, durability, resume, expert, mode"
 )
-KNOWN_EXPERT = "schedule, compiler, snake, alpha, recompute, ratios, clip, separate_device, masters, threads, trace"
+KNOWN_EXPERT = (
+    "schedule, compiler, snake, alpha, recompute, ratios, clip, separate_device, masters, threads, piece_tokens, "
+    "layer_tokens, trace"
+)
 
 
 def test_defaults_work():

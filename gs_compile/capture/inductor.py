@@ -48,8 +48,11 @@ class Generator:
         `function` may call autograd, which would run the backward of tensors on a GPU in a thread of its own, where
         nothing is traced.
         """
+        with torch.inference_mode(False):  # whoever asks
+            return self._traced(function, specs, sizes or Sizes({}))
+
+    def _traced(self, function: Callable[..., Any], specs: Iterable[TensorSpec], sizes: Sizes) -> fx.GraphModule:
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        sizes = sizes or Sizes({})
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env)
         in_python = enable_python_dispatcher() if sizes.symbols else nullcontext()  # C++ asks for numbers
         with mode, in_python, one_thread, torch.enable_grad(), torch._C._DisableAutocast():

@@ -55,13 +55,17 @@ MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and 
 
 @dataclass(frozen=True)
 class SpecializedModel:
-    """A captured model at one micro-batch size: its graph, its units and their code."""
+    """A captured model at one micro-batch size: its graph, its units and their code.
+
+    counted: the code whose costs are counted: of a model on the meta device as if it were on a CPU.
+    """
 
     micro_batch_size: int
     separated: Separated
     split: Split
     uniform: Uniform
     codes: Mapping[Unit, InPieces]
+    counted: Mapping[Unit, InPieces]
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
     alone: bool = False  # the micro-batch is the whole batch
 
@@ -253,10 +257,11 @@ class Compilation:
         cut = split(separated, captured, self.schedule.block_cut, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
-        *inner, head = zip(cut.units, alike.keys, strict=True)
-        codes = {unit.unit: _code(unit, key, self.options) for unit, key in inner}
-        codes[EPILOGUE] = _code(*head, self.options, {key: codes[unit.unit] for unit, key in inner})
-        return SpecializedModel(micro_batch_size, separated, cut, alike, codes, sizes, alone)
+        codes = counted = _codes_of(cut.units, alike.keys, self.options)
+        if any(unit.is_meta for unit in cut.units):
+            as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
+            counted = _codes_of(list(map(off_meta, cut.units)), alike.keys, as_traced)
+        return SpecializedModel(micro_batch_size, separated, cut, alike, codes, counted, sizes, alone)
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:
@@ -282,6 +287,14 @@ def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
     return tuple(Level(tuple(level.nbytes for level in each), each[0].reads_input) for each in alike)
 
 
+def _codes_of(units: Sequence[UnitGraph], keys: Sequence[Hashable], options: Options) -> dict[Unit, InPieces]:
+    """The code of units with these keys, prologue first and epilogue last."""
+    *inner, head = zip(units, keys, strict=True)
+    codes = {unit.unit: _code(unit, key, options) for unit, key in inner}
+    codes[EPILOGUE] = _code(*head, options, {key: codes[unit.unit] for unit, key in inner})
+    return codes
+
+
 def _code(
     unit: UnitGraph, key: Hashable, options: Options, beside: Mapping[Hashable, InPieces] | None = None
 ) -> InPieces:
@@ -295,7 +308,8 @@ def _code(
     expert = options.expert
     is_layer = isinstance(unit.unit, int) and not unit.is_joint
     size = expert.piece_tokens if beside is not None else expert.layer_tokens or 0 if is_layer else 0
-    full_key = (key, generator, _global_settings(), size, frozenset(beside or ()))
+    size = 0 if unit.is_meta else size
+    full_key = (key, generator, _global_settings(), size, frozenset(beside or ()), unit.is_meta)
     codes = _codes.pop(full_key, {})
     _codes[full_key] = codes  # the latest last
     _let_oldest_go(_codes, MOST_CODES)
@@ -303,7 +317,7 @@ def _code(
     if lengths not in codes:
         common = next(iter(codes.values())).common if codes else None
         others = {id(code): code for code in (beside or {}).values()}.values()
-        codes[lengths] = InPieces(off_meta(unit), generator, common, others, size)
+        codes[lengths] = InPieces(unit, generator, common, others, size)
         _let_oldest_go(codes, MOST_MODELS)
     return codes[lengths]
 

@@ -244,10 +244,11 @@ class Inspection:
         classes = [("head", self.epilogue), *((f"class {index}", each) for index, each in enumerate(self.classes))]
         found = []
         for name, each in classes:
-            if size := each.code.tokens_per_piece:
+            code = self._model.counted[each.units[0]]
+            if size := code.tokens_per_piece:
                 found.append(f"  {'pieces:':<19} the {name} runs on {size} tokens at a time")
-            elif each.code.whole_reason:
-                found.append(f"  {'pieces:':<19} the {name} runs on all tokens at a time: {each.code.whole_reason}")
+            elif code.whole_reason:
+                found.append(f"  {'pieces:':<19} the {name} runs on all tokens at a time: {code.whole_reason}")
         return found
 
     def _nbytes(self, *units: Unit) -> int:

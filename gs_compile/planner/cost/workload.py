@@ -161,7 +161,7 @@ def unit_costs(specialized: SpecializedModel) -> Mapping[Unit, UnitCost]:
     by_unit: dict[Unit, UnitCost] = {}
     for graph, key in zip(specialized.split.units, specialized.uniform.keys, strict=True):
         if key not in costs:
-            costs[key] = unit_cost(graph, specialized.codes[graph.unit])
+            costs[key] = unit_cost(graph, specialized.counted[graph.unit])
         by_unit[graph.unit] = costs[key]
     return by_unit
 
@@ -204,7 +204,7 @@ def levelled(workload: Workload, specialized: SpecializedModel) -> Workload:
     for layer in range(workload.num_layers):
         number = layer % specialized.split.num_layers
         if (key := keys[number]) not in known:
-            known[key] = unit_levels(specialized.codes[number])
+            known[key] = unit_levels(specialized.counted[number])
         cost = costs[layer]
         costs[layer] = replace(cost, levels=tuple(_estimated(level, cost) for level in known[key]))
     return replace(workload, costs=costs)
