@@ -148,12 +148,16 @@ def in_pieces(unit, generator=EAGER, tokens=PIECE):
     return InPieces(unit, generator, None, (), tokens)
 
 
-def equal(found, expected):
-    """Sums of fp32 in another order: rounding of some terms at 6e-8 each of the largest."""
+def equal(found, expected, generator=EAGER):
+    """Sums of fp32 in another order: rounding of some terms at 6e-8 each of the largest.
+
+    Compiled exponentials are others, too: the whole head's gradients are then up to 5e-6 away from autograd's.
+    """
+    tolerance = 2e-6 if generator is EAGER else 1e-5
     found = [term if isinstance(term, torch.Tensor) else term.dense() for term in found]
     for one, other in zip(found, expected, strict=True):
         most = other.abs().max().item() if other.is_floating_point() else 0.0
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * most)
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * most)
 
 
 @pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
@@ -163,7 +167,7 @@ def test_results_and_gradients_are_those_of_the_whole_head(head, size, generator
     unit = unit_of(head, size)
     code = in_pieces(unit, generator)
     for name in ("backward", "both") if "loss" in unit.results else ("backward",):
-        equal(*code_and_autograd(unit, generator, name, most=WORDS, code=code))
+        equal(*code_and_autograd(unit, generator, name, most=WORDS, code=code), generator)
     assert code.tokens_per_piece == PIECE
 
 
@@ -331,7 +335,7 @@ def layer_of(layer, size=2, tokens=TOKENS):
 def test_layers_give_the_results_and_gradients_of_the_whole(layer, size, generator):
     unit = layer_of(layer, size)
     code = in_pieces(unit, generator)
-    equal(*code_and_autograd(unit, generator, code=code))
+    equal(*code_and_autograd(unit, generator, code=code), generator)
     kinds = [isinstance(part, OnSome) for part in code._parts]
     assert kinds == ([True] if layer is FeedForward else [True, False, True])
     assert code.levels == ()
