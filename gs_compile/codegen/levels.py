@@ -72,7 +72,7 @@ class Cut:
         saved = output_values(self.forward)[-len(self.level.specs) :]
         level = replace(
             self.level,
-            specs=tuple(_spec(node, number) for node in saved),
+            specs=tuple(spec_of(node, number) for node in saved),
             forward_flops=count_flops(self.forward, number),
             backward_flops=count_flops(self.backward, number),
         )
@@ -212,16 +212,16 @@ def _cut(joint: JointGraph, saved: Sequence[fx.Node]) -> Cut:
     values = output_values(joint.module)
     results, gradients = values[: joint.num_results], values[joint.num_results :]
     first = joint.draws[: joint.num_draws]
-    forward = _graph(joint.module, joint.inputs, (*results, *saved), first)
+    forward = subgraph(joint.module, joint.inputs, (*results, *saved), first)
     _part(forward, joint.num_results)
     x = joint.inputs[joint.x]
     needed = _needed(joint.module, {*joint.placeholders, *saved}, [*gradients, *joint.draws])
     inputs = [node for node in joint.inputs if node is not x or x in needed]
-    backward = _graph(joint.module, [*inputs, *saved, *joint.given], gradients, joint.draws)
+    backward = subgraph(joint.module, [*inputs, *saved, *joint.given], gradients, joint.draws)
     ahead = _needed(joint.module, set(joint.placeholders), [*results, *first])
     again = [node for node in needed & ahead if node not in joint.free and joint.bases.get(memory_of(node)) is node]
     level = SavedLevel(
-        tuple(map(_spec, saved)),
+        tuple(map(spec_of, saved)),
         reads_input=x in needed,
         forward_flops=count_flops(forward),
         backward_flops=count_flops(backward),
@@ -245,8 +245,8 @@ def _read(node: fx.Node, needed: Collection[fx.Node], given: Collection[fx.Node]
     return node.all_input_nodes
 
 
-def _graph(
-    module: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[Any], draws: Sequence[fx.Node]
+def subgraph(
+    module: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[Any], draws: Sequence[fx.Node] = ()
 ) -> fx.GraphModule:
     """The graph that computes `wanted` of `given`, and draws those random numbers."""
     graph = fx.Graph()
@@ -277,7 +277,7 @@ def _part(forward: fx.GraphModule, num_results: int) -> None:
     forward.recompile()
 
 
-def _spec(node: fx.Node, number: Size = hint) -> TensorSpec:
+def spec_of(node: fx.Node, number: Size = hint) -> TensorSpec:
     value = node.meta["val"]
     shape, stride = (tuple(map(number, each)) for each in (value.shape, value.stride()))
     return TensorSpec(shape, stride, value.dtype, value.device, False, ())

@@ -22,7 +22,8 @@ from gs_compile.capture.graph import TensorSpec, output_values
 from gs_compile.capture.inductor import Generator, memory_of
 from gs_compile.capture.memory import peak_nbytes
 from gs_compile.codegen.differentiate import Differentiated, OfAllLengths
-from gs_compile.codegen.token_wise import Part, TokenPart, subgraph
+from gs_compile.codegen.levels import subgraph
+from gs_compile.codegen.token_wise import Part, TokenPart
 from gs_compile.runtime.units import Accumulator, laid_out
 
 Values = dict[Any, Any]  # by name, and by part what it has saved
@@ -113,11 +114,10 @@ class OnAll:
     @property
     def pulled_nbytes(self) -> dict[str, int]:
         """Of the gradients that it adds."""
-        pairs = zip(self.part.inputs, self.part.graph.specs, strict=True)
-        return {name: spec.nbytes for name, spec in pairs if spec.requires_grad} if self.is_trained else {}
+        return {name: spec.nbytes for name, spec in self.part.taken if spec.requires_grad} if self.is_trained else {}
 
     def forward(self, values: Values) -> None:
-        taken = [_laid_out(values[name], spec) for name, spec in self._taken]
+        taken = [_laid_out(values[name], spec) for name, spec in self.part.taken]
         made = (self.halves[0] if self.saves else self.code.function("forward"))(*taken)
         values |= zip(self.part.outputs, made, strict=False)
         values[self] = made[len(self.part.outputs) :]
@@ -130,17 +130,13 @@ class OnAll:
         for index in graph.differentiated:
             gradient, spec = gradients.pop(self.part.outputs[index], None), graph.result_specs[index]
             given.append(_zeros(spec.shape, spec) if gradient is None else _laid_out(gradient, spec))
-        taken = [_laid_out(values[name], spec) if name in values else None for name, spec in self._taken]
+        taken = [_laid_out(values[name], spec) if name in values else None for name, spec in self.part.taken]
         if self.saves:
             terms = self.halves[1](*taken, *values.pop(self), *given)
         else:
             terms = self.code.function("backward")(*taken, *given)
         for index, term in zip(graph.differentiable, terms, strict=True):
             gradients.add(self.part.inputs[index], term if isinstance(term, Tensor) else term.dense())
-
-    @property
-    def _taken(self) -> Iterable[tuple[str, TensorSpec]]:
-        return zip(self.part.inputs, self.part.graph.specs, strict=True)
 
 
 class OnSome:
@@ -187,7 +183,7 @@ class OnSome:
     @property
     def pulled_nbytes(self) -> dict[str, int]:
         """Of the gradients that it adds."""
-        wide = {name: spec for name, spec in self._taken if spec.requires_grad}
+        wide = {name: spec for name, spec in self.part.taken if spec.requires_grad}
         return {
             name: self._of_all(spec)
             if name in self.tokens.forms
@@ -258,10 +254,6 @@ class OnSome:
             self._pieces[size] = part, Differentiated(part.graph, self._generator, self._common)
         return self._pieces[size]
 
-    @property
-    def _taken(self) -> Iterable[tuple[str, TensorSpec]]:
-        return zip(self.part.inputs, self.part.graph.specs, strict=True)
-
     def _rows(self, values: Values) -> Values:
         """What it takes, what has tokens as [samples, tokens, ...]."""
         forms, names = self.tokens.forms, self.part.inputs
@@ -269,8 +261,9 @@ class OnSome:
 
     def _taken_of(self, part: Part, rows: Values, begin: int, end: int) -> list[Tensor]:
         forms, piece = self.tokens.forms, self.tokens.piece
-        pairs = zip(part.inputs, part.graph.specs, strict=True)
-        return [_laid_out(piece(rows[name], begin, end) if name in forms else rows[name], spec) for name, spec in pairs]
+        return [
+            _laid_out(piece(rows[name], begin, end) if name in forms else rows[name], spec) for name, spec in part.taken
+        ]
 
     def _write(self, into: Values, tensors: Iterable[tuple[str, Any]], begin: int) -> None:
         """Put those of a piece to their place among all."""

@@ -20,6 +20,7 @@ from torch import fx
 
 from gs_compile.capture.graph import Length, Source, TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Generator
+from gs_compile.codegen.levels import spec_of, subgraph
 from gs_compile.codegen.token_forms import (
     AHEAD,
     SHAPED,
@@ -42,6 +43,11 @@ class Part:
     graph: UnitGraph
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    @property
+    def taken(self) -> tuple[tuple[str, TensorSpec], ...]:
+        """The values that it takes, by name."""
+        return tuple(zip(self.inputs, self.graph.specs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -267,23 +273,6 @@ class _Cut:
         return Part(graph, tuple(node.name for node in entries), tuple(node.name for node in exits))
 
 
-def subgraph(module: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[Any]) -> fx.GraphModule:
-    """The graph that makes `wanted` nodes of those that are `given`."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in given:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    needed = {node for node in wanted if isinstance(node, fx.Node)}
-    for node in reversed(module.graph.nodes):
-        if node in needed and node not in copies:
-            needed.update(node.all_input_nodes)
-    for node in module.graph.nodes:
-        if node in needed and node not in copies:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies.get(node, node) for node in wanted))
-    return fx.GraphModule(module, graph)
-
-
 def _arranged(graph: fx.Graph, flat: fx.Node, axes: tuple[int, ...], rank: int) -> fx.Node:
     """A value [tokens, ...] with its tokens along `axes`, of one sample where these are two."""
     node = graph.call_function(aten.unsqueeze.default, (flat, 0)) if len(axes) == 2 else flat
@@ -299,8 +288,3 @@ def _collected(graph: fx.Graph, node: fx.Node, axes: tuple[int, ...], rank: int)
     if order != sorted(order):
         node = graph.call_function(aten.permute.default, (node, order))
     return graph.call_function(aten.squeeze.dim, (node, 0)) if len(axes) == 2 else node
-
-
-def spec_of(node: fx.Node) -> TensorSpec:
-    value = node.meta["val"]
-    return TensorSpec(tuple(value.shape), value.stride(), value.dtype, value.device, False, ())
