@@ -302,13 +302,14 @@ def _code(
 
     beside: of the head, the code of the other units, by their keys: it may take as much memory.
     """
-    chosen = options.expert.compiler
+    expert, chosen = options.expert, options.expert.compiler
     compiler: Compiler = best_compiler(unit.device_type) if chosen == "auto" or unit.is_meta else chosen
     generator = Generator(compiler, options.mode)
-    expert = options.expert
-    is_layer = isinstance(unit.unit, int) and not unit.is_joint
-    size = expert.piece_tokens if beside is not None else expert.layer_tokens or 0 if is_layer else 0
-    size = 0 if unit.is_meta else size
+    size: int | None = 0
+    if beside is not None and not unit.is_meta:
+        size = expert.piece_tokens
+    elif isinstance(unit.unit, int) and not (unit.is_joint or unit.is_meta):
+        size = expert.layer_tokens or 0
     full_key = (key, generator, _global_settings(), size, frozenset(beside or ()), unit.is_meta)
     codes = _codes.pop(full_key, {})
     _codes[full_key] = codes  # the latest last
