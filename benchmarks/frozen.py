@@ -26,7 +26,7 @@ import torch
 import transformers
 
 import gs_compile
-from benchmarks.slow_drive import slowed
+from benchmarks.slow_drive import add_drive_argument, rates_of, slowed
 from gs_compile.runtime.codecs import CODECS
 
 SHAPES = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-xl": (48, 1600, 25)}  # layers, width, heads
@@ -103,17 +103,16 @@ def main() -> None:
     parser.add_argument("--compiler", default="eager")
     parser.add_argument("--host-memory", default="4GiB")
     parser.add_argument("--storage", default=tempfile.gettempdir())
-    parser.add_argument("--drive-bytes-per-second", type=float, nargs="+", metavar="R", help="reading, and writing")
+    add_drive_argument(parser)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    given = arguments.drive_bytes_per_second
-    rates = (given[0], given[-1]) if given else None
+    rates = rates_of(arguments)
     found: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "shape": arguments.shape,
         "tokens": arguments.tokens,
-        "drive_bytes_per_second": given,
+        "drive_bytes_per_second": rates,
         "decoding_ns": decoding(),
         "bf16": run(arguments, None, ON_SSD, rates),
     }

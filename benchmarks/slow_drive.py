@@ -9,6 +9,7 @@ kernel bounds what reaches the drive: direct I/O as it is, other writes when the
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 from collections.abc import Iterator
@@ -16,6 +17,21 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 NAME = "greedysnake-slow-drive"
+OPTION = "--drive-bytes-per-second"
+
+
+def add_drive_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that slows the drive; `rates_of` reads it."""
+    words = "slow the drive: bytes a second that are read, and written where that differs; Linux, as root"
+    parser.add_argument(OPTION, type=float, nargs="+", metavar=("R", "W"), help=words)
+
+
+def rates_of(arguments: argparse.Namespace) -> tuple[float, float] | None:
+    """Bytes a second that are read and written; None: as fast as the drive is."""
+    given = arguments.drive_bytes_per_second
+    if given and (len(given) > 2 or min(given) <= 0):
+        raise SystemExit(f"{OPTION} takes one or two rates above 0, not {given}")
+    return (given[0], given[-1]) if given else None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import argparse
 import os
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from benchmarks.race.settings import (
     add_case_arguments,
     add_rows,
     add_settings_arguments,
+    asked_of,
     case_of,
     command_line,
     end_gently,
@@ -95,15 +96,13 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     end_gently()
     case, names = case_of(arguments), arguments.contestants.split(",")
-    setting = {**asdict(case), "micro_batches": None}
-    found = load(arguments.output, {"setting": setting, "contestants": names}, again=arguments.again)
+    found = load(arguments.output, {**asked_of(case, arguments), "contestants": names}, again=arguments.again)
 
     def measured(number: int) -> dict[str, Any]:
         print(f"{number} micro-batches:", flush=True)
         return break_down(replace(case, micro_batches=number), names, settings)
 
-    with tempfile.TemporaryDirectory() as folder:
-        settings, _ = settings_of(arguments, Path(folder))
+    with settings_of(arguments) as (settings, _):
         found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
         add_rows(found, arguments.micro_batches, settings, arguments.output, measured)
 

@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from benchmarks.race.settings import (
     add_case_arguments,
     add_rows,
     add_settings_arguments,
+    asked_of,
     case_of,
     command_line,
     end_gently,
@@ -96,8 +97,9 @@ def main() -> None:
     end_gently()
     case = case_of(arguments)
     case = replace(case, sequence=SHORT) if arguments.sequence is None else case
-    setting = {**asdict(case), "micro_batches": None, "home": arguments.home, "compiler": arguments.compiler}
-    found = load(arguments.output, {"setting": setting}, again=arguments.again)
+    asked = asked_of(case, arguments)
+    asked["setting"] |= {"home": arguments.home, "compiler": arguments.compiler}
+    found = load(arguments.output, asked, again=arguments.again)
 
     def measured(number: int) -> dict[str, Any]:
         row = compare(replace(case, micro_batches=number), settings, arguments.home, arguments.compiler, machine)
@@ -110,8 +112,7 @@ def main() -> None:
         )
         return row
 
-    with tempfile.TemporaryDirectory() as folder:
-        settings, machine = settings_of(arguments, Path(folder))
+    with settings_of(arguments) as (settings, machine):
         found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
         found |= {"profile": machine.as_dict()}
         add_rows(found, arguments.micro_batches, settings, arguments.output, measured)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.race.ours --case 110m --settings '{"schedule": "vertical", "home": "ssd", "compiler": "eager"}'
 
-home      ssd: parameters, checkpoints and optimizer states are all on SSD; host: all in host memory
+home      ssd: parameters, checkpoints and optimizer states are on SSD; host: all in host memory; mixed: half of each
           half, quarter, or a number: planned, with that part of the bytes of parameters and states as `host_memory`
+memory    that part of these bytes as `host_memory`, where home is ssd, mixed or host
 compiler  of the layers' code: eager, as the peers run it, or inductor
 alpha     the part of every update that waits for the next forward; left out, it is the planner's (0 on ssd and host)
 recompute what of the layers runs again in the backward: auto (the planner's), all or none
@@ -28,9 +29,16 @@ from gs_compile.model.backend import greedysnake
 from gs_compile.options import Options
 from gs_compile.planner.measure.profile import Profile
 
-RATIOS = {"ssd": 0.0, "host": 1.0}
+RATIOS = {"ssd": 0.0, "mixed": 0.5, "host": 1.0}
 PARTS = {"half": 0.5, "quarter": 0.25}
-DEFAULTS = {"schedule": "vertical", "home": "ssd", "compiler": "eager", "alpha": None, "recompute": "auto"}
+DEFAULTS = {
+    "schedule": "vertical",
+    "home": "ssd",
+    "compiler": "eager",
+    "alpha": None,
+    "memory": None,
+    "recompute": "auto",
+}
 
 
 class GreedySnake(Contestant):
@@ -92,7 +100,9 @@ class GreedySnake(Contestant):
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _options(self, schedule: str, home: str, alpha: float | None, **settings: str) -> dict[str, Any]:
+    def _options(
+        self, schedule: str, home: str, alpha: float | None, memory: float | None, **settings: str
+    ) -> dict[str, Any]:
         expert: dict[str, Any] = {"schedule": schedule, **settings}
         options: dict[str, Any] = {
             "micro_batch_size": self.case.micro_batch_size,
@@ -105,7 +115,9 @@ class GreedySnake(Contestant):
             expert["ratios"] = dict.fromkeys(("parameter", "checkpoint", "optimizer"), RATIOS[home])
             alpha = 0.0 if alpha is None else alpha
         else:
-            options["host_memory"] = int((PARTS.get(home) or float(home)) * self._trained_bytes() / self.case.ranks)
+            memory = PARTS.get(home) or float(home)
+        if memory is not None:
+            options["host_memory"] = int(memory * self._trained_bytes() / self.case.ranks)
         if alpha is not None and self.case.max_grad_norm is None:  # clipping settles it
             expert["alpha"] = alpha
         return options

@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from benchmarks.race.settings import (
     Settings,
     add_case_arguments,
     add_settings_arguments,
+    asked_of,
     case_of,
     command_line,
     end_gently,
@@ -52,11 +52,10 @@ CONTESTANTS = (
 
 
 def race(
-    case: Case, numbers: list[int], names: list[str], settings: Settings, output: Path, *, again: bool, machine: Profile
+    case: Case, numbers: list[int], found: dict[str, Any], settings: Settings, output: Path, *, machine: Profile
 ) -> dict[str, Any]:
-    """All runs, one for each number of micro-batches; what is found is in `output` after each."""
-    setting = {**asdict(case), "micro_batches": None}
-    found = load(output, {"setting": setting, "contestants": names}, again=again)
+    """All runs, one for each number of micro-batches; `found` is what is known already, and in `output` after each."""
+    names = found["contestants"]
     found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
     found |= {"rounds": settings.rounds, "profile": machine.as_dict()}
     done = {run["micro_batches"]: run for run in found.get("heats", []) if run["complete"]}
@@ -84,6 +83,7 @@ def show(run: dict[str, Any]) -> None:
             continue
         speed = run["tokens"] / found["median_seconds"]
         share = f", {found['share']:.0%} of its roofline" if "share" in found else ""
+        share += f", predicted {found['predicted_seconds']:.3f} s" if "predicted_seconds" in found else ""
         note = "" if found["verdict"] == "right" else f"  {found['verdict']}"
         print(
             f"  {name:<28} {found['median_seconds']:8.3f} s ±{found['spread']:.0%} {speed:8.0f} tokens/s{share}, peak "
@@ -115,17 +115,10 @@ def main() -> None:
         print(f"{arguments.peers_python} is not there: {', '.join(others)} run with {sys.executable}", flush=True)
     if PLAIN not in names:
         print("plain is not in the race: it only says which losses are right", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        settings, machine = settings_of(arguments, Path(folder))
-        race(
-            case_of(arguments),
-            sorted(set(arguments.micro_batches)),
-            names,
-            settings,
-            arguments.output,
-            again=arguments.again,
-            machine=machine,
-        )
+    case = case_of(arguments)
+    found = load(arguments.output, {**asked_of(case, arguments), "contestants": names}, again=arguments.again)
+    with settings_of(arguments) as (settings, machine):
+        race(case, sorted(set(arguments.micro_batches)), found, settings, arguments.output, machine=machine)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from benchmarks.race.registry import PLAIN, Entry
 from benchmarks.race.settings import MOST_STEPS, Settings
 from benchmarks.race.worker import Team, Worker, WorkerError
 from gs_compile.machine import available_memory, format_bytes
+from gs_compile.planner.measure.profile import Profile
 
 CHECKED_STEPS = 2  # before anything is timed; they also compile, and fill whatever is kept from step to step
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses against plain PyTorch's, relative
@@ -155,8 +156,10 @@ class Run:
             for runner in list(runners):
                 self._time(runner, runners, timed[runner.entry.name], CHECKED_STEPS + number * count, count)
             self.drive.sample()
-        for runner in runners:
+        for runner in list(runners):
             timed[runner.entry.name].close(runner.result, self.speed, count)
+            if runner.entry.is_ours and self.settings.machine is not None:
+                self._predict(runner, runners, self.settings.machine)
         for runner in runners:
             if runner is not plain and plain in runners:
                 self._compare(runner.result, timed[runner.entry.name], timed[PLAIN])
@@ -168,6 +171,13 @@ class Run:
         stop = self._ask(runner, runners, "stats")
         if start and found and stop:
             timing.add(found, start, stop, (before, self.speed.sample()))
+
+    def _predict(self, runner: Runner, runners: list[Runner], machine: Path) -> None:
+        """What the simulator says of its step, with the drive's rates of these rounds and its code timed now."""
+        path = self.drive.storage.with_name("machine.json")
+        replace(Profile.load(machine), **self.drive.median).save(path)
+        if found := self._ask(runner, runners, f"predict {path}"):
+            runner.result["predicted_seconds"] = found["predict"]
 
     def _ask(self, runner: Runner, runners: list[Runner], question: str) -> dict[str, Any] | None:
         """The answer; whoever fails is out from then on."""

@@ -8,16 +8,19 @@ import math
 import shlex
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.race.measures import wait_until_idle
 from benchmarks.race.protocol import PRESETS, Case
 from benchmarks.race.registry import PEERS_PYTHON, ROOT
-from gs_compile.planner.measure.machines import profile
+from benchmarks.slow_drive import add_drive_argument, rates_of, slowed
+from gs_compile.planner.measure.machines import probe, profile
 from gs_compile.planner.measure.profile import Profile
 
 MOST_STEPS = 8  # of a round
@@ -79,33 +82,51 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--storage", type=Path, help="a directory on a fast drive (default: a temporary one)")
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, help="of the environment of the peers")
     parser.add_argument("--machine", type=Path, help="a profile to plan with (default: this machine, probed now)")
+    add_drive_argument(parser)
     parser.add_argument("--most-together", type=int, default=100, help="contestants in memory at once, without plain")
 
 
-def settings_of(arguments: argparse.Namespace, folder: Path) -> tuple[Settings, Profile]:
-    """How runs are run, and the machine's profile, measured now, which is kept in `folder` for our contestants."""
+@contextmanager
+def settings_of(arguments: argparse.Namespace) -> Iterator[tuple[Settings, Profile]]:
+    """How runs are run, and the machine's profile, measured now or given; a drive that is to be slowed is so for all
+    that is measured and raced until the end of the block.
+    """
     deadline = time.monotonic() + 60 * arguments.minutes
     if not wait_until_idle():
         print("other work keeps this machine busy, or it does not tell: what is measured may be too slow", flush=True)
-    found = profile(arguments.machine, arguments.storage or folder, refresh=arguments.machine is None)
-    path = folder / "machine.json"
-    found.save(path)
-    settings = Settings(
-        rounds=arguments.rounds,
-        round_seconds=arguments.round_seconds,
-        storage=arguments.storage,
-        machine=path,
-        peers_python=arguments.peers_python,
-        deadline=deadline,
-        most_together=arguments.most_together,
-    )
-    return settings, found
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        storage, path = arguments.storage or Path(folder), Path(folder) / "machine.json"
+        if rates := rates_of(arguments):
+            try:
+                stack.enter_context(slowed(storage, read=rates[0], write=rates[1]))
+            except OSError as error:
+                raise SystemExit(str(error)) from error
+        found = profile(arguments.machine) if arguments.machine else probe((storage,))
+        found.save(path)
+        settings = Settings(
+            rounds=arguments.rounds,
+            round_seconds=arguments.round_seconds,
+            storage=arguments.storage,
+            machine=path,
+            peers_python=arguments.peers_python,
+            deadline=deadline,
+            most_together=arguments.most_together,
+        )
+        yield settings, found
+
+
+def asked_of(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What results in a file have to agree in, to be gone on with."""
+    asked: dict[str, Any] = {"setting": {**asdict(case), "micro_batches": None}}
+    if rates := rates_of(arguments):
+        asked["drive_bytes_per_second"] = list(rates)
+    return asked
 
 
 def command_line() -> str:
     """The command line, for the results; files of the checkout as seen from its root."""
     program, *arguments = (word.replace(f"{ROOT}/", "") for word in sys.argv)
-    return shlex.join(["python", "-m", f"benchmarks.race.{Path(program).stem}", *arguments])
+    return shlex.join(["python", "-m", ".".join(Path(program).with_suffix("").parts), *arguments])
 
 
 def load(output: Path, asked: dict[str, Any], *, again: bool) -> dict[str, Any]:
@@ -113,7 +134,7 @@ def load(output: Path, asked: dict[str, Any], *, again: bool) -> dict[str, Any]:
     if again or not output.exists():
         return dict(asked)
     found = json.loads(output.read_text())
-    if any(found[key] != value for key, value in asked.items()):
+    if any(found.get(key) != value for key, value in asked.items()):
         raise SystemExit(f"{output} is of another case or other contestants: choose another --output, or --again")
     return dict(found)
 

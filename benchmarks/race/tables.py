@@ -14,8 +14,10 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
+from benchmarks.chosen import BUDGETS, by_hand, planned
 from benchmarks.race.bounds import bounds
 from benchmarks.race.curves import NOISE, noise
 from benchmarks.race.measures import normalised
@@ -29,7 +31,10 @@ MARKERS = re.compile(r"(<!-- (table|figure): ([\w-]+) -->\n).*?(<!-- end -->)", 
 
 def race_table(found: dict[str, Any]) -> str:
     """A row for each contestant and number of micro-batches."""
-    head = "n", "contestant", "s a step", "±", "tokens/s", "x plain", "of its roofline", "peak", "read", "written"
+    head = (
+        *("n", "contestant", "s a step", "±", "predicted", "tokens/s", "x plain", "of its roofline"),
+        *("peak", "read", "written"),
+    )
     rows, remarks = [], []
     for run in found["heats"]:
         for name, each in run["contestants"].items():
@@ -42,6 +47,7 @@ def race_table(found: dict[str, Any]) -> str:
                     f"`{name}`",
                     f"{each['median_seconds']:.3g}",
                     f"{each['spread']:.0%}",
+                    f"{each['predicted_seconds']:.3g}" if "predicted_seconds" in each else "",
                     f"{run['tokens'] / each['median_seconds']:.0f}",
                     f"{each['times_plain']:.2f}" if "times_plain" in each else "1" if name == "plain" else "",
                     f"{each['share']:.0%}" if "share" in each else "",
@@ -55,6 +61,52 @@ def race_table(found: dict[str, Any]) -> str:
     alone = [run for run in found["heats"] if len(run["groups"]) > 1]
     grouped = "Memory did not hold all at once: they raced in groups, each beside plain. " if alone else ""
     return "\n\n".join([table(head, rows), *remarks, f"{noisy}{grouped}{origin(found)}"])
+
+
+def chosen_table(found: dict[str, Any]) -> str:
+    """The planner's choice against the fastest by hand, and each budget against the next smaller one, by rounds."""
+    head = (
+        "n",
+        "compiler",
+        "planned, s",
+        "predicted",
+        "fastest by hand",
+        "s",
+        "planned / by hand",
+        "by budget, s",
+        "worst",
+    )
+    rows = []
+    for run in found["heats"]:
+        timed = {name: each for name, each in run["contestants"].items() if "seconds" in each}
+        for compiler in ("eager", "inductor"):
+            if (chosen := timed.get(planned(compiler))) is None:
+                continue
+            hands = [name for name in by_hand(compiler) if name in timed]
+            fastest = min(hands, key=lambda name: timed[name]["median_seconds"])
+            budgets = [timed[name] for part in BUDGETS if (name := planned(compiler, part)) in timed]
+            steps = [times(more, less) for less, more in pairwise(budgets)]
+            rows.append(
+                (
+                    run["micro_batches"],
+                    compiler,
+                    f"{chosen['median_seconds']:.3g}",
+                    f"{chosen['predicted_seconds']:.3g}" if "predicted_seconds" in chosen else "",
+                    f"`{fastest}`",
+                    f"{timed[fastest]['median_seconds']:.3g}",
+                    f"{times(chosen, timed[fastest]):.3f}",
+                    ", ".join(f"{each['median_seconds']:.3g}" for each in budgets),
+                    f"{max(steps):.3f}" if steps else "",
+                )
+            )
+    return f"{table(head, rows)}\n\n{origin(found)}"
+
+
+def times(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How many times as long one takes as another, by the rounds that both were in."""
+    if len(one["seconds"]) == len(other["seconds"]):
+        return statistics.median(a / b for a, b in zip(one["seconds"], other["seconds"], strict=True))
+    return float(one["median_seconds"] / other["median_seconds"])
 
 
 def orders_table(found: dict[str, Any]) -> str:
@@ -132,6 +184,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "race-350m-planned": ("race-350m-planned", race_table),
     "race-bf16": ("race-bf16", race_table),
     "race-alpha": ("race-alpha", race_table),
+    "chosen": ("chosen", chosen_table),
+    "chosen-slow": ("chosen-slow", chosen_table),
     "orders": ("race-orders", orders_table),
     "breakdown": ("race-breakdown", breakdown_table),
     "curves": ("race-curves", curves_table),

@@ -1,0 +1,74 @@
+"""chosen: the planner's choice beside placements that are made by hand within the same memory, and with other budgets.
+
+    python -m benchmarks.chosen --preset 25m --drive-bytes-per-second 200e6 --output benchmarks/results/chosen-slow.json
+
+A race (`benchmarks.race`) of ours against itself. `host_memory` is half of the bytes of parameters and states, for the
+choice and for all that is set by hand: everything on SSD, half and half, everything in host memory where it fits, an
+alpha, saved activations or none. Budgets of 0.3 to 1.5 of these bytes follow: a larger one may be no slower.
+
+    python -m benchmarks.race.tables        # prints what was found
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from benchmarks.race.race import race
+from benchmarks.race.registry import PLAIN
+from benchmarks.race.settings import (
+    add_case_arguments,
+    add_settings_arguments,
+    asked_of,
+    case_of,
+    end_gently,
+    load,
+    settings_of,
+)
+
+MEMORY = 0.5  # of the bytes of parameters and states
+BUDGETS = (0.3, MEMORY, 0.75, 1.5)
+HOMES, ALPHAS, RECOMPUTES = ("ssd", "mixed", "host"), (0, 0.3, 1), ("all", "none")
+MOST_SLOWER, MOST_SLOWER_WITH_MORE = 1.02, 1.01
+
+
+def planned(compiler: str, memory: float = MEMORY) -> str:
+    """The contestant that the planner places."""
+    return f"vertical/{memory}/{compiler}"
+
+
+def by_hand(compiler: str) -> tuple[str, ...]:
+    """The contestants that it must not lose to."""
+    placed = (f"vertical/{home}/{compiler}/memory={MEMORY}" for home in HOMES)
+    late = (f"{planned(compiler)}/alpha={alpha}" for alpha in ALPHAS)
+    saving = (f"{planned(compiler)}/recompute={word}" for word in RECOMPUTES)
+    return (*placed, *late, *saving)
+
+
+def contestants(compilers: list[str]) -> list[str]:
+    """All of them, with plain PyTorch, whose losses are right."""
+    ours = ((*(planned(each, part) for part in BUDGETS), *by_hand(each)) for each in compilers)
+    return [PLAIN, *(name for names in ours for name in names)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_case_arguments(parser)
+    add_settings_arguments(parser)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 16])
+    parser.add_argument("--compilers", nargs="+", default=["eager", "inductor"], choices=["eager", "inductor"])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--again", action="store_true", help="do not go on with what is in the output")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    end_gently()
+    case = case_of(arguments)
+    asked = {**asked_of(case, arguments), "contestants": contestants(arguments.compilers)}
+    found = load(arguments.output, asked, again=arguments.again)
+    with settings_of(arguments) as (settings, machine):
+        race(case, sorted(set(arguments.micro_batches)), found, settings, arguments.output, machine=machine)
+
+
+if __name__ == "__main__":
+    main()
