@@ -187,7 +187,9 @@ class _StageAssigner:
             return self._within_backward(stage)
         if name == "offload dw host>ssd":  # has to have left before the stage that needs it again
             stage = min(stage, next(at for at in self.fetches[op.results[0]] if at > here))
-        return IssuePoint(stage, rank=READS_FIRST[op.reads[0].kind] if op.lane == "ssd_read" else OTHERS)
+        if op.lane != "ssd_read":
+            return IssuePoint(stage)
+        return IssuePoint(self._ahead(stage), rank=READS_FIRST[op.reads[0].kind])
 
     def _within_backward(self, stage: int) -> IssuePoint:
         """The start of a stage, but not before the last head: a loss may wait while others have their backward."""
@@ -211,10 +213,15 @@ class _StageAssigner:
         stage += own + turn(place, updates)
         if updates > 1:
             return IssuePoint(stage, rank=OTHERS + 2 * place + BESIDE_PIECE[part])
-        is_read = op.lane == "ssd_read"
-        if is_read and stage >= self.last and op.stage != FILL:  # after the last backward: nothing computes beside it
+        if op.lane != "ssd_read":
+            return IssuePoint(stage + BESIDE_UPDATE[part])
+        if stage >= self.last and op.stage != FILL:  # after the last backward: nothing computes beside it
             stage -= self.placement.ahead
-        return IssuePoint(stage + BESIDE_UPDATE[part], rank=READS_FIRST[op.reads[0].kind] if is_read else OTHERS)
+        return IssuePoint(self._ahead(stage + BESIDE_UPDATE[part]), rank=READS_FIRST[op.reads[0].kind])
+
+    def _ahead(self, stage: int) -> int:
+        """The stage of a read from SSD that is issued earlier than it has to be; what the step begins with stays."""
+        return max(stage - self.placement.lookahead, min(stage, 0))
 
     def _before_reader(self, stage: int, position: int) -> IssuePoint:
         """Before the computation `position` of a stage; -1 is the last of the stage before."""

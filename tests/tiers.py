@@ -50,6 +50,7 @@ class Options:
     layer_updates: int = 1
     carried: tuple[Unit, ...] = ()
     ahead: int = 0
+    lookahead: int = 0
     shares: tuple[Share, ...] = ()
     reads_input: bool = False  # of level 1; level 2 does not, and saves twice as much
 
@@ -84,6 +85,7 @@ def options(draw: st.DrawFn) -> Options:
         device_checkpoint=on_device,
         carried=("t", "e", 0, 1)[: draw(st.sampled_from((0, 1, 4)))],
         ahead=draw(st.sampled_from((0, 1, 4))),
+        lookahead=draw(st.sampled_from((0, 0, 1, 4))),
         shares=tuple(share for share in saved if share.part),
         reads_input=draw(st.booleans()),
     )
@@ -168,6 +170,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         layer_updates=options.layer_updates,
         carried=options.carried,
         ahead=options.ahead,
+        lookahead=options.lookahead,
     )
     return Placement(tuple(map(placed, units)), layout, decision)
 

@@ -90,6 +90,7 @@ class Decision:
     carried: units whose early parameters, stored on SSD, also stay in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
     ahead: so many stages earlier than others, the states of updates after the last backward are read.
+    lookahead: so many stages earlier than they would have to be, where computation hid them, all are read from SSD.
     own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
     """
 
@@ -100,6 +101,7 @@ class Decision:
     layer_updates: int = 1
     carried: tuple[Unit, ...] = ()
     ahead: int = 0
+    lookahead: int = 0
     own: object | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -380,6 +382,10 @@ class Placement:
     @property
     def ahead(self) -> int:
         return self.decision.ahead
+
+    @property
+    def lookahead(self) -> int:
+        return self.decision.lookahead
 
     @property
     def own(self) -> object | None:

@@ -4,13 +4,16 @@ A step's last updates are of what the next one reads first: the embedding, tied 
 layers. Read again from where they have just been written, they are what the next step waits for. Carried in memory they
 take little that was not free: the peak of a step is elsewhere, or the update that makes them is in it already.
 
+The head and its loss compute for as long as several layers. Reads that are issued a layer ahead pause meanwhile; issued
+some stages ahead they do not, and their values are in memory for as much longer.
+
 The embedding is as large as several layers, and its gradient is the last to be complete. Its state is read a layer's
 worth at a time while it is updated, and nothing else computes; or it is all there before, beside the last backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.kinds import nbytes_of
@@ -19,6 +22,7 @@ from gs_compile.program.ir import PROLOGUE, TIED, Unit
 
 Ladder = Sequence[Placement]
 
+MOST_LOOKAHEAD = 4  # stages
 FIRST: tuple[Unit, ...] = (TIED, PROLOGUE, 0, 1)  # read before the first layers have hidden anything
 
 
@@ -38,6 +42,12 @@ def earlier(plain: Placement) -> Ladder:
     return [plain.decided(ahead=ahead) for ahead in range(1, most + 1)]
 
 
+def deeper(plain: Placement) -> Iterator[Ladder]:
+    """With all that is read from SSD read earlier: each by itself, as none is sure to be faster than the one before."""
+    if not SCHEDULES[plain.schedule].as_published and plain.layer_updates == 1:
+        yield from ([plain.decided(lookahead=stages)] for stages in range(1, MOST_LOOKAHEAD + 1))
+
+
 def without(planned: Placement, home_nbytes: int) -> Ladder:
     """Less and less of both, for a step whose batch is larger than the one that they were chosen for.
 
@@ -45,7 +55,9 @@ def without(planned: Placement, home_nbytes: int) -> Ladder:
     home_nbytes: of what lives on in the run, which stays mapped.
     """
     none = planned.decided(carried=()).laid_out(home_nbytes=home_nbytes) if planned.carried else planned
-    return list(dict.fromkeys((planned, planned.decided(ahead=0), none, none.decided(ahead=0))))
+    return list(
+        dict.fromkeys((planned, planned.decided(ahead=0, lookahead=0), none, none.decided(ahead=0, lookahead=0)))
+    )
 
 
 def carried_nbytes(placement: Placement) -> int:

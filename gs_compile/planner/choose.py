@@ -9,7 +9,8 @@ stands between two steps in the program.
 Of placements that may be faster, those that keep the budgets are simulated too. A ladder is what one idea proposes:
 placements, each of which takes no less memory than the one before. The last one that keeps the budgets is a candidate.
 
-    boundary    parameters stay in memory from one step to the next; the last states of a step are read earlier
+    boundary    parameters stay in memory from one step to the next; the last states of a step are read earlier, or all
+                that is read from SSD, as the head computes for as long as several layers
     saved       the topmost layers save activations in memory that gradients and states need later
 """
 
@@ -25,7 +26,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.boundary import Ladder, carried_nbytes, carrying, earlier
+from gs_compile.planner.boundary import Ladder, carried_nbytes, carrying, deeper, earlier
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import NOTHING, Problem
@@ -39,6 +40,7 @@ SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tr
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
 SMALL = 100  # computations of a forward
 FASTER = 0.999  # than without so much left free: the rest is nothing
+BUSY = 0.5  # of a step: a drive at work for less of it is not what the step waits for
 GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
 
 
@@ -80,8 +82,10 @@ def choose(problem: Problem, found: Search) -> StepPlan:
         assert solved is not None, "what fits in less memory fits"
         best = solved
     steps = problem if problem.whole else problem.bundled(number)[0]
-    simulation = fastest(steps, chosen.simulation, [carrying(chosen.placement)], chosen.spare)
+    simulation = fastest(steps, chosen.simulation, ([each] for each in carrying(chosen.placement)), chosen.spare)
     simulation = fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
+    if number * problem.workload.num_layers <= SMALL and _waits_for_drives(simulation):
+        simulation = fastest(steps, simulation, deeper(simulation.placed), chosen.spare)
     rows = [(number, solution.seconds) for number, solution in found.history if solution is not None]
     return StepPlan(
         problem=problem,
@@ -94,6 +98,10 @@ def choose(problem: Problem, found: Search) -> StepPlan:
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
         notes=(*_of_commits(problem, best, chosen.placement), *_of_boundary(chosen.simulation, simulation)),
     )
+
+
+def _waits_for_drives(simulation: Simulation) -> bool:
+    return max(simulation.busy.get(lane, 0.0) for lane in ("ssd_read", "ssd_write")) > BUSY
 
 
 def highest(ladders: Iterable[Ladder], fitting: Callable[[Placement], T | None]) -> Iterator[tuple[Placement, T]]:
@@ -138,10 +146,11 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
 
 def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
     """What is carried from a step to the next, what is read earlier, and what that brings; none where nothing is."""
-    nbytes, ahead = carried_nbytes(chosen.placed), chosen.placed.ahead
+    nbytes, ahead, all_ahead = carried_nbytes(chosen.placed), chosen.placed.ahead, chosen.placed.lookahead
     carried = f"{format_bytes(nbytes)} of parameters that the next step reads first stay in host memory until then"
     read = f"states of the updates after the last backward are read {ahead} layer{'s' * (ahead > 1)} earlier"
-    words = "; ".join([carried] * bool(nbytes) + [read] * bool(ahead))
+    deep = f"all that is read from SSD is read {all_ahead} stage{'s' * (all_ahead > 1)} earlier"
+    words = "; ".join([carried] * bool(nbytes) + [read] * bool(ahead) + [deep] * bool(all_ahead))
     return (f"{words[0].upper()}{words[1:]}: {plain.seconds / chosen.seconds - 1:.1%} faster.",) if words else ()
 
 

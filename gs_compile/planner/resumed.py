@@ -84,7 +84,7 @@ def as_before(problem: Problem, former: Mapping[str, Any], made_for: str, host_n
 
 def _fitting(builder: StepBuilder, decision: Decision, most: Mapping[str, int | None]) -> Placement | None:
     """What was decided, if there is room for it; with nothing between two steps (`boundary`) where that fits alone."""
-    for each in dict.fromkeys((decision, replace(decision, carried=(), ahead=0))):
+    for each in dict.fromkeys((decision, replace(decision, carried=(), ahead=0, lookahead=0))):
         placement = builder.placement(each)
         if fits(builder.programs(placement), most):
             return placement

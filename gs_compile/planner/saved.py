@@ -75,8 +75,8 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     def placed(shares: Shares) -> Placement:
         left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0
         rest = (share._replace(part=left * share.part) for share in others)
-        decision = replace(plan.decision, shares=Shares((*shares, *rest)), carried=chosen.carried, ahead=chosen.ahead)
-        return steps.placed(decision, number)
+        beside = {name: getattr(chosen, name) for name in ("carried", "ahead", "lookahead")}
+        return steps.placed(replace(plan.decision, shares=Shares((*shares, *rest)), **beside), number)
 
     ladders = topmost(problem.workload.worthwhile, here)
     simulation = fastest(steps, plan.simulation, ([placed(shares) for shares in ladder] for ladder in ladders))

@@ -169,6 +169,23 @@ def test_states_of_updates_after_the_last_backward_may_be_read_earlier(separate)
     assert {"e"} <= last < set(plain)
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_all_that_is_read_from_ssd_may_be_read_earlier(separate):
+    """By as many stages, but where that is before the step, or before what is read has been written or freed."""
+
+    def reads(lookahead):
+        program = lowered((8, 2), place(8, 2, options=Options(separate=separate, lookahead=lookahead)))[-1]
+        stages = list(dict.fromkeys(op.stage for op in program.ops))
+        return [(op.reads, stages.index(op.stage)) for op in program.ops if op.lane == "ssd_read"], len(stages)
+
+    (plain, num_stages), (found, _) = reads(0), reads(2)
+    assert sorted(str(values) for values, _ in plain) == sorted(str(values) for values, _ in found)
+    backward = {values: at for values, at in plain if num_stages // 2 + 2 < at < num_stages - 1}
+    assert {"w", "x", "s"} == {values[0].kind for values in backward}
+    earlier = {values: at for values, at in found if values in backward}  # the last: parameters come twice
+    assert earlier == {values: at - 2 for values, at in backward.items()}
+
+
 def test_updates_alone_follow_each_other():
     placement = place(3, 1, options=SMALL)
     program = after(flush(3, placement), "pipeline")

@@ -10,7 +10,7 @@ from planned import A100, gpt, problem, ratios
 
 from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.placement.placement import Decision
-from gs_compile.planner.boundary import FIRST, carrying, earlier
+from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.choose import fastest
 from gs_compile.planner.decide import _carried_for_free
@@ -65,6 +65,24 @@ def test_the_last_states_are_read_while_the_backward_computes():
         assert found.placed.ahead >= ahead
         assert found.moved_nbytes == before.moved_nbytes
     assert earlier(plain.decided(layer_updates=2)) == earlier(plain.laid_out(schedule="horizontal"))
+
+
+def test_reads_go_on_beside_a_head_that_computes_for_long():
+    """Where there is room for what is read ahead; the bytes stay the same."""
+    workload = gpt(8, 256, vocabulary=20000)
+    builder = StepBuilder.of(workload, 2, separate=False)
+    plain = builder.placement(NOTHING).decided(carried=("t",))
+    every = list(deeper(plain))
+    peaks = [peak(builder.program(each), "host") for (each,) in every]
+    slow = replace(CPU, matmul_flops_per_second={"bf16": 8e12})  # drives are at work for 70 % of a step
+    given = problem(workload, slow, 2, host_nbytes=2 * peaks[-1])
+    before = given.predicted(plain)
+    found = fastest(given, before, every)
+    assert found.seconds < 0.9 * before.seconds
+    assert found.moved_nbytes == before.moved_nbytes
+    assert fastest(given, before, every, {"host": 2 * peaks[-1], "device": 0}) is before
+    assert not list(deeper(plain.decided(layer_updates=2)))
+    assert not list(deeper(plain.laid_out(schedule="lifetime")))
 
 
 def test_a_run_that_goes_on_has_what_its_plan_had():
