@@ -84,8 +84,6 @@ def test_the_largest_micro_batch_is_the_last_that_fits(found, doors):
 def test_the_longest_sequence(monkeypatch, most):
     """As many tokens as fit in samples, or fewer; no more than the model has positions for."""
     monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
-    if most:  # positions bind long before samples do
-        monkeypatch.setattr(module, "MOST_SAMPLES", 16)
     positions = {"max_position_embeddings": most} if most else {"max_position_embeddings": 4096}
     (one,) = fit(zoo.configuration("llama", **SIZES, **positions), **ASKED, **SMALL, longest=True)
     assert one.longest == most or one.largest_micro_batch * 64 / 4 < one.longest <= one.largest_micro_batch * 64
