@@ -9,7 +9,7 @@ import figures
 import pytest
 import torch
 from hypothesis import settings
-from tiered import Harness, collect_seldom, shared
+from tiered import Harness, capture_cheaply, collect_seldom, shared
 
 from gs_compile.planner.cost import timing
 
@@ -22,9 +22,7 @@ signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # started in the background, Python and what it starts have none
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
-torch._dynamo.config.run_gc_after_compile = (
-    False  # as of all collections (`collect_seldom`); a first call makes its own
-)
+capture_cheaply()
 
 settings.register_profile("any speed", deadline=None, max_examples=12)  # other examples in every run
 settings.register_profile("many", deadline=None, max_examples=100)  # of `make slow`

@@ -73,12 +73,14 @@ class Checker:
             for memory, start, stop in spans:
                 kept = []
                 for old in self.accesses.get(memory, []):
-                    overlaps = old.start < stop and start < old.stop
-                    is_before = clock.get(old.actor, 0) >= old.time
-                    if overlaps and (is_write or old.is_write) and not is_before:
-                        self.races.add(f"{old.name} and {name}")
-                    if not (is_write and is_before and start <= old.start and old.stop <= stop):
-                        kept.append(old)
+                    if old.start < stop and start < old.stop:
+                        is_before = clock.get(old.actor, 0) >= old.time
+                        if (is_write or old.is_write) and not is_before:
+                            self.races.add(f"{old.name} and {name}")
+                        is_inside = start <= old.start and old.stop <= stop
+                        if is_before and is_inside and (is_write or not old.is_write):
+                            continue  # whatever is behind this access is behind the old one too
+                    kept.append(old)
                 kept.append(Access(name, actor, clock[actor], is_write, start, stop))
                 self.accesses[memory] = kept
 

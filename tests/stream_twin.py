@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from gs_compile.runtime.stream import Device
 
@@ -125,6 +125,7 @@ class Twin(Device):
         self.reserved_nbytes = 0  # taken from the system, in use or not
         self._lock = threading.RLock()
         self._fake = FakeTensorMode()
+        self._known = {}  # outputs without values, by operation and arguments
 
     def close(self):
         for stream in self.streams:
@@ -242,13 +243,22 @@ class Twin(Device):
         if written:
             self._launch_op(func, args, kwargs, written, tensors)
             return tuple(written) if len(func._schema.returns) > 1 else written[0] if func._schema.returns else None
-        with self._lock, self._fake:  # which is not for several threads
-            fake = tree_map_only(Tensor, self._fake.from_tensor, _raw((args, kwargs)))
-            like = func(*fake[0], **fake[1])
+        like = self._like(func, *_raw((args, kwargs)))
         outputs = tree_map_only(Tensor, lambda each: self.empty(each.shape, each.dtype, each.stride()), like)
         made = tensors_of(outputs)
         self._launch_op(func, args, kwargs, made, tensors, outputs=made)
         return outputs
+
+    def _like(self, func, args, kwargs):
+        """What an operation gives back, without values: found once for arguments of the same kinds."""
+        leaves, spec = tree_flatten((args, kwargs))
+        key = func, spec, tuple(map(_kind, leaves))
+        with self._lock:  # a fake mode is not for several threads
+            if key not in self._known:
+                with self._fake:
+                    fake = tree_map_only(Tensor, self._fake.from_tensor, (args, kwargs))
+                    self._known[key] = func(*fake[0], **fake[1])
+            return self._known[key]
 
     def _launch_op(self, func, args, kwargs, writes, reads, outputs=()):
         arguments, targets = tree_map_only(TwinTensor, _Late, ((args, kwargs), list(outputs)))
@@ -290,6 +300,11 @@ def span_of(tensor):
 
 def tensors_of(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _kind(leaf):
+    """What outputs without values depend on."""
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _raw(tree):

@@ -356,6 +356,18 @@ def collect_seldom() -> None:
     gc.freeze()
 
 
+def capture_cheaply() -> None:
+    """Dynamo does not do after each capture what no test asks for.
+
+    It would collect garbage, which a first call does itself, and time its guards for its log, with the processor's caches
+    emptied before.
+    """
+    import torch._dynamo.guards
+
+    torch._dynamo.config.run_gc_after_compile = False
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
+
 def our_threads() -> list[str]:
     """The names of the threads that this package has started and not ended, but for those of what is garbage.
 

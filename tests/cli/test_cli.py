@@ -221,7 +221,7 @@ def test_the_example_runs(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=240,
     )
     assert "3 layers of 1 class, 2 micro-batches of 2" in run.stdout
     assert "Layers (0, 1, 2) share one forward" in run.stdout

@@ -13,6 +13,7 @@ import pytest
 from tiered import files_in
 
 HERE = Path(__file__).parent
+SECONDS = 20.0  # a signal is answered at once; what is more is a wait for the backward
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ HERE = Path(__file__).parent
     ],
 )
 def test_a_signal_inside_a_backward_is_answered(tmp_path, number, code, words):
-    """In two seconds; once; and no files are left."""
+    """Long before its minutes are over; once; and no files are left."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent)])
     command = [sys.executable, str(HERE / "signalled.py"), str(tmp_path)]
     with subprocess.Popen(
@@ -35,8 +36,8 @@ def test_a_signal_inside_a_backward_is_answered(tmp_path, number, code, words):
             begin = time.monotonic()
             process.send_signal(number)
             assert process.stdout.readline() == f"ended: {words}, True\n"
-            assert time.monotonic() - begin < 2.0
-            _, errors = process.communicate(timeout=60)
+            assert time.monotonic() - begin < SECONDS
+            _, errors = process.communicate(timeout=240)
         finally:
             process.kill()
     assert process.returncode == code, errors

@@ -24,7 +24,18 @@ from typing import Any
 
 import figures
 import torch
-from tiered import Harness, adamw, collect_seldom, gpt2, options, our_threads, outcome, step, tokens
+from tiered import (
+    Harness,
+    adamw,
+    capture_cheaply,
+    collect_seldom,
+    gpt2,
+    options,
+    our_threads,
+    outcome,
+    step,
+    tokens,
+)
 
 from gs_compile.runtime.signals import end_by_exit
 from gs_compile.runtime.storage import manifest, store, system
@@ -142,6 +153,7 @@ def train(harness: Harness, run: Run, tell: Any) -> None:
 def serve() -> None:
     """Returns in the forked processes, which end as a script does."""
     torch.set_num_threads(1)
+    capture_cheaply()
     figures.give()
     harness = Harness(partial(gpt2, 2, 16, dropout=0.1))
     harness.train(partial(adamw, max_grad_norm=MAX_NORM), options(sys.argv[1]), num_steps=1)

@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from gs_compile.errors import CaptureError
 
+KEEPS_CAPTURES = True
+
 
 class Experts(nn.Module):
     """A router in float32 before two experts in bfloat16; an adapter in float32 beside a frozen matrix in float16."""

@@ -16,6 +16,7 @@ from tiered import adamw, files_in, options, step, tokens
 from gs_compile.placement.levels import Share
 from gs_compile.planner.builder import peak
 
+KEEPS_CAPTURES = True
 IN_MEMORY = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0)
 MODEL = {"num_layers": 3, "dropout": 0.1}
 

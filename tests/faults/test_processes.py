@@ -20,6 +20,7 @@ from gs_compile.runtime.storage.stored import FOLDER
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent.parent
+HANG = 240  # seconds: a process that a loaded machine has not ended by then never ends
 SCRIPT = """
 import atexit, os, sys, torch
 import gs_compile
@@ -74,7 +75,7 @@ def run(directory, what):
 @pytest.mark.parametrize("what", [pytest.param("end", marks=pytest.mark.slow), "raise"])
 def test_a_process_that_ends_leaves_nothing(tmp_path, what):
     with run(tmp_path, what) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=HANG)
     assert (out, process.returncode) == ("trained\n", {"end": 0, "raise": 3}[what]), err
     assert "Exception" not in err
     assert not [name for name in files_in(tmp_path) if "greedysnake-run" in name]
@@ -88,7 +89,7 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(tmp_path, what, code):
         time.sleep(random.uniform(0, 0.5))
         assert [name for name in files_in(tmp_path) if "greedysnake-run" in name]
         process.send_signal(getattr(signal, what))
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG)
     assert process.returncode == code, err
     assert ("Traceback" in err) == (what == "SIGINT")
     assert "Exception ignored" not in err
@@ -98,7 +99,7 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(tmp_path, what, code):
 def test_a_process_without_the_threads_of_a_run_is_told_so(tmp_path):
     """In a forked child, which ends cleanly and used to wait for ever, and at the interpreter's exit."""
     with run(tmp_path, "late") as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG)
     in_child = "ForkError False\n" * 3
     assert (out, process.returncode) == (f"trained\n{in_child * 2}5\n" + "StepOrderError True\n" * 3, 0), err
     assert "Traceback" not in err

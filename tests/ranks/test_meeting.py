@@ -182,7 +182,7 @@ def test_a_script_that_raises_on_one_rank(tmp_path):
         )
         for rank in range(2)
     ]
-    (_, told), (_, own) = (process.communicate(timeout=120) for process in processes)
+    (_, told), (_, own) = (process.communicate(timeout=240) for process in processes)
     assert [process.returncode for process in processes] == [1, 1]
     assert own.endswith("ValueError: this sample is broken\n")
     assert "RankError: " in told

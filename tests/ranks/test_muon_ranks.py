@@ -84,6 +84,7 @@ def goes_on(info, tmp_path):
     return found.differences(wanted), [name for name in found.values if "up.weight" in name]
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_from_a_commit(pair, tmp_path):
     for differences, names in pair.run(goes_on, tmp_path):
         assert differences == []

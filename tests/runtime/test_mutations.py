@@ -108,7 +108,9 @@ def test_a_model_built_on_storage_trains_where_neither_memory_holds_it(tmp_path)
     def trained(model, **device):
         torch._dynamo.reset()
         optimizer = adamw(two_groups(model))
-        model.compile(backend="greedysnake", options=options(tmp_path / "run", host_memory=3 * nbytes, **device))
+        model.compile(
+            backend="greedysnake", options=options(tmp_path / "run", alpha=0.0, host_memory=3 * nbytes, **device)
+        )
         losses = [step(model, optimizer, tokens(number, 3)) for number in range(2)]
         values = {name: value.clone() for name, value in model.state_dict().items()}
         peaks = dict(optimizer.engine.programs[-1].peaks)
