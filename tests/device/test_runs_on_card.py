@@ -75,7 +75,7 @@ def test_twenty_steps_where_copies_are_slow(learned, tmp_path, monkeypatch, kind
 
 def test_deterministic_algorithms_alone(learned, tmp_path, monkeypatch):
     """While the model runs, in both halves of a step; not after it."""
-    found, results = set(), TieredExecutor._results
+    expected, found, results = learned(3), set(), TieredExecutor._results
 
     def looked(executor, op):
         found.add((op.stage.phase, torch.are_deterministic_algorithms_enabled()))
@@ -85,7 +85,7 @@ def test_deterministic_algorithms_alone(learned, tmp_path, monkeypatch):
     with model_on("card:0", options(tmp_path, **MIXED, deterministic=True)) as (model, optimizer):
         losses = [step(model, optimizer, tokens(number)) for number in range(3)]
         assert not torch.are_deterministic_algorithms_enabled()
-    assert losses == learned(3).losses
+    assert losses == expected.losses
     assert len(found) > 1
     assert all(is_on for _, is_on in found)
 
