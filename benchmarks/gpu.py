@@ -93,7 +93,7 @@ class Run:
 
     def __init__(self, setting: Setting, micro_batches: int, **options: Any) -> None:
         torch._dynamo.reset()
-        self.case = replace(setting.case, micro_batches=micro_batches)
+        self.case, self._is_simulated = replace(setting.case, micro_batches=micro_batches), setting.is_simulated
         self.model = build_model(self.case)
         expert = {"compiler": setting.compiler, "trace": True, "separate_device": setting.is_simulated}
         expert |= options.pop("expert", {})
@@ -107,15 +107,15 @@ class Run:
             stack.push(self)  # a first step that fails leaves nothing either
             self.timed(0, WARM_STEPS)
             stack.pop_all()
-        if self.case.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # the model was on the device as a whole before its first step
+        if not self._is_simulated:
+            torch.accelerator.reset_peak_memory_stats()  # the model was on the device as a whole before its first step
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.optimizer.engine is not None:
             self.optimizer.engine.tiers.close()
-        if self.case.device == "cuda":
-            torch.cuda.empty_cache()  # so that each row finds the device as the first one did
+        if not self._is_simulated:
+            torch.accelerator.empty_cache()  # so that each row finds the device as the first one did
 
     def timed(self, first: int, count: int) -> float:
         """Seconds of one of `count` consecutive steps, all of their transfers included."""
@@ -212,12 +212,12 @@ def _seen(setting: Setting) -> dict[str, int | None]:
     """What torch's allocator has seen: bytes at their peak, and how often it had to begin again."""
     if setting.is_simulated:
         return {"allocated_nbytes": None}
-    statistics_ = torch.cuda.memory_stats()
+    seen = torch.accelerator.memory_stats()
     return {
-        "allocated_nbytes": torch.cuda.max_memory_allocated(),
-        "reserved_nbytes": torch.cuda.max_memory_reserved(),
-        "retries": statistics_.get("num_alloc_retries", 0),
-        "out_of_memory": statistics_.get("num_ooms", 0),
+        "allocated_nbytes": torch.accelerator.max_memory_allocated(),
+        "reserved_nbytes": torch.accelerator.max_memory_reserved(),
+        "retries": seen.get("num_alloc_retries", 0),
+        "out_of_memory": seen.get("num_ooms", 0),
     }
 
 

@@ -180,6 +180,8 @@ class Options:
         the model.
     accumulate: a step has several backward calls, and all updates wait for `optimizer.step()`. False: the first step
         shows whether it has.
+    deterministic: the same bits in every run, on a device too: while the model runs, torch uses deterministic
+        algorithms alone, and raises RuntimeError by name for an operation that has none.
     durability: which steps outlive the process: "off", none; "step", each; or a number N, every N-th. Kept as a number:
         0, 1, N.
     resume: "auto" takes up the last durable step of this model that `storage` has, if any; None begins anew, and
@@ -200,6 +202,7 @@ class Options:
     group: Any = None
     mesh: Any = None
     accumulate: bool = False
+    deterministic: bool = False
     durability: int = 0  # as given, "off" and "step" too; a number of steps is made of it
     resume: Literal["auto"] | None = None
     expert: Expert = field(default_factory=Expert)
@@ -221,6 +224,7 @@ class Options:
                 'resume is "auto" and durability is "off": give durability="step" or a number of steps, too'
             )
         _one_of("accumulate", self.accumulate, (True, False))
+        _one_of("deterministic", self.deterministic, (True, False))
         object.__setattr__(self, "expert", expert := _nested("expert", Expert, self.expert))
         settings = expert.ratios, expert.recompute, expert.schedule, self.accumulate
         if wrong := contradiction(*settings, prefix="expert."):

@@ -3,8 +3,7 @@
 The program's order is the order of issue. The thread that issues gives each transfer and update to its lane with the
 tickets it has to wait for, and computes itself. Who writes a value waits for those who were in its memory before. So a
 program that has its transfers early enough computes without a wait. On a device that computes asynchronously the thread
-is never further ahead than one computation: it launches the next once the one before has begun, as the simulator has
-it.
+is a computation ahead, or some milliseconds of short ones (`ahead.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from gs_compile.runtime.lanes import Ticket, join_all
 from gs_compile.runtime.signals import watch
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.step_record import StepRecord
-from gs_compile.runtime.stream import wait_for
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label, name_of
 from gs_compile.runtime.values import ValueTable, unfinished
@@ -240,11 +238,12 @@ class TieredExecutor(Executor):
             results = self._results(op)
             self.tiers.trace.add(label, start, time.perf_counter())
         else:
-            if self.tiers.begun is not None:
-                wait_for(self.tiers.begun, self.tiers.failure.check)  # the computation before has begun
-            self.tiers.begun = begun = self._device.record(stream)
+            self.tiers.ahead.wait(self.tiers.failure.check)
+            begin = self._device.record(stream)
             results = self._results(op)
-            self.tiers.trace.add_later(label, self._device.clock, begun, self._device.record(stream))
+            events = self._device.clock, begin, self._device.record(stream)
+            self.tiers.ahead.add((op.verb, op.stage.unit), *events)
+            self.tiers.trace.add_later(label, *events)
         launched = self._launched()
         for value, result in zip(op.results, results, strict=True):
             self._table(value).define(value, result, launched)

@@ -14,8 +14,8 @@ who uses it on another stream keeps a reference until that is done (`values.Held
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -333,3 +333,23 @@ def without_autocast() -> AbstractContextManager[None]:
     """The code inside computes in the dtypes it was captured with, whatever autocast the user has on."""
     disabled: AbstractContextManager[None] = torch._C._DisableAutocast()
     return disabled
+
+
+@contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Where that is asked for, torch uses deterministic algorithms alone inside the block.
+
+    As it was after it: Dynamo looks whether it captured a model under the same setting.
+    """
+    if not asked:
+        yield
+        return
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # what is not written is not read
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        memory.fill_uninitialized_memory = before[1]

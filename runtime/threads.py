@@ -63,15 +63,23 @@ def correct_thread_count() -> int:
     return share
 
 
-def update_threads(beside_compute: bool, num_here: int = 1) -> int:
-    """The threads that updates take: all of this process's, or half of them where the CPU computes the model too.
+FOR_OTHERS = 2  # cores: of the thread that launches on a device, and of those that move data
 
-    Where a launcher has bound none of the `num_here` ranks of this machine to cores, each has its share of them, unless
-    the user has said OMP_NUM_THREADS.
+
+def update_threads(beside_compute: bool, num_here: int = 1) -> int:
+    """The threads that updates take: this process's, but half of them where the CPU computes the model too, and of the
+    cores all but two where a device does.
+
+    Where a launcher has bound none of the `num_here` ranks of this machine to cores, each has its share of them. What
+    the user has said by OMP_NUM_THREADS stays.
     """
     count, is_bound = correct_thread_count(), len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
-    if num_here > 1 and not is_bound and "OMP_NUM_THREADS" not in os.environ:
-        count = min(count, usable_cores() // num_here)
+    share = usable_cores() // (1 if is_bound else num_here)
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own, where it is 1
+        if not beside_compute:
+            count = min(count, share - FOR_OTHERS)
+        elif num_here > 1:
+            count = min(count, share)
     return max(1, count // (2 if beside_compute else 1))
 
 

@@ -15,6 +15,7 @@ from gs_compile.errors import LaneError, RankError
 from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import LANES, Program, Value
+from gs_compile.runtime.ahead import Ahead
 from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.homes import Homes
@@ -24,7 +25,6 @@ from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Store
-from gs_compile.runtime.stream import Event
 from gs_compile.runtime.threads import refuse_without_threads
 from gs_compile.runtime.trace import Trace
 from gs_compile.runtime.updates import Recipe
@@ -65,7 +65,7 @@ class Tiers(Homes):
         self.values = ValueTable(self.held)
         self.commits = Commits(setting, self.values, alike) if placement.durability else None
         self.homes = placement.homes(late=False) | placement.homes(late=True)
-        self.begun: Event | None = None  # the latest computation has begun, on a device that computes asynchronously
+        self.ahead = Ahead()
         self.ended_on_device: list[tuple[int, Sequence[Ticket]]] = []  # bytes of values, and who still uses them
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}

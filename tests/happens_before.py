@@ -39,6 +39,8 @@ class Access(NamedTuple):
 class Checker:
     """Clocks, accesses, and the pairs of accesses that nothing orders."""
 
+    twin: Any  # whose accesses these are
+
     def __init__(self) -> None:
         self.clocks: dict[Any, Clock] = {}
         self.marks: dict[Any, Clock] = {}  # of events and tickets
@@ -129,7 +131,7 @@ def _memory(content: Any) -> tuple[Any, int, int]:
 def on_twin(seed: int = 0, delay_seconds: float = 1e-3) -> Iterator[Checker]:
     """Every run inside the block computes on a twin; accesses that nothing orders fail the block, by name."""
     checker = Checker()
-    twin = Twin(seed, delay_seconds, checker)
+    checker.twin = twin = Twin(seed, delay_seconds, checker)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stream, "DEVICES", {"cpu": lambda _: twin})
         _watch_threads(checker, patched)

@@ -2,7 +2,8 @@
 
 [1] What is launched runs later, in the thread of its stream, after a delay drawn from a seed; so do events.
 [2] Memory that is freed is filled with 0xFF (not a number) in the order of the stream it was taken on, and handed out
-    again at once, as a caching allocator does, whatever other streams still do with it; `reserved_nbytes` counts it.
+    again at once, as a caching allocator does, whatever other streams still do with it. `reserved_nbytes` is what such
+    an allocator takes from the system that cuts and joins its memory as it likes.
 [3] Copies from and to host memory need pinned memory.
 [4] An observer is told of every access and every wait, so that a test can see which accesses no wait orders.
 
@@ -122,7 +123,7 @@ class Twin(Device):
         self._local = threading.local()
         self._free = defaultdict(list)
         self._freed = queue.SimpleQueue()  # told by destructors, on any thread
-        self.reserved_nbytes = 0  # taken from the system, in use or not
+        self.in_use_nbytes = self.reserved_nbytes = 0
         self._lock = threading.RLock()
         self._fake = FakeTensorMode()
         self._known = {}  # outputs without values, by operation and arguments
@@ -190,15 +191,15 @@ class Twin(Device):
     def _take(self, nbytes):  # [2]
         while not self._freed.empty():
             block = self._freed.get()
+            self.in_use_nbytes -= len(block.bytes)
             start = block.bytes.ctypes.data
             self.observer.freed(block.stream, block, (start, start + len(block.bytes)))
             block.stream.launch(partial(block.bytes.fill, POISON))
             self._free[len(block.bytes), block.stream].append(block)
+        self.in_use_nbytes += nbytes
+        self.reserved_nbytes = max(self.reserved_nbytes, self.in_use_nbytes)
         key = nbytes, self.current_stream()
-        if not self._free[key]:
-            self.reserved_nbytes += nbytes
-            return Block(*key)
-        return self._free[key].pop()
+        return self._free[key].pop() if self._free[key] else Block(*key)
 
     def copy(self, target, source):  # [3]
         for tensor in (target, source):

@@ -142,10 +142,10 @@ def _rows(case: Case, step: int) -> torch.Tensor:
 
 def wait_for_device(case: Case) -> None:
     """Until the device has done what was launched on it."""
-    if case.device == "cuda":
+    if case.device != "cpu":
         import torch
 
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
 
 class Cannot(Exception):  # noqa: N818  the contestant's word, not an error of ours

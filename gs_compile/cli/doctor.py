@@ -6,6 +6,7 @@ looks that need it: a broken one is a finding, not the end. Of drives and filesy
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from gs_compile.errors import ManifestError, ProfileError, StorageError, StorageLockedError, VersionError
-from gs_compile.machine import CGROUP, PROC, available_memory, format_bytes, meminfo, usable_memory
+from gs_compile.machine import CGROUP, PROC, available_memory, format_bytes, meminfo, usable_cores, usable_memory
 
 LITTLE_NBYTES = 4 << 30  # torch and a layer's activations take this much
 NEWEST_TORCH = (2, 13)  # that the tests have run with
@@ -113,6 +114,17 @@ def cuda(*, proc: Path = PROC) -> Check:
         found = f"{devices}; {format_bytes(PIN_NBYTES)} cannot be pinned ({str(error).splitlines()[0]}); {limited}"
         return Check(found, "ulimit -l unlimited; for docker, --ulimit memlock=-1", is_bad=True)
     return Check(f"{devices}; {format_bytes(PIN_NBYTES)} pinned; {limited}")
+
+
+def waiting_threads() -> Check:
+    """Whether torch's threads spin while they wait for each other, and whether others want these cores."""
+    is_passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    load, cores = os.getloadavg()[0], usable_cores()
+    found = f"{'sleep' if is_passive else 'spin'} while they wait; load {load:.1f} on {cores} cores"
+    if is_passive or load < max(1.0, cores / 2):
+        return Check(found)
+    advice = "others work here, and spinning threads are in their way: export OMP_WAIT_POLICY=passive before a run"
+    return Check(found, advice)
 
 
 def compiler() -> Check:
@@ -216,7 +228,12 @@ def durable_runs(directory: Path) -> Check:
     return Check("; ".join(words) or "none", advice)
 
 
-LOOKS: Mapping[str, Callable[[], Check]] = {"CUDA": cuda, "compiler": compiler, "solver": solver}
+LOOKS: Mapping[str, Callable[[], Check]] = {
+    "CUDA": cuda,
+    "threads": waiting_threads,
+    "compiler": compiler,
+    "solver": solver,
+}
 LOOKS_AT: Mapping[str, Callable[[Path], Check]] = {
     "direct I/O in": direct_io,
     "runs in": run_folder,

@@ -44,6 +44,7 @@ from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.options import Options
 from gs_compile.runtime.random_state import random_state, set_random_state
 from gs_compile.runtime.ranks import Ranks, told
+from gs_compile.runtime.stream import deterministic
 from gs_compile.runtime.units import CompiledUnits, MicroBatch
 
 absorb_libraries()
@@ -74,7 +75,7 @@ def greedysnake(
         begin = partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
 
     def run(*args: Any) -> list[Any]:
-        with turn(args), told(ranks := meet(args, checked, compilation)):
+        with turn(args), told(ranks := meet(args, checked, compilation)), deterministic(checked.deterministic):
             return run_together(args, ranks)
 
     def run_together(args: Sequence[Any], ranks: Ranks | None) -> list[Any]:

@@ -33,7 +33,7 @@ from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.ranks import Ranks, told
-from gs_compile.runtime.stream import without_autocast
+from gs_compile.runtime.stream import deterministic, without_autocast
 from gs_compile.runtime.units import Accumulator, CompiledUnits
 
 log = logging.getLogger(__name__)
@@ -353,7 +353,8 @@ class _Step(torch.autograd.Function):
                 "all of them. Leave inputs= out; freeze what is not to be trained (requires_grad_(False)) before the "
                 "model's first call; or use a torch.optim optimizer. Nothing was updated"
             )
-        with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks):
+        asked = call.compilation.options.deterministic
+        with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks), deterministic(asked):
             call.find_engine()
             call.tap(gradients)
             outside = call.outside(gradients)

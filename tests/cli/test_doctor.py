@@ -87,6 +87,23 @@ def test_a_torch_that_the_capture_does_not_know(monkeypatch):
     assert doctor.torch_version() == Check("torch 3 moved a hook", "install torch==2.13.0", is_bad=True)
 
 
+@pytest.mark.parametrize(
+    ("policy", "load", "state", "words"),
+    [
+        ("", 3.0, "warn", "spin while they wait; load 3.0 on 4 cores"),
+        ("", 1.0, "ok", "spin while they wait; load 1.0 on 4 cores"),
+        ("PASSIVE", 3.0, "ok", "sleep while they wait; load 3.0 on 4 cores"),
+    ],
+)
+def test_threads_that_spin_beside_others(monkeypatch, policy, load, state, words):
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
+    check = doctor.waiting_threads()
+    assert (check.state, check.found) == (state, words)
+    assert ("OMP_WAIT_POLICY=passive" in check.advice) == (state == "warn")
+
+
 @pytest.mark.parametrize(("devices", "name", "advice"), [([], "cpu", "install g++"), ([("H200", 1)], "cuda", "Triton")])
 def test_compilers(monkeypatch, devices, name, advice):
     monkeypatch.setattr(stream, "accelerators", lambda: devices)
@@ -234,7 +251,16 @@ def test_the_command(tmp_path):
     assert result.exit_code == (1 if "bad" in {check["state"] for check in checks.values()} else 0)
     assert "measured" in checks["machine profile"]["found"]
     of_storage = [f"{name} in {tmp_path}" for name in ("direct I/O", "runs", "durable runs")]
-    assert list(checks) == ["torch", "host memory", "CUDA", "compiler", "solver", "machine profile", *of_storage]
+    assert list(checks) == [
+        "torch",
+        "host memory",
+        "CUDA",
+        "threads",
+        "compiler",
+        "solver",
+        "machine profile",
+        *of_storage,
+    ]
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,7 @@
 """A run on the card whose backward takes minutes, as a script: `python signalled.py STORAGE`. It says when it is in it.
 
-Prints how the backward ended, and whether handlers have raised again in what cleans up after it.
+Prints how the backward ended, and whether handlers have raised again in what cleans up after it. With `durable` as a
+second argument every step is durable, and two are behind it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def say(words: str) -> None:
     sys.stdout.flush()
 
 
-def main(storage: str) -> None:
+DURABLE = {"durability": "step", "resume": "auto"}
+
+
+def main(storage: str, kind: str = "") -> None:
     os.environ.pop(figures.ENVIRONMENT, None)
     figures.give()
     card.native()
@@ -33,9 +37,12 @@ def main(storage: str) -> None:
         stream.DEVICES = {**stream.DEVICES, "card": Card}
         model = to(gpt2())
         optimizer = adamw(two_groups(model))
-        model.compile(backend="greedysnake", options=options(storage, alpha=0.0))
-        step(model, optimizer, tokens(0))
-        loss = loss_of(model, tokens(1))
+        model.compile(backend="greedysnake", options=options(storage, alpha=0.0, **(DURABLE if kind else {})))
+        for number in range(2 if kind else 1):
+            step(model, optimizer, tokens(number))
+        if kind:
+            optimizer.commit()
+        loss = loss_of(model, tokens(number + 1))
         card.delays(copy=0.5, operator=0.02)
         threading.Timer(0.3, lambda: say("in the backward")).start()
         try:
@@ -50,4 +57,4 @@ def main(storage: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -11,7 +11,8 @@ import inductor
 import pytest
 import torch
 from carded import Card, on_storage, to
-from tiered import Harness, adamw, gpt2, gpt2_with_frozen, loss_of, options, outcome, step, tokens, two_groups
+from lines import without
+from tiered import Harness, adamw, gpt2, gpt2_with_frozen, loss_of, muon, options, outcome, step, tokens, two_groups
 from zoo import small
 
 import gs_compile
@@ -19,9 +20,11 @@ from gs_compile.errors import DeviceError, MemoryBudgetError
 from gs_compile.model.first_call import where_of
 from gs_compile.planner.measure.machines import Where, free_nbytes
 from gs_compile.runtime import issue, lanes, stream
-from gs_compile.runtime.lanes import Ticket
-from gs_compile.runtime.stream import Accelerator, device_of
-from gs_compile.runtime.values import Held
+from gs_compile.runtime.issue import TieredExecutor
+from gs_compile.runtime.lanes import Lane, Ticket
+from gs_compile.runtime.muon import Orthogonalizer
+from gs_compile.runtime.stream import Accelerator, _Arrival, device_of
+from gs_compile.runtime.values import Held, ValueTable
 
 KEEPS_CAPTURES = True
 MIXED = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}
@@ -38,9 +41,9 @@ def learned(tmp_path_factory):
     """What a CPU learns in so many steps, and in the model of given sizes."""
 
     @cache
-    def learned(num_steps, **sizes):
+    def learned(num_steps, make=adamw, **sizes):
         given = options(tmp_path_factory.mktemp("cpu"), **MIXED)
-        return harness_on("cpu", **sizes).train(adamw, given, num_steps)
+        return harness_on("cpu", **sizes).train(make, given, num_steps)
 
     return learned
 
@@ -55,16 +58,36 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("kind", [Card, Accelerator])
 def test_twenty_steps_where_copies_are_slow(learned, tmp_path, monkeypatch, kind):
-    """With host memory that is registered, and with that of torch's own allocator."""
+    """With host memory that is registered, and with that of torch's own allocator. Each half of a step sets its clock."""
+    clocks, set_clock = [], Accelerator.set_clock
+    monkeypatch.setattr(Accelerator, "set_clock", lambda device: clocks.append(device) or set_clock(device))
     monkeypatch.setattr(stream, "DEVICES", {**stream.DEVICES, "card": kind})
     card.delays(copy=2e-4)
     before = card.counts()
     assert_same(harness_on("card:0").train(adamw, options(tmp_path, **MIXED), 20), learned(20))
     after = card.counts()
+    assert len(clocks) >= 2 * 20
     assert after.asynchronous - before.asynchronous > 20 * 20
     assert after.synchronous - before.synchronous < 20 * 20  # the batches, and values as they come and are looked at
     gc.collect()
     assert card.native().registered_nbytes() == 0
+
+
+def test_deterministic_algorithms_alone(learned, tmp_path, monkeypatch):
+    """While the model runs, in both halves of a step; not after it."""
+    expected, found, results = learned(3), set(), TieredExecutor._results
+
+    def looked(executor, op):
+        found.add((op.stage.phase, torch.are_deterministic_algorithms_enabled()))
+        return results(executor, op)
+
+    monkeypatch.setattr(TieredExecutor, "_results", looked)
+    with model_on("card:0", options(tmp_path, **MIXED, deterministic=True)) as (model, optimizer):
+        losses = [step(model, optimizer, tokens(number)) for number in range(3)]
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert losses == expected.losses
+    assert len(found) > 1
+    assert all(is_on for _, is_on in found)
 
 
 def test_units_in_pieces(tmp_path):
@@ -108,22 +131,41 @@ MUTATIONS = {
     "host memory is not pinned": (Card, "pin", nothing),
     "threads stand on the first device": (Card, "enter", nothing),
 }
+LINES = [  # each by itself; of what only the computation is behind, which is synchronous here, runtime/test_mutations.py
+    (Ticket, "join", "stream.wait_event(self.event)"),
+    (Ticket, "join", "wait_for(self.event, self._check)"),
+    (Ticket, "join", "self._wait_for_launch()"),
+    (Lane, "_work", "self._device.enter()"),
+    (Lane, "_carry_out", "join_all(task.after, self._stream)"),
+    (Lane, "_carry_out", "task.ticket.event = self._device.record(self._stream)"),
+    (TieredExecutor, "_compute", "join_all(self._awaited(op.reads, op.into), stream)"),
+    (TieredExecutor, "_submit", "self._users(value).use(value, ticket)"),
+    (TieredExecutor, "_submit", "self._users(value).change(value, ticket)"),
+    (ValueTable, "free", "self._held.keep(content, users)"),
+    (_Arrival, "__call__", "wait_for(self._event, self._check)"),
+    (Orthogonalizer, "_on_device", "wait_for(event, device.check)"),
+]
+MUTATIONS |= {f"{owner.__name__}.{name}: {line}": (owner, name, line) for owner, name, line in LINES}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_without_it_the_card_shows_it(learned, tmp_path, monkeypatch, mutation):
     """As other values, as poison or an error; where values are right, as a copy that is waited for, or as a touch."""
-    monkeypatch.setattr(*MUTATIONS[mutation])
+    owner, name, changed = MUTATIONS[mutation]
+    monkeypatch.setattr(owner, name, without(owner, name, changed) if isinstance(changed, str) else changed)
     monkeypatch.setattr(Card, "unpin", unpin)
+    make = muon if owner is Orthogonalizer else adamw
     card.set_device(1)
     card.delays(copy=2e-3)
     card.take_touches(0)
     before, found = card.counts(), None
     with suppress(Exception):
-        found = harness_on("card:1").train(adamw, options(tmp_path, **MIXED), 3)
+        found = harness_on("card:1").train(make, options(tmp_path, **MIXED), 3)
     after = card.counts()
     waits = after.synchronous - before.synchronous > after.asynchronous - before.asynchronous
-    is_right = found is not None and set(found.differences(learned(3))) <= {"norms"}
+    expected = learned(3, make)
+    is_right = found is not None and set(found.differences(expected)) <= {"norms"}
+    is_right = is_right and found.norms == pytest.approx(expected.norms, rel=1e-6)
     assert not is_right or waits or card.take_touches(0)
 
 

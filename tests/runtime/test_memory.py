@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gs_compile import progress
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.runtime import pages, slab
 from gs_compile.runtime.optimizer import PIECE, _square
@@ -68,6 +69,17 @@ def test_memory_is_pinned_as_long_as_it_is_mapped():
     gc.collect()
     assert not device.pinned
     assert not is_mapped(address)
+
+
+def test_all_of_torchs_threads_take_what_is_pinned(monkeypatch, caplog):
+    """Who pins pages that nobody has touched takes them one by one; while it lasts, a line says so."""
+    monkeypatch.setattr(progress, "LOGGED_SECONDS", 0.0)
+    pin, before, resident = Pinning.pin, nbytes_of("VmRSS"), []
+    monkeypatch.setattr(Pinning, "pin", lambda *given: resident.append(nbytes_of("VmRSS") - before) or pin(*given))
+    with caplog.at_level("INFO"):
+        whole = map_memory(2**26, Pinning())
+    assert resident[0] > 0.9 * len(whole)
+    assert "pinning 64.0 MiB of host memory took" in caplog.text
 
 
 def test_memory_that_cannot_be_pinned_is_refused(monkeypatch):

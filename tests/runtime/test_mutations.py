@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from happens_before import on_twin
+from lines import without
 from stream_twin import Twin, TwinStream
 from tiered import adamw, gpt2, options, step, tokens, two_groups
 
@@ -18,12 +19,13 @@ import gs_compile
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.placement.ranges import Occupants, Ranges
 from gs_compile.placement.users import Users
-from gs_compile.runtime import issue, lanes
+from gs_compile.runtime import ahead, issue, lanes
+from gs_compile.runtime.ahead import Ahead
 from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.optimizer import OptimizerStep
-from gs_compile.runtime.values import Held
+from gs_compile.runtime.values import Held, ValueTable
 
 KEEPS_CAPTURES = True
 CHOSEN = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}
@@ -61,6 +63,27 @@ MUTATIONS = {
 }
 
 
+LINES = [  # each by itself; more of them in device/test_runs_on_card.py
+    (TieredExecutor, "_submit", "after += self._launched()  # the memory was in use on the stream that computes"),
+    (TieredExecutor, "_launched", "ticket.event = self._device.record(stream)"),
+    (TieredExecutor, "_made", "former += users if is_new else ()"),
+    (TieredExecutor, "_compute", "self._users(value).change(value, ticket)"),
+    (ValueTable, "free", "place.end(users)"),
+]
+MUTATIONS |= {f"{owner.__name__}.{name}: {line}": (owner, name, line) for owner, name, line in LINES}
+
+TAKE_MORE = {
+    "what is held is never let go of": (Held, "let_go", nothing),
+    "nobody waits for room on the device": (TieredExecutor, "_wait_for_memory", nothing),
+}
+
+
+def has_what_is_planned(twin, _, optimizer):
+    engine = optimizer.engine
+    planned = dict(engine.programs[-1].peaks)["device"] + engine.planning.run.workload.workspace_nbytes
+    assert planned // 2 < twin.reserved_nbytes <= planned
+
+
 @pytest.mark.parametrize(
     "placement",
     [
@@ -69,31 +92,38 @@ MUTATIONS = {
     ],
 )
 def test_it_trains_the_same_and_every_access_is_ordered(harness, tmp_path, monkeypatch, placement):
-    """No computation is launched before the last but one has begun (fault 15).
+    """No computation is launched before the one before has begun, where that is asked for (fault 15).
 
-    An ordinary backward multiplies no gradient by 1.0 (fault 13), and its norms wait for nothing (fault 17).
+    The device has reserved no more than is planned. An ordinary backward multiplies no gradient by 1.0 (fault 13), and its norms wait for nothing (fault 17).
     """
     chosen, num_steps = PLACEMENTS[placement], 3 if "durable" in placement else 2
     maker = partial(adamw, max_grad_norm=0.5) if "clip" in chosen else adamw
     usual = {"separate_device": True, **chosen, "durability": "off"}
     expected = harness.train(maker, options(tmp_path, **usual), num_steps)
-    begun, results, norm = [], TieredExecutor._results, OptimizerStep.norm
+    begun, wait, add, norm = [], Ahead.wait, Ahead.add, OptimizerStep.norm
 
-    def launched(executor, op):
-        begun.append(executor.tiers.begun)
-        assert all(event.happened.is_set() for event in begun[-9:-1])
-        return results(executor, op)
+    def waited(*given):
+        wait(*given)
+        assert is_far or all(event.happened.is_set() for event in begun[-9:])
+
+    def added(self, what, clock, begin, end):
+        begun.append(begin)
+        add(self, what, clock, begin, end)
 
     def without_waiting(*given):
         with pytest.MonkeyPatch.context() as meanwhile:
             meanwhile.setattr(Twin, "synchronize", lambda _: pytest.fail("a norm waits for the device"))
             return norm(*given)
 
-    monkeypatch.setattr(TieredExecutor, "_results", launched)
+    is_far = placement == "on every tier"
+    monkeypatch.setattr(ahead, "AHEAD_SECONDS", 1.0 if is_far else 0.0)
+    monkeypatch.setattr(Ahead, "wait", waited)
+    monkeypatch.setattr(Ahead, "add", added)
     monkeypatch.setattr(TieredExecutor, "scale", lambda *_: pytest.fail("gradients are multiplied"))
     monkeypatch.setattr(OptimizerStep, "norm", without_waiting)
-    with on_twin():
-        found = harness.train(maker, options(tmp_path, **chosen), num_steps)
+    with on_twin() as checker:
+        look = partial(has_what_is_planned, checker.twin)
+        found = harness.train(maker, options(tmp_path, **chosen), num_steps, look=look)
     assert len(begun) > 9
     if "clip" in chosen:
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the norm is summed in another order
@@ -140,8 +170,15 @@ def host_memory(harness, tmp_path_factory):
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_without_it_something_is_not_ordered(harness, host_memory, tmp_path, monkeypatch, mutation):
     owner, name, changed = MUTATIONS[mutation]
-    monkeypatch.setattr(owner, name, changed)
+    monkeypatch.setattr(owner, name, without(owner, name, changed) if isinstance(changed, str) else changed)
     with suppress(Exception), on_twin() as checker:
         durability = "step" if owner is Commits else "off"
         harness.train(adamw, options(tmp_path, host_memory=host_memory, durability=durability, **CHOSEN), 2)
     assert checker.races
+
+
+@pytest.mark.parametrize("mutation", TAKE_MORE)
+def test_without_it_the_device_takes_more_than_is_planned(harness, tmp_path, monkeypatch, mutation):
+    monkeypatch.setattr(*TAKE_MORE[mutation])
+    with on_twin() as checker, pytest.raises(AssertionError, match="<="):
+        harness.train(adamw, options(tmp_path, **CHOSEN), 2, look=partial(has_what_is_planned, checker.twin))

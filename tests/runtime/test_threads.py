@@ -118,12 +118,15 @@ def test_a_number_set_since_stays(launched):
 
 
 @pytest.mark.parametrize(
-    ("num_here", "cores", "environment", "count"),
-    [(1, 8, None, 8), (4, 8, None, 2), (4, 3, None, 1), (4, 8, "8", 8), (2, 6, None, 4)],
-    ids=["alone", "its share", "one at least", "the user's", "bound"],
+    ("num_here", "cores", "environment", "beside", "alone"),
+    [(1, 8, None, 4, 6), (4, 16, None, 2, 2), (4, 3, None, 1, 1), (4, 8, "8", 4, 8), (2, 6, None, 2, 2)],
+    ids=["one rank", "its share", "one at least", "the user's", "bound"],
 )
-def test_the_updates_of_a_rank_have_its_share_of_the_cores(num_here, cores, environment, count, monkeypatch):
-    """Where no launcher says how many ranks there are, and none has bound them to cores of their own."""
+def test_the_updates_of_a_rank_have_its_share_of_the_cores(num_here, cores, environment, beside, alone, monkeypatch):
+    """Where no launcher says how many ranks there are, and none has bound them to cores of their own.
+
+    Half of them beside a computation on the CPU; beside a device all but two, in which others launch and move data.
+    """
     bound_to = 4 if cores == 6 else cores
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if environment:
@@ -132,4 +135,5 @@ def test_the_updates_of_a_rank_have_its_share_of_the_cores(num_here, cores, envi
     monkeypatch.setattr(threads.os, "cpu_count", lambda: cores)
     monkeypatch.setattr(threads, "usable_cores", lambda: bound_to)
     monkeypatch.setattr(threads, "correct_thread_count", lambda: bound_to if environment is None else int(environment))
-    assert threads.update_threads(beside_compute=False, num_here=num_here) == count
+    assert threads.update_threads(beside_compute=True, num_here=num_here) == beside
+    assert threads.update_threads(beside_compute=False, num_here=num_here) == alone

@@ -8,7 +8,8 @@ The executor and the simulator share one rule, so that a prediction and a run di
 3. Memory verbs happen as they are issued, on no lane. Readers of what they define wait for what those verbs read. The
    one that copies what a layer saves, where device and host are one memory, holds the issue loop until it is made.
 4. Where the issue loop computes itself (`inline`: the device is the CPU), a computation holds it until it is over.
-   Where a stream computes, it issues a computation once the one before has begun: it is never further ahead than one.
+   Where a stream computes, it issues a computation once the one before has begun; the executor goes on earlier with
+   short ones, by milliseconds (`runtime/ahead.py`).
 5. An operation that writes a new value into host memory waits for those who still work on what was in that range of
    the program's slab before.
 6. An operation that takes device memory is issued once there is room for it, within what the program may have there
