@@ -42,6 +42,7 @@ def test_links_of_the_repository_lead_to_pages_of_the_site():
         ("loops.md", "[a](../examples/train.yaml)", "[a](examples.md#trainyaml)"),
         ("reference/hf.md", "[a](../huggingface.md)", "[a](../huggingface.md)"),
         ("loops.md", "[a](../benchmarks/results) [b](https://arxiv.org) [c](#d)", "a [b](https://arxiv.org) [c](#d)"),
+        ("index.md", "[docs/what_fits.md](docs/what_fits.md)", "[What fits](what_fits.md)"),
         ("loops.md", "![a](figures/step.svg)", "![a](figures/step.svg)"),
         ("loops.md", "[a](nowhere.py)", "[a](nowhere.py)"),  # the build fails there
     ):
@@ -55,7 +56,7 @@ def test_the_pages_that_are_made_have_every_example_and_every_command():
     assert all((pages.ROOT / "examples" / name).exists() for name in examples)
     commands = re.findall(r"^## (greedysnake.*)$", made["command_line.md"], re.M)
     assert {"greedysnake plan", "greedysnake store gc", "greedysnake fit"} < set(commands)
-    assert re.search(r"^\| `--host-memory \S+` \| \S", made["command_line.md"], re.M)
+    assert re.search(r"^\| `--host-memory` \S+ \| \S", made["command_line.md"], re.M)
 
 
 def test_the_picture_of_the_readme_is_small_and_well_formed():

@@ -70,17 +70,23 @@ def _command(command: Any, name: str) -> Iterator[str]:
     records = [record for each in command.get_params(context) if (record := each.get_help_record(context))]
     if records:
         yield "\n| option | meaning |\n| --- | --- |\n"
-        yield from (f"| `{_cell(option)}` | {_cell(text)} |\n" for option, text in records)
+        yield from (f"| {_cell(_named(option))} | {_cell(text)} |\n" for option, text in records)
     for each, inner in getattr(command, "commands", {}).items():
         yield from _command(inner, f"{name} {each}")
 
 
+def _named(option: str) -> str:
+    """An option, and what it takes: "--after PASS" as "`--after` PASS"."""
+    name, _, takes = option.partition(" ")
+    return f"`{name}` {takes}".rstrip()
+
+
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("  ", " ")
+    return text.replace("<", "&lt;").replace("|", " &#124; ").replace("  ", " ")
 
 
 def linked(markdown: str, page: str) -> str:
-    """A page's text with links to pages of the site; a file that the site does not have is named without a link."""
+    """A page's text with links to pages of the site, by their titles; what the site does not have is named alone."""
     folder = (ROOT / AT_THE_ROOT[page] if page in AT_THE_ROOT else DOCS / page).parent
 
     def there(found: re.Match[str]) -> str:
@@ -91,7 +97,8 @@ def linked(markdown: str, page: str) -> str:
             return text if path.exists() else found[0]
         if uri == "examples.md":
             anchor = f"#{path.name.lower().replace('.', '')}"
-        return f"[{text}]({os.path.relpath(uri, Path(page).parent)}{anchor})"
+        name = _title(path) if text.endswith(".md") else text
+        return f"[{name}]({os.path.relpath(uri, Path(page).parent)}{anchor})"
 
     return LINK.sub(there, markdown)
 
@@ -104,6 +111,11 @@ def _page_of(path: Path) -> str | None:
     if path.is_relative_to(ROOT / "examples"):
         return "examples.md"
     return path.relative_to(DOCS).as_posix() if path.is_relative_to(DOCS) else None
+
+
+def _title(path: Path) -> str:
+    """A page's own, in the place of its file's name."""
+    return path.read_text().partition("\n")[0].removeprefix("# ")
 
 
 def plain(markdown: str) -> str:
