@@ -10,6 +10,7 @@ has asked for less motion it stands still.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby, pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -35,7 +36,7 @@ LANES = {  # as the picture calls them
 }
 LEFT, WIDTH, TOP, ROW, BAR = 104, 880, 44, 30, 22  # pixels
 LOOP = 14  # seconds of a viewer
-LABEL = 40  # pixels of a layer's name
+LABEL, NUMBER = 40, 7  # pixels of a layer's name, and of a micro-batch's number
 NARROW = 0.6  # pixels; a bar is at least as wide, and nearer ones are drawn as one
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #7a828c }
@@ -103,7 +104,7 @@ def _bars(simulation: Simulation) -> Iterator[str]:
         yield f'<path fill="{COLOURS[kind]}" d="{path}"/>'
     for span in simulation.spans:
         left, right = _x(simulation, span.start_seconds), _x(simulation, span.stop_seconds)
-        if span.lane == "compute" and span.op.verb in CODE and right - left > 8:
+        if span.lane == "compute" and span.op.verb in CODE and right - left > NUMBER:
             y = TOP + ROW * list(LANES).index("compute") + BAR / 2 + 4
             yield f'<text class="number" x="{(left + right) / 2:.1f}" y="{y:g}">{span.op.micro_batch}</text>'
 
@@ -120,20 +121,17 @@ def _merged(edges: Iterator[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _stages(simulation: Simulation) -> Iterator[str]:
-    """The layers' names above the bars, each from its first computation on."""
+    """The phases and the layers above the bars, each from its first computation on."""
     yield f'<text x="0" y="14">one step,</text><text x="0" y="32">{NUM_MICRO_BATCHES} micro-batches</text>'
-    phase, last, end = None, None, 0.0
-    for span in simulation.spans:
-        stage = span.op.stage
-        if span.lane != "compute" or span.op.verb not in CODE or stage == last:
-            continue
-        x, last = _x(simulation, span.start_seconds), stage
-        if stage.phase != phase:
-            yield f'<text x="{x + (LEFT if x < LEFT else 0):.1f}" y="14">{escape(stage.phase)}</text>'
-            phase = stage.phase
-        if isinstance(stage.unit, int):
-            label = f"layer {stage.unit}" if x > end else str(stage.unit)
-            end = x + LABEL
+    codes = [span for span in simulation.spans if span.lane == "compute" and span.op.verb in CODE]
+    starts = [next(spans) for _, spans in groupby(codes, key=lambda span: span.op.stage)]
+    for _, phase in groupby(starts, key=lambda span: span.op.stage.phase):
+        first = next(phase)
+        yield f'<text x="{_x(simulation, first.start_seconds):.1f}" y="14">{first.op.stage.phase}</text>'
+    for span, after in pairwise([*starts, codes[-1]]):
+        x, unit = _x(simulation, span.start_seconds), span.op.stage.unit
+        if isinstance(unit, int):
+            label = f"layer {unit}" if _x(simulation, after.start_seconds) - x > LABEL else str(unit)
             yield f'<text class="small" x="{x:.1f}" y="32">{label}</text>'
 
 
