@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from benchmarks import picture
 from docs.site import pages
 
 SETTINGS = yaml.safe_load((pages.ROOT / "mkdocs.yml").read_text())
@@ -60,9 +61,13 @@ def test_the_pages_that_are_made_have_every_example_and_every_command():
 
 
 def test_the_picture_of_the_readme_is_small_and_well_formed():
-    picture = pages.DOCS / "figures" / "step.svg"
-    assert picture.stat().st_size < 100 * 1024
-    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert picture.TARGET.stat().st_size < 100 * 1024
+    assert ElementTree.parse(picture.TARGET).getroot().tag.endswith("svg")
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme_is_what_its_command_draws():
+    assert picture.TARGET.read_text() == picture.svg(picture.simulated())
 
 
 @pytest.mark.slow
