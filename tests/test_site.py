@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -58,6 +59,19 @@ def test_the_pages_that_are_made_have_every_example_and_every_command():
     commands = re.findall(r"^## (greedysnake.*)$", made["command_line.md"], re.M)
     assert {"greedysnake plan", "greedysnake store gc", "greedysnake fit"} < set(commands)
     assert re.search(r"^\| `--host-memory` \S+ \| \S", made["command_line.md"], re.M)
+
+
+def test_a_notebook_is_shown_by_its_cells(tmp_path, monkeypatch):
+    cells = [{"cell_type": "markdown", "source": ["# Proof"]}, {"cell_type": "code", "source": ["a = 1\n", "a"]}]
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "proof.ipynb").write_text(json.dumps({"cells": cells}))
+    made = pages.made()["examples.md"]
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "AT_THE_ROOT", {})
+    (tmp_path / "LICENSE").touch()
+    assert pages.made()["examples.md"] == made.partition("\n## ")[0] + (
+        "\n## proof.ipynb\n\n# Proof\n\n```python\na = 1\na\n```\n"
+    )
 
 
 def test_the_picture_of_the_readme_is_small_and_well_formed():

@@ -4,11 +4,14 @@ between any of these, which are written for a reader of the repository, lead to 
 
 from __future__ import annotations
 
+import ast
 import inspect
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import typer
@@ -26,7 +29,7 @@ AT_THE_ROOT = {  # pages, and the files that they are made of
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
 }
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".ipynb": "json", ".md": "markdown"}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash"}
 LINK = re.compile(r"\[([^\]\[]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 DIRECTIVE = re.compile(r"^::: ([\w.]+)\n(?: {4}.*\n)*", re.MULTILINE)
 
@@ -54,9 +57,23 @@ def undocumented() -> list[str]:
 
 
 def _examples() -> Iterator[str]:
-    yield "# Examples\n\nScripts that run as they are, each with its command.\n"
+    yield "# Examples\n\nScripts that run as they are. Each says its command; its code unfolds.\n"
     for path in sorted((ROOT / "examples").glob("[a-z]*.*")):
-        yield f"\n## {path.name}\n\n```{LANGUAGES[path.suffix]}\n{path.read_text()}```\n"
+        yield f"\n## {path.name}\n"
+        if path.suffix == ".ipynb":
+            yield from _cells(json.loads(path.read_text()))
+            continue
+        if path.suffix == ".py":
+            yield f"\n{ast.get_docstring(ast.parse(path.read_text()))}\n"
+        fenced = f"```{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}```"
+        yield f'\n??? example "{path.name}"\n\n{indent(fenced, " " * 4)}\n'
+
+
+def _cells(notebook: Mapping[str, Any]) -> Iterator[str]:
+    """A notebook's text, and its code in fences."""
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        yield f"\n```python\n{text}\n```\n" if cell["cell_type"] == "code" else f"\n{text}\n"
 
 
 def _commands() -> Iterator[str]:
