@@ -15,7 +15,7 @@ import gs_compile
 from gs_compile.passes.vertical import vertical
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 ON_SSD = """"expert": {"compiler": "eager", "recompute": "all", "alpha": 0, "ratios":
     {"parameter": 0, "checkpoint": 0, "optimizer": 0}}, """  # so that nothing is planned
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md|json|html))`")
