@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest # as many workers as cores: threads of torch would be in their way
 PEERS := .venv-peers
+DOCS := .venv-docs
 OLDEST := .venv-oldest
 ZOO := .venv-zoo
 ACCELERATOR := $(if $(shell command -v nvidia-smi),cuda,cpu)
@@ -15,7 +16,7 @@ GPU_ARGS ?= --minutes 60
 RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow oldest lint types dist race zoo gpu clean
+.PHONY: help demo test slow oldest lint types dist race zoo gpu site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,8 +59,11 @@ zoo: $(ZOO)/.installed ## try architectures of other packages; half an hour, doc
 gpu: $(STAMP) ## on a CUDA device: two minutes of smoke, its tests, rates of lanes, step times and the race
 	$(BIN)/python -m benchmarks.gpu --peers-python $(PEERS)/bin/python $(GPU_ARGS)
 
+site: $(DOCS)/.installed ## build the documentation into site/, and fail at a broken link or an undocumented name
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(PEERS) $(OLDEST) $(ZOO) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(OLDEST) $(ZOO) $(DOCS) site build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -78,6 +82,11 @@ $(ZOO)/.installed: pyproject.toml constraints.txt benchmarks/zoo/requirements.tx
 	$(ZOO)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[hf]' \
 		$$(grep -v -e '^#' -e '^litgpt' benchmarks/zoo/requirements.txt)
 	$(ZOO)/bin/python -m pip install --quiet --no-deps $$(grep '^litgpt' benchmarks/zoo/requirements.txt)
+	@touch $@
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 # The peers' environment: their versions, and DeepSpeed with its C++ operators, which take minutes to build, once.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gs_compile import hf
     from gs_compile.hf.weights import from_pretrained, save_pretrained
     from gs_compile.model.inspection import Inspection, inspect
+    from gs_compile.model.loss_scale import LossScaler
     from gs_compile.model.materialize import materialize, streaming
     from gs_compile.model.muon import Muon
     from gs_compile.model.optim import SGD, Adam, AdamW, Lion

@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tiny import tiny
+from zoo import VOCAB
 
+import gs_compile
 from gs_compile.passes.vertical import vertical
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+ON_SSD = """"expert": {"compiler": "eager", "recompute": "all", "alpha": 0, "ratios":
+    {"parameter": 0, "checkpoint": 0, "optimizer": 0}}, """  # so that nothing is planned
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md|json|html))`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)[^)]*\)")
 
@@ -43,3 +49,17 @@ def test_the_pass_that_contributing_writes_runs(capsys):
     orders = [[op.micro_batch for op in ops if op.micro_batch is not None] for _, ops in after.stages()]
     assert all(order in ([], [1, 0]) for order in orders)
     assert [1, 0] in orders
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/start.md"])
+def test_the_loop_that_is_read_first_trains(name, tmp_path):
+    (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+    model = tiny()
+    tokens = torch.randint(VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+    with torch.no_grad():
+        before = model(**batch).loss.item()
+    code = code.replace('"/mnt/nvme0/me"', f'"{tmp_path}"').replace('"storage"', f'{ON_SSD}"storage"')
+    exec(code, {"gs_compile": gs_compile, "model": model, "loader": [batch] * 3})
+    with torch.no_grad():
+        assert model(**batch).loss.item() < before

@@ -223,7 +223,7 @@ def lanes(
     """
     until, rows = until or simulation.seconds, list(simulation.busy)
     with _figure(path, (9.6, 0.9 + 0.42 * len(rows)), title) as axes:
-        for (lane, kind), pieces in sorted(_bars(simulation, since, until).items(), key=_legend_order):
+        for (lane, kind), pieces in sorted(bars(simulation, since, until).items(), key=_legend_order):
             axes.broken_barh(
                 pieces,
                 (rows.index(lane) - 0.36, 0.72),
@@ -267,7 +267,7 @@ def _figure(path: str | Path, inches: tuple[float, float], title: str) -> Iterat
         figure.savefig(path, dpi=160, metadata=metadata)
 
 
-def _bars(simulation: Simulation, since: float, until: float) -> Mapping[tuple[str, str], list[tuple[float, float]]]:
+def bars(simulation: Simulation, since: float, until: float) -> Mapping[tuple[str, str], list[tuple[float, float]]]:
     """Start and length of what is in view, of this step or of those before and after it, by lane and kind."""
     found: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for span in simulation.spans:
