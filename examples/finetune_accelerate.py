@@ -4,7 +4,7 @@ The model is small and made here, and reads the bytes of the help text that ship
 checkpoint of transformers and its tokens. Two lines are other than in accelerate's guides, the optimizer's and
 that of `prepare`.
 
-    python examples/finetune_accelerate.py --steps 10  25 s, 0.63 GiB, loss 5.58 to 3.35
+    python examples/finetune_accelerate.py --steps 10  25 s, 0.63 GiB, loss 5.59 to 3.35
     python examples/finetune_accelerate.py
     torchrun --nproc-per-node 2 examples/finetune_accelerate.py
     python examples/finetune_accelerate.py --model /path/to/a/checkpoint --storage /path/on/an/nvme/drive
