@@ -16,12 +16,12 @@ GPU_ARGS ?= --minutes 60
 RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow oldest lint types dist race zoo gpu site clean
+.PHONY: help demo test slow oldest lint types dist plug race zoo gpu site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest, RACE_ARGS to the race, ZOO_ARGS to the zoo, GPU_ARGS to gpu."
+	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest, PLUG_ARGS to plug, RACE_ARGS to the race, ZOO_ARGS to the zoo, GPU_ARGS to gpu."
 
 demo: $(STAMP) ## train a small GPT-2 from SSD, checked against plain PyTorch
 	$(BIN)/python examples/train_gpt2.py --check
@@ -35,9 +35,10 @@ slow: $(STAMP) ## run the slow tests, and laws on more examples
 oldest: $(OLDEST)/.installed ## run the tests of HuggingFace's tools with their oldest versions
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) tests/hf
 
-lint: $(STAMP) ## check style and format
+lint: $(STAMP) ## check style and format, and the Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
 
 types: $(STAMP) ## check types
 	$(BIN)/mypy
@@ -49,6 +50,9 @@ dist: $(STAMP) ## build sdist and wheel, and try the wheel in an environment of 
 		&& $(PYTHON) -m venv "$$folder/env" \
 		&& "$$folder/env/bin/pip" install --quiet --constraint constraints.txt dist/*.whl \
 		&& cp tests/installed.py "$$folder" && cd "$$folder" && env/bin/python installed.py
+
+plug: $(STAMP) ## kill a run at random moments, go on, and compare it bit for bit with one that was left alone
+	$(BIN)/python -m benchmarks.plug $(PLUG_ARGS)
 
 race: $(STAMP) $(PEERS)/.installed ## race other systems on the same model; a quarter of an hour, docs/race.md
 	$(BIN)/python -m benchmarks.race.race --peers-python $(PEERS)/bin/python $(RACE_ARGS)

@@ -1,9 +1,10 @@
-"""CPU seconds to the end of a first step: a tiny GPT-2 with torch.compile's inductor, and with this backend.
+"""CPU seconds to the end of a first step: a tiny GPT-2, or GPT-2, with torch.compile's inductor, and with this backend.
 
 Each runs in a process of its own, first without inductor's caches on disk, then with those that it has left. Seconds
 are of the process and of the C++ compilers that it starts, with one thread, and without imports and the model.
 
     python benchmarks/first_step.py --output benchmarks/results/first_step.json
+    python benchmarks/first_step.py --size gpt2 --backends "greedysnake on SSD"
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ import tempfile
 from pathlib import Path
 
 BOUND = 2.0  # of the seconds that torch.compile takes
+BACKENDS = ("inductor", "greedysnake", "greedysnake on SSD")
+SIZES = {  # fields of GPT2Config, and the lengths of the steps
+    "tiny": ({"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 1024}, (64, 48, 57, 33)),
+    "gpt2": ({}, (128, 128)),
+}
 
 
 def cpu_seconds() -> float:
@@ -26,8 +32,8 @@ def cpu_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def measure(backend: str) -> dict[str, float]:
-    """Seconds to the first step, and then of a step with each of three further lengths."""
+def measure(backend: str, size: str) -> dict[str, float]:
+    """Seconds to the first step, and then of a step with each of the further lengths."""
     import torch
     import transformers
 
@@ -35,8 +41,8 @@ def measure(backend: str) -> dict[str, float]:
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=4, n_embd=128, n_head=4, n_positions=128, vocab_size=1024)
-    config.bos_token_id = config.eos_token_id = 0
+    fields, lengths = SIZES[size]
+    config = transformers.GPT2Config(**fields, bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config).train()
     with tempfile.TemporaryDirectory() as storage:
         start = cpu_seconds()
@@ -50,12 +56,12 @@ def measure(backend: str) -> dict[str, float]:
                 options["expert"] = {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}, "alpha": 0.0}
             model.compile(backend="greedysnake", options=options)
         found = {}
-        for length in (64, 48, 57, 33):
-            ids = torch.randint(0, 1024, (4, length))
+        for number, length in enumerate(lengths):
+            ids = torch.randint(0, config.vocab_size, (4, length))
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found["first_step" if length == 64 else f"length_{length}"] = cpu_seconds() - start
+            found[f"length_{length}" if number else "first_step"] = cpu_seconds() - start
             start = cpu_seconds()
         del model, optimizer
     return found
@@ -64,17 +70,19 @@ def measure(backend: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--size", choices=list(SIZES), default="tiny")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--only", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only:
-        print(json.dumps(measure(arguments.only)))
+        print(json.dumps(measure(arguments.only, arguments.size)))
         return
     seconds: dict[str, dict[str, dict[str, float]]] = {"cold": {}, "warm": {}}
-    for backend in ("inductor", "greedysnake", "greedysnake on SSD"):
+    for backend in arguments.backends:
         with tempfile.TemporaryDirectory() as cache:
             settings = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
             for caches, found in seconds.items():
-                command = [sys.executable, __file__, "--only", backend]
+                command = [sys.executable, __file__, "--size", arguments.size, "--only", backend]
                 done = subprocess.run(
                     command, check=True, capture_output=True, text=True, env={**os.environ, **settings}
                 )
@@ -84,7 +92,7 @@ def main() -> None:
         f"{caches}, {backend}": found[backend]["first_step"] / found["inductor"]["first_step"]
         for caches, found in seconds.items()
         for backend in found
-        if backend != "inductor"
+        if backend != "inductor" and "inductor" in found
     }
     for name, ratio in ratios.items():
         print(f"{name}: {ratio:.2f} x the CPU seconds of torch.compile to a first step (bound {BOUND:g})")

@@ -1,21 +1,26 @@
-"""Train a model the size of GPT-2 XL (1.5 B parameters) within 6 GiB of host memory.
+"""Fine-tune a model of the shape of GPT-2 XL, 1.5 B parameters, in full, from SSD, with 6 GiB of host memory.
 
 In fp32 with AdamW, parameters, gradients and moments take 16 bytes a parameter, 25 GB in all. Here parameters are bf16
-with fp32 masters, most of it on SSD; about 22 GB of free disk are needed. The weights are random: this shows memory
-and time, not learning.
+with fp32 masters, most of it on SSD; about 22 GB of free disk are needed. It reads the help text that ships with every
+CPython: as bytes, where the weights are random, and as the tokens of a checkpoint that `--model` brings to storage.
 
-    python examples/bigger_than_memory.py --storage /path/on/an/nvme/drive
+    python examples/bigger_than_memory.py --compiler eager --sequence 32 --micro-batches 2  34 s a step, 5.9 + 2.9 GiB
+    python examples/bigger_than_memory.py --model /path/to/a/checkpoint --storage /path/on/an/nvme/drive
+
+Measured 2026-11-21 on 2 cores, of random tokens: seconds by the clock; the most memory that was in the budget, and that
+the process held beside it (0.3 GiB before the model, the rest to compute in). 15.8 GiB were on SSD.
 """
 
 from __future__ import annotations
 
 import argparse
+import pydoc_data.topics
 import re
 import time
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import gs_compile
 from gs_compile.machine import format_bytes
@@ -34,6 +39,11 @@ def memory_nbytes(name: str) -> int:
     return int(found[0]) << 10
 
 
+def tokens(path: str | None) -> torch.Tensor:
+    prose = "\n".join(pydoc_data.topics.topics.values())
+    return torch.tensor(AutoTokenizer.from_pretrained(path)(prose)["input_ids"] if path else list(prose.encode()))
+
+
 def build(size: str, sequence: int) -> GPT2LMHeadModel:
     layers, width, heads = SIZES[size]
     config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=max(1024, sequence), use_cache=False)
@@ -43,10 +53,11 @@ def build(size: str, sequence: int) -> GPT2LMHeadModel:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="gpt2-xl")
+    parser.add_argument("--model", help="a checkpoint of transformers: its folder, in the place of --size")
     parser.add_argument("--host-memory", default="6GiB")
     parser.add_argument("--precision", choices=("model", "bf16"), default="bf16")
     parser.add_argument("--storage", type=Path, default=Path.home() / ".cache/greedysnake")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--compiler", choices=("auto", "inductor", "eager"), default="auto")
@@ -55,7 +66,10 @@ def main() -> None:
     idle = memory_nbytes("VmRSS")
     torch.manual_seed(0)
     start = time.perf_counter()
-    model = gs_compile.init_on_storage(lambda: build(arguments.size, arguments.sequence), storage=arguments.storage)
+    if arguments.model:
+        model = gs_compile.from_pretrained(AutoModelForCausalLM, arguments.model, storage=arguments.storage).train()
+    else:
+        model = gs_compile.init_on_storage(lambda: build(arguments.size, arguments.sequence), storage=arguments.storage)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{count / 1e6:.0f} M parameters built on storage in {time.perf_counter() - start:.0f} s")
     print(f"fp32 AdamW in memory would take {format_bytes(16 * count)}")
@@ -70,9 +84,10 @@ def main() -> None:
     }
     model.compile(backend="greedysnake", options=options)
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-4)
-    generator = torch.Generator().manual_seed(0)
+    text, generator = tokens(arguments.model), torch.Generator().manual_seed(0)
     for step in range(arguments.steps):
-        ids = torch.randint(50257, (arguments.micro_batches, arguments.sequence), generator=generator)
+        places = torch.randint(len(text) - arguments.sequence, (arguments.micro_batches,), generator=generator).tolist()
+        ids = torch.stack([text[place : place + arguments.sequence] for place in places])
         start = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

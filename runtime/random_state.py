@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gs_compile.errors import ResumeError
+
 
 def random_state() -> dict[str, str]:
     """By generator: "cpu" and each device in use by its name, "python", "numpy"."""
@@ -24,19 +26,29 @@ def random_state() -> dict[str, str]:
 
 
 def set_random_state(state: Mapping[str, str]) -> None:
-    """Have all generators go on from a state; what is not in it, or of a device that is not here, stays as it is."""
+    """Have all generators go on from a state; what is not in it, or of a device that is not here, stays as it is.
+
+    Raises ResumeError for what is no state of its generator.
+    """
     for name, text in state.items():
-        if name == "python":
-            version, internal, gauss = json.loads(text)
-            random.setstate((version, tuple(internal), gauss))
-        elif name == "numpy":
-            found: dict[str, Any] = json.loads(text)
-            found["state"]["key"] = np.array(found["state"]["key"], np.uint32)
-            np.random.set_state(found)
-        elif name == "cpu":
-            torch.set_rng_state(_tensor(text))
-        elif name in dict(_device_states()):
-            torch.get_device_module(name).set_rng_state(_tensor(text), name)
+        try:
+            _set(name, text)
+        except (LookupError, OverflowError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+            raise ResumeError(f"the commit's state of random numbers of {name!r} is none: {error}") from error
+
+
+def _set(name: str, text: str) -> None:
+    if name == "python":
+        version, internal, gauss = json.loads(text)
+        random.setstate((version, tuple(internal), gauss))
+    elif name == "numpy":
+        found: dict[str, Any] = json.loads(text)
+        found["state"]["key"] = np.array(found["state"]["key"], np.uint32)
+        np.random.set_state(found)
+    elif name == "cpu":
+        torch.set_rng_state(_tensor(text))
+    elif name in dict(_device_states()):
+        torch.get_device_module(name).set_rng_state(_tensor(text), name)
 
 
 def _device_states() -> Iterator[tuple[str, torch.Tensor]]:

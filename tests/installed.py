@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import json
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import gs_compile
+from gs_compile.planner.measure.machines import known
 
 NUM_STEPS = 3
 
@@ -50,7 +52,14 @@ def main() -> None:
     command = Path(sys.executable).with_name("greedysnake")
     said = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout.split()
     assert said == ["greedysnake", importlib.metadata.version("greedysnake")], said
-    subprocess.run([command, "doctor", "--json"], capture_output=True, check=False)
+    found = subprocess.run([command, "doctor", "--json"], capture_output=True, text=True, check=False)
+    assert found.returncode in (0, 1), found.stderr
+    assert json.loads(found.stdout), "the doctor says what it has found"
+    told = [importlib.metadata.distribution("greedysnake").read_text(name) for name in ("entry_points.txt", "METADATA")]
+    assert "greedysnake = gs_compile.model.backend:greedysnake" in str(told[0])
+    assert "Provides-Extra: hf" in str(told[1])
+    assert Path(gs_compile.__file__).with_name("py.typed").exists()
+    assert "rtx4090" in known(), "profiles of machines are data of the package"
 
     torch.manual_seed(0)
     model = Classifier()

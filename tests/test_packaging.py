@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import email
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -77,6 +80,52 @@ def test_an_installed_wheel_imports_from_anywhere(wheel, tmp_path):
     assert run.returncode == 0, run.stderr
     folder = tmp_path / "site" / "gs_compile"
     assert run.stdout.split() == [str(each / "__init__.py") for each in (folder, *(folder / wing for wing in WINGS))]
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains(wheel, tmp_path):
+    """As `make dist` has it, but that torch and others are those of this environment."""
+    made = python("-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    environment = tmp_path / "env" / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
+    shutil.copy(ROOT / "tests" / "installed.py", tmp_path)
+    install = ["--python", environment, "install", "--no-deps", "--no-index", wheel.filename]
+    installed = python("-m", "pip", *install, cwd=tmp_path)
+    assert installed.returncode == 0, installed.stderr
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # not the editable installation, which comes later
+    run = subprocess.run(
+        [environment, tmp_path / "installed.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "is installed, and trains" in run.stdout
+
+
+def test_the_metadata_is_whole(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    found = email.message_from_bytes(wheel.read(name))
+    for field in ("Summary", "Author", "License-Expression", "Keywords", "Project-URL", "Requires-Python"):
+        assert found[field], field
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert {"hf", "plot", "test", "dev"} <= set(found.get_all("Provides-Extra"))
+    oldest = found["Requires-Python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {oldest}" in found.get_all("Classifier")
+    readme = (ROOT / "README.md").read_text()
+    (torch,) = (each.removeprefix("torch>=") for each in found.get_all("Requires-Dist") if each.startswith("torch>="))
+    assert f"torch {torch} or newer" in readme
+    assert f"Python {oldest} or newer" in readme
+
+
+def test_the_image_has_the_tested_versions_and_the_command():
+    lines = (ROOT / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (python,) = re.findall(r"^FROM python:([\d.]+)-slim$", lines, re.M)
+    assert f"Programming Language :: Python :: {python}" in project["classifiers"]
+    assert re.findall(r"torch==\S+", lines) == re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.M)
+    assert set(re.findall(r"/src\[(\w+)\]", lines)) <= project["optional-dependencies"].keys()
+    assert re.findall(r'^CMD \["(\w+)"', lines, re.M) == list(project["scripts"])
+    assert not {"pyproject.toml", "README.md", "LICENSE", *WINGS} & set((ROOT / ".dockerignore").read_text().split())
 
 
 @pytest.mark.parametrize("wing", WINGS)

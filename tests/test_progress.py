@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 
 import pytest
@@ -51,6 +52,11 @@ def test_a_first_step(stream, measured, tmp_path, monkeypatch, caplog):
         assert (
             f"{progress.CLEAR}greedysnake: moving parameters {'━' * progress.WIDTH}{progress.CLEAR}" in shown.getvalue()
         )
+        for words in STAGES[
+            1:3
+        ]:  # what takes longest: a bar by classes of layers, of which the model has three and one
+            bars = set(re.findall(rf"{words} (━*─*)", shown.getvalue()))
+            assert {"─" * progress.WIDTH, "━" * progress.WIDTH} <= bars, words
         assert shown.getvalue().endswith(progress.CLEAR)
     else:
         assert shown.getvalue() == ""

@@ -249,9 +249,15 @@ class Kept:
         return deepcopy(found)
 
     def give_back(self, found: Mapping[str, Any]) -> None:
-        """Have each object take up its state of a snapshot, where that has one."""
-        for name in self.states.keys() & found.keys():
-            self.states[name].load_state_dict(_as_it_was(found[name]))
+        """Have each object take up its state of a snapshot, where that has one.
+
+        Raises ResumeError where an object cannot take its state.
+        """
+        for name in sorted(self.states.keys() & found.keys()):
+            try:
+                self.states[name].load_state_dict(_as_it_was(found[name]))
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise ResumeError(f"the commit's state of {name} is none that it takes: {error!r}") from error
 
 
 # What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.

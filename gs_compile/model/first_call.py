@@ -25,7 +25,7 @@ from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Masters, Options
 from gs_compile.planner.measure.machines import Where
 from gs_compile.planner.programs import StepPrograms
-from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS
+from gs_compile.planner.resumed import ACCUMULATES, num_calls_of
 from gs_compile.planner.run import ModelAtHand, Run
 from gs_compile.program.ir import Unit
 from gs_compile.runtime.coordinators import Setting
@@ -83,7 +83,7 @@ def plan_tiers(
             where=where_of([args[index] for index in first.spans]),
             clip=optimizer.max_grad_norm is not None,
             accumulate=optimizer.accumulates or bool(former.get(ACCUMULATES)),
-            num_calls=max(optimizer.num_calls, former.get(NUM_CALLS, 1)),
+            num_calls=max(optimizer.num_calls, num_calls_of(former)),
             ranks=ranks,
             host_nbytes=host_nbytes,
         )

@@ -26,7 +26,7 @@ import torch
 
 from gs_compile.capture.dynamo import absorb_libraries, last_given_up
 from gs_compile.capture.internals import untraced
-from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError
+from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
@@ -245,12 +245,28 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.engine.commit()
 
     def go_on(self, former: Manifest) -> None:
-        """Have the steps of a commit behind it: their number, and the settings that they have left."""
+        """Have the steps of a commit behind it: their number, and the settings that they have left.
+
+        Raises ResumeError where these are no settings of its param groups.
+        """
+        settings = [
+            {
+                key: tuple(each) if isinstance(each, list) else each
+                for key, each in optimizer_state.settings_of(theirs).items()
+            }
+            for theirs in former.groups
+        ]
+        try:
+            for mine, theirs in zip(self.param_groups, settings, strict=True):
+                self._check({**mine, **theirs})
+        except (LookupError, TypeError, ValueError) as error:
+            raise ResumeError(
+                f"the commit of step {former.step} has other settings than this optimizer: {error}"
+            ) from error
         self.num_skipped = former.num_skipped
         self._count(former.step - former.num_skipped)
-        for mine, theirs in zip(self.param_groups, former.groups, strict=True):
-            mine.update({key: tuple(each) if isinstance(each, list) else each for key, each in theirs.items()})
-            self._check(mine)
+        for mine, theirs in zip(self.param_groups, settings, strict=True):
+            mine.update(theirs)
 
     def save_trace(self, path: str | Path) -> None:
         """Write what ran when, on which lane, as JSON that Perfetto and chrome://tracing open.

@@ -13,12 +13,11 @@ from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from gs_compile.errors import OptionError, PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
 from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.problem import Problem, fits
 from gs_compile.planner.step_plan import StepPlan
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ACCUMULATES, NUM_CALLS = "accumulates", "num_calls"  # of the loop, for which there may be no plan that is searched for
+MOST_CALLS = 1 << 16  # more is no number that was written here
 SAME = 0.1  # of host memory, by which a budget that is what happens to be free may differ
 
 
@@ -50,6 +50,12 @@ def _plain(fact: Any) -> Any:
     return sorted(map(str, fact)) if isinstance(fact, frozenset) else str(fact)
 
 
+def num_calls_of(former: Mapping[str, Any]) -> int:
+    """How many calls of the model waited for their backward at a time; 1 where a commit does not say."""
+    found = former.get(NUM_CALLS)
+    return found if type(found) is int and 1 <= found <= MOST_CALLS else 1
+
+
 def facts_of(plan: StepPlan, made_for: str, host_nbytes: int, values_nbytes: int | None) -> dict[str, Any]:
     """What commits keep of a plan that was searched for: what was decided, and what for.
 
@@ -65,7 +71,7 @@ def facts_of(plan: StepPlan, made_for: str, host_nbytes: int, values_nbytes: int
 def as_before(problem: Problem, former: Mapping[str, Any], made_for: str, host_nbytes: int) -> Placement | None:
     """The placement that was decided before; None: it was made for something else, or does not fit any more."""
     before, values_nbytes = former.get("host_nbytes"), former.get("values_nbytes")
-    if former.get("made_for") != made_for or not isinstance(before, int) or not isinstance(values_nbytes, int | None):
+    if former.get("made_for") != made_for or type(before) is not int or not isinstance(values_nbytes, int | None):
         return None
     if abs(host_nbytes - before) > SAME * before:
         log.info(
@@ -75,11 +81,24 @@ def as_before(problem: Problem, former: Mapping[str, Any], made_for: str, host_n
     try:
         decision = Decision.of(former["decision"])
         builder = problem.wider.builder if decision.shares else problem.builder
+        _check(decision, builder)
         if decision.shares and not builder.layout.levels:
             return None
-    except (KeyError, TypeError, ValueError, OptionError, PlanError):  # nothing that was written here
-        return None
-    return _fitting(builder, decision, {"host": host_nbytes, "device": values_nbytes})
+        return _fitting(builder, decision, {"host": host_nbytes, "device": values_nbytes})
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
+        return None  # nothing that was written here: a placement asserts what it never has
+
+
+def _check(decision: Decision, builder: StepBuilder) -> None:
+    """Raise ValueError for a decision that none here is like, before it takes time or memory."""
+    units, most = {size.unit for size in builder.sizes}, 2 * len(builder.sizes)  # stages of a step
+    numbers = decision.alpha, decision.layer_updates, decision.ahead, *(share.part for share in decision.shares)
+    if not all(type(each) in (int, float) for each in numbers) or type(decision.speculative) is not bool:
+        raise ValueError("a number is none")
+    if not (0 <= decision.alpha <= 1 and 0 <= decision.ahead <= most and decision.layer_updates in (1, SCARCE_UPDATES)):
+        raise ValueError("a number is out of range")
+    if decision.own is not None or not units.issuperset(decision.carried):
+        raise ValueError("units that there are not")
 
 
 def _fitting(builder: StepBuilder, decision: Decision, most: Mapping[str, int | None]) -> Placement | None:

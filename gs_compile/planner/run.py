@@ -172,8 +172,7 @@ class Run:
         """What the layers' code costs here, timed once, with the units as they are tried first."""
         layout, builder = self.model.layouts[0], self.builder(self.masters)
         workload = workload_of(layout, builder.sizes)
-        with stage("compiling and timing the layers' code"):
-            return replace(timed(workload, layout), shape=builder.shape, world=builder.layout.world)
+        return replace(timed(workload, layout), shape=builder.shape, world=builder.layout.world)
 
     def measure_again(self, profile: Profile | None = None) -> None:
         """Let what was timed be timed again when it is asked for, on this machine or as a profile says."""

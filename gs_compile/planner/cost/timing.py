@@ -70,10 +70,12 @@ def timed(workload: Workload, layout: SpecializedModel) -> Workload:
     share = SECONDS / (2 * len(set(layout.uniform.keys)))
     known: dict[Hashable, UnitCost] = {}
     costs: dict[Unit, UnitCost] = {}
-    for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
-        if key not in known:
-            known[key] = _timed(workload, layout, unit, share)
-        costs[unit.unit] = known[key]
+    with stage("compiling and timing the layers' code", len(set(layout.uniform.keys))) as advance:
+        for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
+            if key not in known:
+                known[key] = _timed(workload, layout, unit, share)
+                advance()
+            costs[unit.unit] = known[key]
     return replace(workload, costs=costs)
 
 
@@ -86,13 +88,15 @@ def timed_levels(workload: Workload, layout: SpecializedModel, levels: Collectio
     share = SECONDS / (2 * (1 + len(levels)) * len(set(layout.uniform.layer_classes)))
     known: dict[Hashable, tuple[LevelCost, ...]] = {}
     costs = dict(workload.costs)
-    for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
-        cost = costs[unit.unit]
-        if cost.levels:
-            if key not in known:
-                chosen = {min(level, len(cost.levels)) for level in levels}
-                known[key] = _timed_levels(layout, unit, cost, sorted(chosen), share)
-            costs[unit.unit] = replace(cost, levels=known[key])
+    with stage("compiling and timing the code of saved activations", len(set(layout.uniform.layer_classes))) as advance:
+        for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
+            cost = costs[unit.unit]
+            if cost.levels:
+                if key not in known:
+                    chosen = {min(level, len(cost.levels)) for level in levels}
+                    known[key] = _timed_levels(layout, unit, cost, sorted(chosen), share)
+                    advance()
+                costs[unit.unit] = replace(cost, levels=known[key])
     return replace(workload, costs=costs)
 
 
@@ -146,9 +150,8 @@ class LayerLevels:
     def _cost(self, last: bool) -> Mapping[Unit, UnitCost]:
         found = levelled(self.timed(), self.layouts[0])
         if most := found.num_levels:
-            with stage("compiling and timing the code of saved activations"):
-                levels = [most] if last else [each for each in range(1, most + 1) if self._may_pay(found, each)]
-                found = timed_levels(found, self.layouts[0], levels)
+            levels = [most] if last else [each for each in range(1, most + 1) if self._may_pay(found, each)]
+            found = timed_levels(found, self.layouts[0], levels)
         return found.costs
 
     def _may_pay(self, workload: Workload, level: int) -> bool:
