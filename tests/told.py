@@ -88,7 +88,9 @@ def status(**changes: Any) -> Status:
     points = zip(range(1, NUM_STEPS + 1), seconds, losses, strict=True)
     number = NUM_STEPS - 1
     sums = {
-        lane: Total(number * one.seconds, number * one.nbytes, Counter({k: number * n for k, n in one.nbytes_by_kind.items()}))
+        lane: Total(
+            number * one.seconds, number * one.nbytes, Counter({k: number * n for k, n in one.nbytes_by_kind.items()})
+        )
         for lane, one in LANES.items()
     }
     found = Status(

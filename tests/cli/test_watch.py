@@ -21,7 +21,9 @@ def _goes_on(monkeypatch):
 
 class TestScreen(expecttest.TestCase):
     def test_a_run(self):
-        self.assertExpectedInline(in_ascii(watch.run_text(told.status(), told.WRITTEN + 1)), """\
+        self.assertExpectedInline(
+            in_ascii(watch.run_text(told.status(), told.WRITTEN + 1)),
+            """\
 run       pid 1 has run for 31 min 41 s
 model     3.82 B parameters, 36 layers, on cpu
 now       step 61 ##############...... backward of layer 20, 21 s, about 10 s left
@@ -43,13 +45,16 @@ SSD          35.5 GiB    in files
 drive   share        reads       writes       free
 /mnt/a    60%  868.4 MiB/s  708.9 MiB/s  120.0 GiB
 /mnt/b    40%  579.0 MiB/s  472.6 MiB/s  400.0 GiB
-wear      2.1 TiB so far; 97.4 TiB written to SSD in a day; the drives are rated for 600.0 TiB, 6.2 days of it""")
+wear      2.1 TiB so far; 97.4 TiB written to SSD in a day; the drives are rated for 600.0 TiB, 6.2 days of it""",
+        )
 
     def test_a_run_before_its_first_step_has_ended(self):
         changes = {"last": None, "num_steps": 0, "seconds": 0.0, "lanes": {}, "history": (), "step": None}
         about = replace(told.ABOUT, rank=1, num_ranks=2, drives={})
         text = watch.run_text(told.status(about=about, **changes), told.WRITTEN + 1)
-        self.assertExpectedInline(in_ascii(text), """\
+        self.assertExpectedInline(
+            in_ascii(text),
+            """\
 run       pid 1, rank 1 of 2 has run for 31 min 41 s
 model     3.82 B parameters, 36 layers, on cpu
 now       between two steps
@@ -59,7 +64,8 @@ plan      Plan of model on a machine <of two>, vertical: 4 micro-batches of 2 sa
 
 in use
 host memory   5.9 GiB  of 8.0 GiB  ##############...... 74%
-SSD          35.5 GiB    in files""")
+SSD          35.5 GiB    in files""",
+        )
 
 
 def in_ascii(text: str) -> str:
