@@ -54,13 +54,13 @@ def replace(path: Path, text: str) -> None:
 
 def plain(value: Any) -> Any:
     """What JSON can hold: numbers that are not finite are None."""
-    if is_dataclass(value):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
+    if type(value) is float:  # most are, in a long history
+        return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if is_dataclass(value):
+        value = vars(value)
+    return {key: plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 
 def free_name(directory: Path) -> Path:

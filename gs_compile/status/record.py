@@ -13,7 +13,7 @@ from gs_compile.runtime.trace import Total, Trace
 from gs_compile.status.form import FORMAT, About, Point, State, Status, UnderWay
 from gs_compile.status.step import StepInfo
 
-MOST_POINTS = 400  # of the history: a curve shows no more, and a status file stays below 30 kB
+MOST_POINTS = 200  # of the history: a curve shows no more, and each is written every second
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def test_the_history_is_thinned():
     for number in range(1, 1001):
         record.note(replace(LAST, number=number))
     found = record.status()
-    assert [point.step for point in found.history] == list(range(1, 1001, 4))
+    assert [point.step for point in found.history] == list(range(1, 1001, 8))
     assert found.num_steps == 1000
     assert found.lanes["ssd_read"].nbytes == 1000 * LAST.lanes["ssd_read"].nbytes
 
