@@ -328,7 +328,7 @@ def _absolute(name: str, value: str | Path) -> Path:
     try:
         return Path(path).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no home, nobody of that name, or the directory we are in is gone
-        raise OptionError(f"{name} cannot be {path}: {error}; name another path") from None
+        raise OptionError(f"{name} cannot be {path}: {error}; name another directory") from None
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:

@@ -187,25 +187,27 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._count(self._num_steps + (not record.skipped))
             if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
-            lanes = self.engine.tiers.trace.totals(reset=True)
-            rolled_back = self.engine.placement.rolls_back(confirmed=record.confirmed)
-            now = time.perf_counter()
-            self.last_step = StepInfo(
-                number=self._num_steps,
-                grad_norm=record.grad_norm,
-                skipped=record.skipped,
-                rolled_back=rolled_back,
-                num_skipped=self.num_skipped,
-                lanes=lanes,
-                seconds=now - self._ended,
-                num_tokens=record.num_tokens,
-                loss=record.loss,
-                predicted_seconds=record.predicted_seconds,
-            )
-            self._ended = now
-            if self.engine.reporter is not None:
-                self.engine.reporter.note(self.last_step)
+            self._note(self.engine, record)
         return loss
+
+    def _note(self, engine: Engine, record: StepRecord) -> None:
+        """The step that is closed is the last one, for all who tell of it."""
+        now = time.perf_counter()
+        self.last_step = StepInfo(
+            number=self._num_steps,
+            grad_norm=record.grad_norm,
+            skipped=record.skipped,
+            rolled_back=engine.placement.rolls_back(confirmed=record.confirmed),
+            num_skipped=self.num_skipped,
+            lanes=engine.tiers.trace.totals(reset=True),
+            seconds=now - self._ended,
+            num_tokens=record.num_tokens,
+            loss=record.loss,
+            predicted_seconds=record.predicted_seconds,
+        )
+        self._ended = now
+        if engine.reporter is not None:
+            engine.reporter.note(self.last_step)
 
     @property
     def grad_norm(self) -> float:

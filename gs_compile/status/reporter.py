@@ -44,7 +44,7 @@ class Reporter:
 
     def __init__(self, record: RunRecord, outlets: Outlets, failure: Callable[[], str] = str) -> None:
         self.record = record
-        self._outlets, self._failure = outlets, failure
+        self.outlets, self._failure = outlets, failure
         self._pid = os.getpid()
         self._over = threading.Event()
         self._on_line = threading.Lock()
@@ -73,11 +73,11 @@ class Reporter:
         self._show("")
         reason = self._failure()
         status = self.record.status("failed" if reason else "ended", reason)
-        self._write(self._outlets.page, page, status)
-        if self._outlets.status is not None and not self._outlets.keeps():
-            self._outlets.status.unlink(missing_ok=True)
+        self._write(self.outlets.page, page, status)
+        if self.outlets.status is not None and not self.outlets.keeps():
+            self.outlets.status.unlink(missing_ok=True)
         else:
-            self._write(self._outlets.status, None, status)
+            self._write(self.outlets.status, None, status)
 
     def _report(self) -> None:
         seconds = 0
@@ -86,7 +86,7 @@ class Reporter:
             self._tick(seconds)
 
     def _tick(self, seconds: int) -> None:
-        outlets = self._outlets
+        outlets = self.outlets
         if outlets.status is not None or (outlets.page is not None and seconds % PAGE_SECONDS == 0):
             status = self.record.status()
             self._write(outlets.status, None, status)
@@ -99,8 +99,8 @@ class Reporter:
                     self._show(bar_text(step))
 
     def _show(self, words: str) -> None:
-        if self._outlets.line is not None:
-            self._outlets.line.show(words)
+        if self.outlets.line is not None:
+            self.outlets.line.show(words)
 
     def _write(self, path: Path | None, draw: Callable[[Status], str] | None, status: Status) -> None:
         if path is None or path in self._failed:
