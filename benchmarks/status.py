@@ -2,8 +2,8 @@
 
     python -m benchmarks.status [--storage DIR] [--rounds 6]
 
-A status file is written with a full history. Steps are of a tiny model, all on SSD, in turns with the thread and without:
-each turn is three seconds, and its figure the CPU seconds of the process for a step.
+A status file is written with a full history. Steps are of a tiny model, all on SSD, in turns with the thread and without
+it: a turn is three seconds, and its figure the CPU seconds of the process for a step.
 """
 
 from __future__ import annotations
@@ -80,18 +80,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.storage) as folder:
         model = Model()
         optimizer = gs_compile.AdamW(model.parameters(), lr=1e-3)
-        expert = {
-            "compiler": "eager",
-            "recompute": "all",
-            "ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0},
-        }
-        options = {
-            "micro_batch_size": 2,
-            "storage": folder,
-            "host_memory": "100MiB",
-            "progress": False,
-            "expert": expert,
-        }
+        ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0)
+        expert = {"compiler": "eager", "recompute": "all", "ratios": ratios}
+        options = {"micro_batch_size": 2, "storage": folder, "host_memory": "100MiB", "expert": expert}
         model.compile(backend="greedysnake", options=options)
         step_seconds(model, optimizer)
         engine = optimizer.engine
