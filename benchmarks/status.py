@@ -2,7 +2,7 @@
 
     python -m benchmarks.status [--storage DIR] [--rounds 6]
 
-A status file is written with a full history. Steps are of a tiny model, all on SSD, in turns with the thread and without
+A status file is written with a full history. Steps are of a tiny model on SSD, in turns with the thread and without
 it: a turn is three seconds, and its figure the CPU seconds of the process for a step.
 """
 
