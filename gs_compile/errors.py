@@ -199,5 +199,9 @@ class PlanError(GreedySnakeError, ValueError):
     """No plan exists: settings contradict each other, or the model fits nowhere; says what is short and near."""
 
 
+class StatusError(GreedySnakeError, ValueError):
+    """A directory has the status of no run, or one that cannot be read: torn, of a newer format, or something else."""
+
+
 class NoFitError(PlanError):
     """The model, with the settings that are fixed, fits nowhere; says what is short, by how much, and what is near."""

@@ -186,6 +186,11 @@ class Options:
         0, 1, N.
     resume: "auto" takes up the last durable step of this model that `storage` has, if any; None begins anew, and
         refuses a directory that has one.
+    progress: a bar on the terminal inside of a step that takes more than two seconds. None: where standard error is a
+        terminal; True: elsewhere too, as a line every ten seconds.
+    report: a file for a page about the run, written while it goes on and when it ends. None: none is.
+    status: a directory for the status file that `greedysnake watch` reads; it stays there. None: in the run's folder in
+        `storage`, if it stores anything, as long as it lasts.
     expert: an `Expert`, or a dict of its fields.
     mode: torch.compile's `mode`, passed on to inductor.
     """
@@ -205,6 +210,9 @@ class Options:
     deterministic: bool = False
     durability: int = 0  # as given, "off" and "step" too; a number of steps is made of it
     resume: Literal["auto"] | None = None
+    progress: bool | None = None
+    report: Path | None = None
+    status: Path | None = None
     expert: Expert = field(default_factory=Expert)
     mode: str | None = None
 
@@ -225,6 +233,9 @@ class Options:
             )
         _one_of("accumulate", self.accumulate, (True, False))
         _one_of("deterministic", self.deterministic, (True, False))
+        _one_of("progress", self.progress, (True, False, None))
+        for name in ("report", "status"):
+            object.__setattr__(self, name, _path(name, getattr(self, name)))
         object.__setattr__(self, "expert", expert := _nested("expert", Expert, self.expert))
         settings = expert.ratios, expert.recompute, expert.schedule, self.accumulate
         if wrong := contradiction(*settings, prefix="expert."):
@@ -293,19 +304,35 @@ def _group_or_mesh(group: Any, mesh: Any) -> None:
 
 def _directories(storage: Any) -> tuple[Path, ...]:
     given = [storage] if isinstance(storage, str | Path) else storage
-    valid = isinstance(given, Sequence) and all(isinstance(entry, str | Path) and str(entry) for entry in given)
-    if not valid or not given or "\0" in "".join(map(str, given)):
+    if not isinstance(given, Sequence) or not given or not all(map(_is_path, given)):
         raise OptionError(f"storage must be a directory or a list of directories; got {storage!r}")
-    names = [os.path.expandvars(entry) for entry in given]
-    if unset := [name for name in names if re.search(r"\$(\w+|\{\w+\})", name)]:
-        raise OptionError(f"storage cannot be {', '.join(unset)}: no environment variable of that name is set")
-    try:
-        paths = tuple(Path(name).expanduser().absolute() for name in names)
-    except (RuntimeError, OSError) as error:  # no home, nobody of that name, or the directory we are in is gone
-        raise OptionError(f"storage cannot be {', '.join(map(str, given))}: {error}; name another directory") from None
+    paths = tuple(_absolute("storage", each) for each in given)
     if len(set(paths)) < len(paths):
         raise OptionError(f"storage names a directory twice; got {storage!r}")
     return paths
+
+
+def _path(name: str, value: Any) -> Path | None:
+    if value is None:
+        return None
+    if not _is_path(value):
+        raise OptionError(f"{name} must be a path, or None; got {value!r}")
+    return _absolute(name, value)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | Path) and bool(str(value)) and "\0" not in str(value)
+
+
+def _absolute(name: str, value: str | Path) -> Path:
+    """A path with "~" and environment variables in place."""
+    path = os.path.expandvars(value)
+    if re.search(r"\$(\w+|\{\w+\})", str(path)):
+        raise OptionError(f"{name} cannot be {path}: no environment variable of that name is set")
+    try:
+        return Path(path).expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # no home, nobody of that name, or the directory we are in is gone
+        raise OptionError(f"{name} cannot be {path}: {error}; name another directory") from None
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:

@@ -114,6 +114,7 @@ class TieredExecutor(Executor):
         try:
             with self.tiers.failure.issued():
                 for at in range(start, stop):
+                    self.tiers.trace.at = self.program, at
                     self.tiers.failure.check()
                     self._wait_for_memory(at)
                     self._issue_at(at)

@@ -50,6 +50,9 @@ class StepRecord:
     is_too_large: bool = False  # the norm, for float32
     adds: bool = False  # to the sums of backwards before it
     issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
+    num_losses: int = 0  # of this rank's backwards so far; 0: the model makes none
+    num_tokens: int = 0  # of this rank's calls whose backward has run, padding too
+    predicted_seconds: float = math.nan  # of such a step, as it was planned
 
     @property
     def grad_norm(self) -> float:
@@ -73,6 +76,16 @@ class StepRecord:
     def is_loss_bad(self) -> bool:
         """Whether the loss itself is not finite."""
         return not all(math.isfinite(loss()) for loss in self.losses)
+
+    @property
+    def loss(self) -> float:
+        """The mean of the losses of all backwards and ranks; nan where the model makes none.
+
+        Nan also where ranks have had several backwards: what is exchanged then counts the first ones more often.
+        """
+        if not self.num_losses or (self.adds and self.num_ranks > 1):
+            return math.nan
+        return math.fsum(loss() for loss in self.losses) / (self.num_losses * self.num_ranks)
 
     @property
     def updated(self) -> list[Unit]:

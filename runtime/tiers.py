@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ class Tiers(Homes):
         self._lanes: dict[str, Lane] = {}
         self._num_threads = num_threads
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, setting.store, ranks)
+        self.followers: list[Callable[[], None]] = []  # called when it is over, ahead of all else
+        self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, setting.store, ranks, self.followers)
         self.slab = Slab(placement, setting.device, host_nbytes, num_calls)
         try:
             self.slab.map()
@@ -210,12 +211,15 @@ class Tiers(Homes):
             self.failure.check()
 
 
-def _close(pid: int, lanes: dict[str, Lane], store: Store | None, ranks: Ranks | None) -> None:
+def _close(
+    pid: int, lanes: dict[str, Lane], store: Store | None, ranks: Ranks | None, followers: list[Callable[[], None]]
+) -> None:
     """End what moves data. Garbage is collected on any thread: one of ours cannot wait for itself, so another does."""
     if os.getpid() != pid:
         return  # a forked child's copy
     if threading.current_thread().name.startswith("greedysnake"):
-        threading.Thread(target=_close, args=(pid, lanes, store, ranks), name="closing greedysnake").start()
+        given = pid, lanes, store, ranks, followers
+        threading.Thread(target=_close, args=given, name="closing greedysnake").start()
         return
     with contextlib.ExitStack() as ended:  # each of them, last one first, also where the user interrupts a wait
         if ranks is not None:
@@ -224,4 +228,7 @@ def _close(pid: int, lanes: dict[str, Lane], store: Store | None, ranks: Ranks |
             ended.callback(store.close)
         for lane in lanes.values():
             ended.callback(lane.close)
+        for follower in followers:
+            ended.callback(follower)
     lanes.clear()
+    followers.clear()

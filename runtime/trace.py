@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gs_compile.program.ir import LANES, Op
+from gs_compile.program.ir import LANES, Op, Program
 from gs_compile.runtime import stream
 
 MAX_EVENTS = 500_000  # the latest are kept: hundreds of steps of a small model, a few of a large one, 100 MB
@@ -59,6 +59,7 @@ class Trace:
 
     def __init__(self, *, events: bool = False) -> None:
         self.enabled = events
+        self.at: tuple[Program, int] | None = None  # the operation that is issued
         self._lock = threading.Lock()
         self.reset()
 

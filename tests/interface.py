@@ -21,6 +21,7 @@ from gs_compile.planner.measure import profile
 from gs_compile.planner.request import Request
 from gs_compile.program import ir
 from gs_compile.runtime.storage import manifest
+from gs_compile.status import form
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "interface.md"
@@ -44,6 +45,7 @@ def text() -> str:
             (
                 f"machine profile {profile.FORMAT}",
                 f"commit of a durable run {manifest.FORMAT}",
+                f"status of a run {form.FORMAT}",
                 f"text of a program {ir.VERSION}",
             )
         ),

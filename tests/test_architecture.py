@@ -1,7 +1,7 @@
 """The bounds of the source tree, read from its folders: who imports whom, how long things are, what touches torch.
 
     errors, machine, options, progress, schedules, version < program < placement < capture < passes | runtime < codegen
-    < planner < model < hf < cli
+    < planner < status < model < hf < cli
 
 Left never imports right; `passes` and `runtime` never import each other."""
 
@@ -28,6 +28,7 @@ LAYERS = (
     ("passes", "runtime"),
     ("codegen",),
     ("planner",),
+    ("status",),
     ("model",),
     ("hf",),
     ("cli",),

@@ -12,7 +12,7 @@ from gs_compile.options import Expert, Options, Ratios
 NO_STORAGE = ((), 0, False, b"", {}, [], "", "/a\0")
 KNOWN = (
     "micro_batch_size, outputs, storage, host_memory, device_memory, machine, precision, frozen, frozen_skip, group, "
-    "mesh, accumulate, deterministic, durability, resume, expert, mode"
+    "mesh, accumulate, deterministic, durability, resume, progress, report, status, expert, mode"
 )
 KNOWN_EXPERT = (
     "schedule, compiler, snake, alpha, recompute, ratios, clip, separate_device, masters, threads, piece_tokens, "

@@ -53,7 +53,7 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
-    data = {"gs_compile/py.typed", "gs_compile/cli/report/timeline.html"}
+    data = {"gs_compile/py.typed", "gs_compile/cli/report/timeline.html", "gs_compile/status/page.html"}
     machines = ROOT / "gs_compile" / "planner" / "measure" / "machines"
     data |= {str(path.relative_to(ROOT)) for path in machines.iterdir()}
     assert names == files().keys() | data

@@ -146,6 +146,9 @@ def options(storage: Path | Sequence[Path], **changes: Any) -> dict[str, Any]:
         "frozen_skip",
         "accumulate",
         "deterministic",
+        "progress",
+        "report",
+        "status",
     }
     ratios = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0} | changes.pop("ratios", {})
     expert = {key: value for key, value in changes.items() if key not in known}

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from gs_compile import __version__
 from gs_compile.cli import store
-from gs_compile.cli.requests import File, InspectRequest, Json, Storage, option, plans, takes
+from gs_compile.cli.requests import Directory, File, InspectRequest, Json, Storage, option, plans, takes
 from gs_compile.errors import (
     GreedySnakeError,
     MemoryBudgetError,
@@ -202,6 +202,42 @@ def simulate(
     found = make_plan(model, request)
     files = save(found, trace=trace, page=page, figures=figures)
     typer.echo(json.dumps(step_dict(found, files), indent=2) if as_json else step_report(found, files))
+
+
+@app.command()
+def watch(
+    directory: Directory,
+    once: Annotated[bool, option("Show it once; so it is where the output is no terminal.", ..., "--once")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show runs while they go on: speed, what binds, what lanes and drives do, against the plan.
+
+    DIR is a directory of a run's `storage`, or of its option `status`.
+    """
+    from gs_compile.cli.watch import statuses, watch
+
+    if as_json:
+        typer.echo(json.dumps(statuses(directory), indent=2))
+    else:
+        watch(directory, typer.echo, once=once or not sys.stdout.isatty())
+
+
+@app.command()
+def report(
+    directory: Directory,
+    output: Annotated[Path, option("The page's file.", ..., metavar="FILE")] = Path("report.html"),
+    as_json: Json = False,
+) -> None:
+    """Write a page about a run: loss, step times, lanes, bytes, plan and machine.
+
+    DIR is a directory of a run's `storage`, or of its option `status`; of several runs the newest is taken, and of
+    several ranks the first.
+    """
+    from gs_compile.cli.watch import newest
+    from gs_compile.status.page import page
+
+    output.write_text(page(newest(directory)))
+    typer.echo(json.dumps({"report": str(output)}) if as_json else f"report: {output}")
 
 
 @app.command()

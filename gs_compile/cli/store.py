@@ -11,9 +11,7 @@ from typing import Annotated
 
 import typer
 
-from gs_compile.cli.requests import Json, option
-
-Directory = Annotated[Path, typer.Argument(help="A storage directory.", metavar="DIR", show_default=False)]
+from gs_compile.cli.requests import Directory, Json, option
 
 app = typer.Typer(help="List, verify, export or remove durable runs.", no_args_is_help=True, rich_markup_mode=None)
 

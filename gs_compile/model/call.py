@@ -69,6 +69,11 @@ class Call:
         return replace(shape, outside=(self.engine.outside if self.engine else None) or shape.outside)
 
     @property
+    def num_tokens(self) -> int:
+        """Of its batch, padding too; samples, where a layer's input has no dimension of tokens."""
+        return sum(math.prod(model.checkpoints[0].shape[:-1]) for model in self.models)
+
+    @property
     def trained(self) -> list[torch.Tensor]:
         """The arguments that get a gradient."""
         return [arg for arg in self.args if isinstance(arg, torch.Tensor) and arg.requires_grad]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -32,6 +33,7 @@ from gs_compile.model.first_call import Planning, open_tiers, plan_tiers
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.open_calls import Call, OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
+from gs_compile.model.reporting import report_on
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
@@ -105,6 +107,7 @@ class Engine(ParameterStore):
         else:
             move_in(self, spans, self.planning.run.whole_nbytes, self.options.storage[0])
         self._first = weakref.WeakSet(map(residency_of, spans))  # whose first values are there
+        self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property
@@ -188,6 +191,8 @@ class Engine(ParameterStore):
         shape = replace(self.planning.shape(models[0], tied, training=shape.training), outside=shape.outside)
         if shape.training:
             _refuse_inputs(args, units.micro_batches[0].inputs)
+            if self.reporter is not None:
+                self.reporter.begin()
         placement = self.planning.sized(models, shape)
         self._latest = placement, shape
         pending = self.tiers.pending if shape.training and placement.has_late else None
@@ -240,8 +245,11 @@ class Engine(ParameterStore):
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
+        record.num_losses = len(losses)
         if self.record is not None and not zeroed:
             record.adds, record.losses = True, [*self.record.losses, *record.losses]
+            record.num_losses += self.record.num_losses
+            record.num_tokens = self.record.num_tokens
         self.record = record
         return record
 
@@ -249,6 +257,8 @@ class Engine(ParameterStore):
         """The backward of a call has run, of such gradients."""
         self.open.end(executor, call)
         self.sums.counted()
+        if self.record is not None:
+            self.record.num_tokens += call.num_tokens
         if self.may_begin_again:
             self.done.append((call, gradients))
 
@@ -304,6 +314,7 @@ class Engine(ParameterStore):
             )
         self.record = None
         if record is not None:
+            record.predicted_seconds = self._predicted_seconds
             self.sums.end_step(record)
             self.num_steps += 1
             if self.num_steps == 1:
@@ -314,6 +325,12 @@ class Engine(ParameterStore):
             if self.placement.has_late:
                 self.tiers.leave(record)
         return record
+
+    @property
+    def _predicted_seconds(self) -> float:
+        """Of the step under way, if it is one that was planned and simulated; else nan."""
+        plan, is_planned = self.planning.planned.plan, self._latest[0] is self.placement
+        return plan.seconds if plan and plan.is_solved and is_planned and self.num_backwards == 1 else math.nan
 
     def _tell_what_calls_cost(self) -> None:
         """Log what one call with the whole batch would save in each step, where the first one has had several."""

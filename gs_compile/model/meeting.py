@@ -24,7 +24,8 @@ from gs_compile.runtime.threads import correct_thread_count
 from gs_compile.schedules import BY_MICRO_BATCH, Schedule
 from gs_compile.version import __version__
 
-OWN = ("storage", "group", "mesh", "expert")  # options that each rank may have its own of, or that are looked into
+# Options that each rank may have its own of, or that are looked into
+OWN = ("storage", "group", "mesh", "progress", "report", "status", "expert")
 
 
 def _optimizer_of(args: Sequence[Any]) -> TieredOptimizer | None:

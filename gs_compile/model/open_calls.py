@@ -15,6 +15,10 @@ class Call(Protocol):
 
     node: weakref.ref[Any] | None
 
+    @property
+    def num_tokens(self) -> int:
+        """Of its batch, padding too; samples, where a layer's input has no dimension of tokens."""
+
     def begin_again(self, engine: Any) -> None:
         """Have another engine in the place of one whose steps have one backward."""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gs_compile.model.tiered_optimizer import StepInfo, TieredOptimizer
+from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType
 from gs_compile.runtime.kernels import ADAM, ADAMW, LION
+from gs_compile.status.step import StepInfo
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "StepInfo", "TieredOptimizer"]
 

@@ -18,7 +18,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.manifest import Manifest
-from gs_compile.runtime.trace import Total
+from gs_compile.status.step import StepInfo
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -188,20 +187,27 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._count(self._num_steps + (not record.skipped))
             if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
-            lanes = self.engine.tiers.trace.totals(reset=True)
-            rolled_back = self.engine.placement.rolls_back(confirmed=record.confirmed)
-            now = time.perf_counter()
-            self.last_step = StepInfo(
-                number=self._num_steps,
-                grad_norm=record.grad_norm,
-                skipped=record.skipped,
-                rolled_back=rolled_back,
-                num_skipped=self.num_skipped,
-                lanes=lanes,
-                seconds=now - self._ended,
-            )
-            self._ended = now
+            self._note(self.engine, record)
         return loss
+
+    def _note(self, engine: Engine, record: StepRecord) -> None:
+        """The step that is closed is the last one, for all who tell of it."""
+        now = time.perf_counter()
+        self.last_step = StepInfo(
+            number=self._num_steps,
+            grad_norm=record.grad_norm,
+            skipped=record.skipped,
+            rolled_back=engine.placement.rolls_back(confirmed=record.confirmed),
+            num_skipped=self.num_skipped,
+            lanes=engine.tiers.trace.totals(reset=True),
+            seconds=now - self._ended,
+            num_tokens=record.num_tokens,
+            loss=record.loss,
+            predicted_seconds=record.predicted_seconds,
+        )
+        self._ended = now
+        if engine.reporter is not None:
+            engine.reporter.note(self.last_step)
 
     @property
     def grad_norm(self) -> float:
@@ -407,42 +413,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         raise ReleasedParameterError("a gs_compile optimizer cannot be copied or pickled; use its state_dict()")
 
 
-@dataclass(frozen=True)
-class StepInfo:
-    """A report of the last step."""
-
-    number: int  # of steps taken so far, this one included if it was not skipped
-    grad_norm: float  # of all gradients together, before clipping
-    skipped: bool  # a gradient was not finite: nothing was changed
-    rolled_back: bool  # updates were speculative, and did not hold: they run again, if at all, in the next forward
-    num_skipped: int  # steps skipped so far
-    lanes: Mapping[str, Total]  # seconds busy, and bytes by kind, of every lane since the step before
-    seconds: float  # since the step before was closed; nan of the first
-
-    def metrics(self) -> dict[str, float]:
-        """All of it as numbers by name, as loggers take them: ``{"seconds": 1.2, "ssd_read_bytes": 3e9, ...}``."""
-        found = {
-            "step": float(self.number),
-            "grad_norm": self.grad_norm,
-            "skipped": float(self.skipped),
-            "rolled_back": float(self.rolled_back),
-            "num_skipped": float(self.num_skipped),
-        }
-        if not math.isnan(self.seconds):
-            found["seconds"] = self.seconds
-        for lane, total in self.lanes.items():
-            found[f"{lane}_seconds"] = total.seconds
-            if total.nbytes:
-                found[f"{lane}_bytes"] = float(total.nbytes)
-        return found
-
-
 def metrics(model: torch.nn.Module) -> dict[str, float]:
     """Numbers of the last step of a model that an optimizer of this package trains; empty before it has taken one.
 
-    step: steps taken so far; seconds: since the step before was closed (not of the first); grad_norm: before clipping;
-    skipped, rolled_back: 1.0 where it was; num_skipped; and of each lane, such as ssd_read, the seconds it was busy and
-    the bytes it moved. A flat dict, for any logger: ``wandb.log(gs_compile.metrics(model))``.
+    step: steps taken so far; loss: of the batch, where the model makes one; grad_norm: before clipping; skipped,
+    rolled_back: 1.0 where it was; num_skipped; tokens: of this rank, padding too; seconds: since the step before was
+    closed, with tokens_per_second (neither of the first); predicted_seconds: where the step was planned; and of each
+    lane, such as ssd_read, the seconds it was busy, the part of the step that this is (of these, as ssd_read_busy, the
+    largest binds), and the bytes it moved. A flat dict, for any logger: ``wandb.log(gs_compile.metrics(model))``.
     """
     optimizer = next(optimizers_of(model.parameters()), None)
     return {} if optimizer is None or optimizer.last_step is None else optimizer.last_step.metrics()

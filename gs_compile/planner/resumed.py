@@ -39,7 +39,7 @@ def fingerprint(
 ) -> str:
     """Of all that a plan follows from but what is measured; settled: what else it is made for, as text or numbers."""
     batches = activations(layouts)
-    own = replace(options, group=None, mesh=None, resume=None)
+    own = replace(options, group=None, mesh=None, resume=None, progress=None, report=None, status=None)
     facts = own, sizes, batches, shape, settled, __version__
     return sha256(json.dumps(facts, default=_plain, sort_keys=True).encode()).hexdigest()
 

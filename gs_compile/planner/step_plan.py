@@ -183,16 +183,19 @@ class StepPlan:
     @property
     def wear(self) -> str:
         """For people: what a day of training writes, and how long the drives are rated for that."""
-        if not self.written_per_day:
-            return "nothing is written to SSD"
-        words = f"{format_bytes(int(self.written_per_day))} written to SSD in a day"
-        words += " by each rank" if self.ranks > 1 else ""
-        if self.profile.ssd_rated_nbytes:
-            rated = self.profile.ssd_rated_nbytes
-            words += (
-                f"; the drives are rated for {format_bytes(rated)}, {time_text(rated / self.written_per_day)} of it"
-            )
-        return words
+        return wear_text(self.written_per_day, self.profile.ssd_rated_nbytes, self.ranks)
+
+
+def wear_text(nbytes_per_day: float, rated_nbytes: int, ranks: int = 1) -> str:
+    """What a day writes to SSD, and how long the drives are rated for that; 0: they are not known to be."""
+    if not nbytes_per_day:
+        return "nothing is written to SSD"
+    words = f"{format_bytes(int(nbytes_per_day))} written to SSD in a day"
+    words += " by each rank" if ranks > 1 else ""
+    if rated_nbytes:
+        days = time_text(rated_nbytes / nbytes_per_day)
+        words += f"; the drives are rated for {format_bytes(rated_nbytes)}, {days} of it"
+    return words
 
 
 def time_text(days: float) -> str:

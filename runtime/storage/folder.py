@@ -4,6 +4,7 @@
                                 (greedysnake-run-3 of the process that a launcher calls rank 3, and with .2 at its end
                                 of a process's second model)
     .lock                       held with flock while the run lives; says by whom
+    .status.json                what the run is doing (gs_compile.status), once a second
     manifest.json               of a durable run: the last commit, and the files that belong to it
     w3-b, s3-a, dw3, ...        this directory's share of each extent, 0600, preallocated; of a durable run
     1f0a77c2-w3-b.0, ...        with its name before, and the version behind
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 LOCK = ".lock"
 PROBE = ".probe"  # names that begin with a dot hold nothing of a run
+STATUS, NEXT_STATUS = ".status.json", ".status.next"
+OTHERS = (manifest.NAME, manifest.NEXT, manifest.BESIDE, PROBE, STATUS, NEXT_STATUS)  # names beside those of extents
 
 
 class Folder:
@@ -185,7 +188,7 @@ def holder(path: Path) -> str:
 def is_made(path: Path) -> bool:
     """Whether this user's store has made a file, by its name and its kind."""
     found = path.lstat()
-    is_named = OURS.fullmatch(path.name) or path.name in (manifest.NAME, manifest.NEXT, manifest.BESIDE, PROBE)
+    is_named = OURS.fullmatch(path.name) or path.name in OTHERS
     return bool(is_named) and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 

@@ -18,7 +18,7 @@ from gs_compile.errors import StorageError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 from gs_compile.runtime.storage import manifest, system
-from gs_compile.runtime.storage.folder import Folder, as_storage_error, holder, is_made
+from gs_compile.runtime.storage.folder import STATUS, Folder, as_storage_error, holder, is_made
 from gs_compile.runtime.storage.last_commit import folders_of, is_same, names_in, order
 from gs_compile.runtime.storage.manifest import NAME, NEXT, Manifest
 from gs_compile.runtime.storage.stored import FOLDERS, OURS
@@ -66,7 +66,7 @@ class Found:
         if everything:
             return made
         named = [*self.commits.values(), *self.prepared.values()]
-        kept = {NEXT}.union(*(names_in(each, folder) for each in named)) if named else set()
+        kept = {NEXT, STATUS}.union(*(names_in(each, folder) for each in named)) if named else set()
         return {name: made[name] for name in made if name not in kept and (named or not _has_run(name))}
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,0 +1,176 @@
+"""watch: a live screen of the runs of a directory, from the status files that they write."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from gs_compile.errors import StatusError
+from gs_compile.machine import format_bytes
+from gs_compile.planner.summary import rate_text, seconds_text, table
+from gs_compile.program.ir import TIERS
+from gs_compile.progress import bar
+from gs_compile.status.file import find, plain, read
+from gs_compile.status.form import Status
+from gs_compile.status.page import ON, count_text
+from gs_compile.status.words import (
+    binding,
+    compared,
+    condition,
+    duration,
+    lane_rows,
+    plan_words,
+    rate,
+    step_words,
+    wear,
+)
+
+SECONDS = 1.0  # between two looks: a run writes as often
+WIDTH = 100
+HOME, REST, LINE_END = "\x1b[H", "\x1b[J", "\x1b[K"
+HIDE, SHOW, CLEAR = "\x1b[?25l", "\x1b[?25h", "\x1b[2J"
+
+
+def watch(directory: Path, show: Callable[[str], None], *, once: bool) -> None:
+    """Show the runs of a directory until all have ended, or once. Raises StatusError where there is none to show."""
+    if once:
+        show(screen(directory, time.time()))
+        return
+    sys.stdout.write(HIDE + CLEAR)
+    try:
+        text = screen(directory, time.time())
+        while True:
+            sys.stdout.write(HOME + text.replace("\n", f"{LINE_END}\n") + LINE_END + REST)
+            sys.stdout.flush()
+            time.sleep(SECONDS)
+            try:
+                text = screen(directory, time.time())
+            except StatusError:  # nothing of the run stays
+                sys.stdout.write(HOME + f"the run has ended, and has left nothing in {directory}{LINE_END}\n{REST}")
+                return
+    finally:
+        sys.stdout.write(f"\n{SHOW}")
+        sys.stdout.flush()
+
+
+def statuses(directory: Path) -> dict[str, Any]:
+    """The same for programs; of one that cannot be read, why."""
+    found: dict[str, Any] = {}
+    for path in find(directory):
+        try:
+            found[str(path)] = plain(read(path))
+        except StatusError as error:
+            found[str(path)] = {"problem": error.message}
+    return found
+
+
+def screen(directory: Path, now: float) -> str:
+    """All runs of a directory, one below the other. Raises StatusError where there is none."""
+    texts = []
+    for path in find(directory):
+        try:
+            texts.append(f"{path}\n{run_text(read(path), now)}")
+        except StatusError as error:
+            texts.append("\n".join(wrap(error.message, WIDTH)))
+    text = "\n\n".join(texts)
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)  # no file moves the cursor
+
+
+def run_text(status: Status, now: float) -> str:
+    """One run: its state, the step under way, the last one, its lanes, tiers and drives."""
+    about, last = status.about, status.last
+    rank = f", rank {about.rank} of {about.num_ranks}" if about.num_ranks > 1 else ""
+    rows = [
+        ("run", f"pid {about.pid}{rank} {condition(status, now)}"),
+        ("model", f"{count_text(about.num_parameters)} parameters, {about.num_layers} layers, on {about.device}"),
+        ("now", _step(status)),
+    ]
+    if last is not None:
+        mean = f"{rate_text(status.num_tokens / status.seconds)} tokens/s over {status.num_steps} steps"
+        rows += [
+            (f"step {last.number}", step_words(last)),
+            ("mean", mean if status.num_steps else "known after the second step"),
+            ("plan", compared(last.seconds, last.predicted_seconds)),
+            ("binds", binding(last)),
+        ]
+    else:
+        rows.append(("plan", plan_words(status)))
+    head = "\n".join(_entry(name, words) for name, words in rows)
+    lanes = _lanes(status) if last is not None and not math.isnan(last.seconds) else ""
+    return "\n\n".join(filter(None, [head, lanes, _tiers(status), _drives(status)]))
+
+
+def _entry(name: str, words: str) -> str:
+    lines = wrap(words, WIDTH - 10) or [""]
+    return "\n".join(f"{name if number == 0 else '':<10}{line}" for number, line in enumerate(lines))
+
+
+def _step(status: Status) -> str:
+    step = status.step
+    if status.state != "running" or step is None:
+        return "between two steps" if status.state == "running" else "over"
+    call = f"call {step.call}, " if step.call > 1 else ""
+    left = "" if math.isnan(step.left_seconds) else f", about {duration(step.left_seconds)} left"
+    return f"step {step.number} {bar(step.part)} {call}{step.stage}, {duration(step.seconds)}{left}"
+
+
+def _lanes(status: Status) -> str:
+    assert status.last is not None
+    rows = [
+        (
+            row.lane,
+            f"{row.busy:.0%}",
+            seconds_text(row.seconds),
+            "-" if math.isnan(row.predicted_seconds) else seconds_text(row.predicted_seconds),
+            format_bytes(row.nbytes) if row.nbytes else "-",
+            format_bytes(row.predicted_nbytes) if row.predicted_nbytes > 0 else "-",
+            rate(row.bytes_per_second, 1.0) if row.nbytes else "-",
+        )
+        for row in lane_rows(status, status.last.lanes, status.last.seconds)
+    ]
+    heads = ("last step", "busy", "works", "planned", "moves", "planned to", "rate")
+    return table(heads, rows, right=heads[1:])
+
+
+def _tiers(status: Status) -> str:
+    rows = []
+    for tier in TIERS:
+        used, most = status.used.get(tier, 0), status.about.budgets.get(tier, 0)
+        if used or most:
+            filled = f"{bar(used / most)} {used / most:.0%}" if most else ""
+            rows.append((ON[tier], format_bytes(used), f"of {format_bytes(most)}" if most else "in files", filled))
+    return table(("in use", "", "", ""), rows, right=("",)) if rows else ""
+
+
+def _drives(status: Status) -> str:
+    last, rows = status.last, []
+    for path, share in status.about.drives.items():
+        rates = []
+        for lane in ("ssd_read", "ssd_write"):
+            total = last.lanes.get(lane) if last is not None else None
+            rates.append(rate(share * total.nbytes, last.seconds) if last and total and last.seconds > 0 else "-")
+        free = format_bytes(status.free[path]) if path in status.free else "-"
+        rows.append((path, f"{share:.0%}", *rates, free))
+    if not rows:
+        return ""
+    heads = ("drive", "share", "reads", "writes", "free")
+    return f"{table(heads, rows, right=heads[1:])}\nwear      {wear(status)}"
+
+
+def newest(directory: Path) -> Status:
+    """The status of the first rank's run that was written last; raises StatusError where none can be read."""
+    found, problem = [], None
+    for path in find(directory):
+        try:
+            found.append(read(path))
+        except StatusError as error:
+            problem = error
+    if not found:
+        assert problem is not None
+        raise problem
+    return max(found, key=lambda status: (-status.about.rank, status.written))

@@ -1,0 +1,145 @@
+"""reporting: what a run is told of with: its record, from its plan and its tiers, and where it goes by the options."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gs_compile.machine import free_storage, usable_cores, usable_memory
+from gs_compile.planner.programs import StepPrograms
+from gs_compile.planner.run import words
+from gs_compile.planner.step_plan import StepPlan, nbytes_by_home
+from gs_compile.progress import Line
+from gs_compile.runtime.slab import Slab
+from gs_compile.runtime.storage.folder import STATUS
+from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.tiers import Tiers
+from gs_compile.runtime.trace import Total
+from gs_compile.status.file import free_name, process_start
+from gs_compile.status.form import About
+from gs_compile.status.record import RunRecord
+from gs_compile.status.reporter import Outlets, Reporter
+from gs_compile.version import __version__
+
+
+def report_on(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> Reporter | None:
+    """What tells of a run from now on, until its tiers are closed; None: nobody wants to know.
+
+    Of several ranks each has its status file, and the first one has the bar and the page.
+    """
+    outlets = _outlets(planning, tiers)
+    if outlets[:3] == (None, None, None):
+        return None
+    store = tiers.setting.store
+    folders = [drive.folder for drive in store.drives] if store is not None else []
+    measure = partial(_measure, tiers.slab, dict(_resting(planning)), folders)
+    reporter = Reporter(RunRecord(_about(planning, tiers, num_parameters), tiers.trace, measure), outlets, _why(tiers))
+    tiers.followers.append(reporter.close)
+    return reporter
+
+
+def _outlets(planning: StepPrograms, tiers: Tiers) -> Outlets:
+    options, ranks, store = planning.run.options, planning.run.ranks, tiers.setting.store
+    is_first = ranks is None or ranks.place == 0
+    line = Line(always=options.progress is True)
+    has_line = is_first and (line.is_terminal if options.progress is None else options.progress)
+    status = None
+    if options.status is not None:
+        options.status.mkdir(parents=True, exist_ok=True)
+        status = free_name(options.status)
+    elif store is not None:
+        status = store.drives[0].folder / STATUS
+    keeps = partial(_stays, store if options.status is None else None)
+    return Outlets(status, options.report if is_first else None, line if has_line else None, keeps)
+
+
+def _stays(store: Store | None) -> bool:
+    """Whether a status outlives its run: beside a commit, and where a user has asked for it."""
+    return store is None or store.made is not None
+
+
+def _why(tiers: Tiers) -> Any:
+    """A function that says why a run has failed; "": it has not."""
+    failure = tiers.failure
+
+    def why() -> str:
+        error = failure.first.error if failure.first is not None else None
+        return "" if error is None else f"{type(error).__name__}: {error}"
+
+    return why
+
+
+def _measure(
+    slab: Slab, resting: Mapping[str, int], folders: list[Path]
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Bytes in use by tier, and free by drive."""
+    free = {str(folder.parent): free_storage(folder) for folder in folders if folder.exists()}
+    return {**resting, "host": slab.nbytes}, free
+
+
+def _resting(planning: StepPrograms) -> Counter[str]:
+    """Bytes by tier of what lives on between steps."""
+    found: Counter[str] = Counter()
+    for (_, tier), nbytes in nbytes_by_home(planning.placement).items():
+        found[tier] += nbytes
+    return found
+
+
+def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
+    run, plan, store = planning.run, planning.planned.plan, tiers.setting.store
+    homes: dict[str, dict[str, int]] = {}
+    for (kind, tier), nbytes in nbytes_by_home(planning.placement).items():
+        homes.setdefault(kind, {})[tier] = nbytes
+    device_nbytes = planning.device_nbytes or 0
+    return About(
+        pid=(pid := os.getpid()),
+        process_start=process_start(pid),
+        began=time.time(),
+        rank=run.ranks.place if run.ranks else 0,
+        num_ranks=run.ranks.total if run.ranks else 1,
+        versions={
+            "greedysnake": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        machine=plan.profile.name if plan and plan.is_solved else platform.machine(),
+        device=str(tiers.setting.device.name),
+        num_cores=usable_cores(),
+        memory_nbytes=usable_memory(),
+        num_parameters=num_parameters,
+        num_layers=planning.placement.num_layers,
+        plan=words(plan) if plan else "",
+        binding=plan.binding if plan else (),
+        homes=homes,
+        budgets={"host": run.whole_nbytes, **({"device": device_nbytes} if device_nbytes else {})},
+        drives=_shares(store),
+        **_predicted(plan),
+    )
+
+
+def _predicted(plan: StepPlan | None) -> dict[str, Any]:
+    """The plan's figures, where it was simulated: else nothing is measured for it."""
+    if plan is None or not plan.is_solved:
+        return {"predicted": {}, "predicted_seconds": float("nan"), "rated_nbytes": 0}
+    moved: dict[str, Counter[str]] = {}
+    for (lane, kind), nbytes in plan.traffic.items():
+        moved.setdefault(lane, Counter())[kind] += nbytes
+    lanes = {
+        lane: Total(seconds, sum(moved.get(lane, Counter()).values()), moved.get(lane, Counter()))
+        for lane, (seconds, _) in plan.lanes.items()
+    }
+    return {"predicted": lanes, "predicted_seconds": plan.seconds, "rated_nbytes": plan.profile.ssd_rated_nbytes}
+
+
+def _shares(store: Store | None) -> dict[str, float]:
+    """The part of all bytes that each directory of storage gets."""
+    pairs = zip(store.drives, store.weights, strict=True) if store is not None else ()
+    return {str(drive.folder.parent): weight / sum(store.weights) for drive, weight in pairs} if store else {}

@@ -1,0 +1,150 @@
+"""file: the status of a run as a file: written beside and renamed over the one before, and read as untrusted input.
+
+    <storage>/greedysnake-run/.status.json      of a run with something on SSD; gone when it ends, but beside a commit
+    <status>/greedysnake-run.json               in a directory that the option `status` names; it stays
+
+Each rank and each model of a process has its own, by the name of its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gs_compile.errors import StatusError
+from gs_compile.machine import PROC
+from gs_compile.runtime.storage.folder import NEXT_STATUS, STATUS, folder_in
+from gs_compile.runtime.storage.stored import FOLDERS
+from gs_compile.status.form import FORMAT, Status
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+MOST_NBYTES = 4 << 20
+STALE_SECONDS = 5.0  # a run writes once a second; a drive that is busy may take some
+
+
+# Written --------------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, status: Status) -> None:
+    """Make a status the file's, all of it or nothing of it; OSError where that fails."""
+    replace(path, json.dumps(plain(status), separators=(",", ":"), allow_nan=False))
+
+
+def replace(path: Path, text: str) -> None:
+    """Make a text that of a file of this user's alone; a reader sees what was there before, or this."""
+    beside = path.with_name(NEXT_STATUS if path.name == STATUS else f".{path.name}.next")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: numbers that are not finite are None."""
+    if type(value) is float:  # most are, in a long history
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if is_dataclass(value):
+        value = vars(value)
+    return {key: plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value
+
+
+def free_name(directory: Path) -> Path:
+    """A file in a directory that no run has which is going on."""
+    number = 1
+    while True:
+        path = directory / f"{folder_in(directory, number).name}.json"
+        try:
+            if not is_alive(read(path)):
+                return path
+        except StatusError:
+            return path
+        number += 1
+
+
+# Read -----------------------------------------------------------------------------------------------------------------
+
+
+def find(directory: Path) -> list[Path]:
+    """The status files in a directory of storage, in a run's folder, or in a directory of the option `status`."""
+    if not directory.is_dir():
+        raise StatusError(f"{directory} is no directory")
+    inside = sorted(path for path in directory.iterdir() if FOLDERS.fullmatch(path.name.removesuffix(".json")))
+    candidates = [directory / STATUS, *(path if path.suffix == ".json" else path / STATUS for path in inside)]
+    found = [path for path in candidates if path.is_file()]
+    if not found:
+        raise StatusError(
+            f"{directory} has the status of no run. A run that stores something on SSD writes one into its directory "
+            "of storage=, from its first step on, and removes it at its end; any run does into the directory of the "
+            "option status=, where it stays"
+        )
+    return found
+
+
+def read(path: Path) -> Status:
+    """The status that a file has; raises StatusError where there is none, or none that can be read."""
+    try:
+        data = _data(path)
+    except OSError as error:
+        raise StatusError(f"{path}: {error.strerror}") from error
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError):
+        raise StatusError(f"{path} is torn: it was not written to its end, as after a power loss") from None
+    number = raw.get("format") if isinstance(raw, dict) else None
+    if type(number) is int and number > FORMAT:
+        raise StatusError(
+            f"{path} has format {number}, and this GreedySnake reads format {FORMAT}: use the version of the run"
+        )
+    try:
+        return _adapter().validate_json(data, strict=True)
+    except ValueError as error:
+        first = str(error).splitlines()[1] if "\n" in str(error) else str(error)
+        raise StatusError(f"{path} is not the status of a run: its entry {first} is missing or wrong") from None
+
+
+def _data(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of a pipe: without waiting for a writer
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_NBYTES:
+            raise StatusError(f"{path} is not the status of a run: no file, or too large")
+        return file.read(MOST_NBYTES)
+
+
+@cache
+def _adapter() -> TypeAdapter[Status]:
+    """What it needs is slow to import: it is where a status is read."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Status)
+
+
+# Whether it goes on ---------------------------------------------------------------------------------------------------
+
+
+def process_start(pid: int, proc: Path = PROC) -> int:
+    """When a process of this machine began, in clock ticks; 0: there is none, or the system does not tell."""
+    try:
+        return int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def is_alive(status: Status, proc: Path = PROC) -> bool:
+    """Whether the process of a run that has not ended by its own word is still there."""
+    return status.state == "running" and process_start(status.about.pid, proc) == status.about.process_start

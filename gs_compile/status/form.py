@@ -1,0 +1,114 @@
+"""form: what a status file says, in its format 1. It is JSON, and numbers that are not finite are null.
+
+A reader may rest on the names here; a later format that changes or drops one has another number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from gs_compile.runtime.trace import Total
+from gs_compile.status.step import Number, StepInfo
+
+FORMAT = 1
+State = Literal["running", "ended", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What stays as it is while a run lasts.
+
+    process_start: of the process, in clock ticks since the machine's, by which another process of the same pid is told
+        apart; 0: not known. began: seconds since 1970. rank, num_ranks: among those that share the model.
+    plan: the plan in a paragraph, and why it is so; binding: what more of each resource would bring.
+    predicted, predicted_seconds: work of each lane in a step, and its length, by the plan; nothing, nan where it was
+        not simulated.
+    homes: bytes of what lives on, by kind and tier. budgets: bytes that each tier may have.
+    drives: the directories of storage, each with its share of the bytes. rated_nbytes: that the drives may be written
+        in their life; 0: not known.
+    """
+
+    pid: int
+    process_start: int
+    began: float
+    rank: int
+    num_ranks: int
+    versions: Mapping[str, str]
+    machine: str
+    device: str
+    num_cores: int
+    memory_nbytes: int
+    num_parameters: int
+    num_layers: int
+    plan: str
+    binding: tuple[str, ...]
+    predicted: Mapping[str, Total]
+    predicted_seconds: Number
+    homes: Mapping[str, Mapping[str, int]]
+    budgets: Mapping[str, int]
+    drives: Mapping[str, float]
+    rated_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderWay:
+    """The step that is running: its call, its stage in words, the operations issued so far, what lanes have done."""
+
+    number: int
+    call: int
+    stage: str
+    done: int
+    total: int
+    seconds: float
+    expected_seconds: Number  # as long as the step before, or as planned
+    lanes: Mapping[str, Total]
+
+    @property
+    def part(self) -> float:
+        """Of its operations, those that are issued."""
+        return self.done / max(self.total, 1)
+
+    @property
+    def left_seconds(self) -> float:
+        """Until its end, as far as that can be told; nan: it cannot."""
+        if self.expected_seconds > self.seconds:
+            return self.expected_seconds - self.seconds
+        return self.seconds * (1 / self.part - 1) if self.part else math.nan
+
+
+class Point(NamedTuple):
+    """A step of the history."""
+
+    step: int
+    seconds: Number
+    loss: Number
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A run at one moment.
+
+    reason: why it failed. written: when, in seconds since 1970.
+    history: steps, each or after many every second, fourth and so on.
+    num_steps, seconds, lanes, num_tokens: sums over the steps of this process whose length is known: all but its first.
+    used: bytes of each tier in use, on SSD what its files take. free: bytes that each drive still has.
+    """
+
+    format: int
+    state: State
+    reason: str
+    written: float
+    about: About
+    step: UnderWay | None
+    last: StepInfo | None
+    history: tuple[Point, ...]
+    num_steps: int
+    seconds: float
+    num_tokens: int
+    lanes: Mapping[str, Total]
+    used: Mapping[str, int]
+    free: Mapping[str, int]

@@ -1,0 +1,128 @@
+"""record: what is known of a run, kept up by the thread that trains; any thread may ask for its status."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from gs_compile.program.ir import Stage
+from gs_compile.runtime.trace import Total, Trace
+from gs_compile.status.form import FORMAT, About, Point, State, Status, UnderWay
+from gs_compile.status.step import StepInfo
+
+MOST_POINTS = 200  # of the history: a curve shows no more, and each is written every second
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Of the steps whose length is known."""
+
+    lanes: Mapping[str, Total]
+    num_steps: int = 0
+    seconds: float = 0.0
+    num_tokens: int = 0
+
+
+class RunRecord:
+    """Of one run. measure: bytes in use of each tier, and free on each drive."""
+
+    def __init__(
+        self, about: About, trace: Trace, measure: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]]
+    ) -> None:
+        self.about = about
+        self._trace, self._measure = trace, measure
+        self._lock = threading.Lock()
+        self._last: StepInfo | None = None
+        self._history: list[Point] = []
+        self._every = 1  # of so many steps one is kept
+        self._num_noted = self._num_calls = 0
+        self._sums = _Sums(lanes={})
+        self._began = math.nan  # the step under way
+
+    def begin(self) -> None:
+        """A call of a step begins."""
+        with self._lock:
+            if not self._num_calls:
+                self._began = time.perf_counter()
+            self._num_calls += 1
+
+    def note(self, info: StepInfo) -> None:
+        """The step under way has ended."""
+        with self._lock:
+            self._last, self._num_calls = info, 0
+            if self._num_noted % self._every == 0:
+                self._history.append(Point(info.number, info.seconds, info.loss, info.num_tokens))
+            self._num_noted += 1
+            if len(self._history) > MOST_POINTS:
+                self._history, self._every = self._history[::2], 2 * self._every
+            if not math.isnan(info.seconds):
+                before = self._sums
+                self._sums = _Sums(
+                    _added(before.lanes, info.lanes),
+                    before.num_steps + 1,
+                    before.seconds + info.seconds,
+                    before.num_tokens + info.num_tokens,
+                )
+
+    def under_way(self) -> UnderWay | None:
+        """The step that is running; None: none is."""
+        with self._lock:
+            call, began, last, at = self._num_calls, self._began, self._last, self._trace.at
+        if not call or at is None:
+            return None
+        (program, index), about = at, self.about
+        predicted = about.predicted_seconds if last is None else last.predicted_seconds
+        is_known = last is not None and not math.isnan(last.seconds)
+        return UnderWay(
+            number=1 if last is None else last.number + 1,
+            call=call,
+            stage=stage_words(program.ops[index].stage),
+            done=index + 1,
+            total=len(program.ops),
+            seconds=time.perf_counter() - began,
+            expected_seconds=last.seconds if last is not None and is_known else predicted,
+            lanes=self._trace.totals(),
+        )
+
+    def status(self, state: State = "running", reason: str = "") -> Status:
+        """The run now."""
+        step = self.under_way() if state == "running" else None
+        used, free = self._measure()
+        with self._lock:
+            return Status(
+                format=FORMAT,
+                state=state,
+                reason=reason,
+                written=time.time(),
+                about=self.about,
+                step=step,
+                last=self._last,
+                history=tuple(self._history),
+                num_steps=self._sums.num_steps,
+                seconds=self._sums.seconds,
+                num_tokens=self._sums.num_tokens,
+                lanes=self._sums.lanes,
+                used=used,
+                free=free,
+            )
+
+
+def stage_words(stage: Stage) -> str:
+    """``backward of layer 3``"""
+    units = {"e": "the embedding", "h": "the head", "layer": f"layer {stage.unit}"}
+    if unit := units.get(stage.unit_class):
+        return f"{stage.phase} of {unit}"
+    return "reading ahead" if stage.phase == "fill" else "the last updates"
+
+
+def _added(first: Mapping[str, Total], second: Mapping[str, Total]) -> dict[str, Total]:
+    """The sums of lanes."""
+    sums = {lane: replace(total) for lane, total in first.items()}
+    for lane, total in second.items():
+        one = sums.get(lane, Total())
+        kinds = one.nbytes_by_kind + total.nbytes_by_kind
+        sums[lane] = Total(one.seconds + total.seconds, one.nbytes + total.nbytes, kinds)
+    return sums

@@ -1,0 +1,115 @@
+"""reporter: a thread that tells of a run once a second: its status file, its bar, its page.
+
+It reads the run's record alone, and holds neither the model nor its optimizer. What it cannot write it says once in the
+log: a run does not fail of that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from gs_compile.progress import Line
+from gs_compile.status import file
+from gs_compile.status.form import Status
+from gs_compile.status.page import page
+from gs_compile.status.record import RunRecord
+from gs_compile.status.step import StepInfo
+from gs_compile.status.words import bar_text
+
+log = logging.getLogger(__name__)
+
+SECONDS = 1.0  # between two status files
+PAGE_SECONDS = 10  # between two pages of a run that goes on
+BAR_SECONDS = 2.0  # a step that is over sooner gets no bar
+LINE_SECONDS = 10  # between two bars where standard error is no terminal
+
+
+class Outlets(NamedTuple):
+    """Where a run is told of. status, page: files; line: for the bar. keeps: whether the status stays at the end."""
+
+    status: Path | None = None
+    page: Path | None = None
+    line: Line | None = None
+    keeps: Callable[[], bool] = lambda: True
+
+
+class Reporter:
+    """Of one run, until it is closed. failure: why the run has failed, in words; "": it has not."""
+
+    def __init__(self, record: RunRecord, outlets: Outlets, failure: Callable[[], str] = str) -> None:
+        self.record = record
+        self.outlets, self._failure = outlets, failure
+        self._pid = os.getpid()
+        self._over = threading.Event()
+        self._on_line = threading.Lock()
+        self._failed: set[Path] = set()
+        self._thread = threading.Thread(target=self._report, name="greedysnake status", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # ahead of the storage's own end, which was registered before
+
+    def begin(self) -> None:
+        """A call of a step begins."""
+        self.record.begin()
+
+    def note(self, info: StepInfo) -> None:
+        """A step has ended."""
+        with self._on_line:
+            self.record.note(info)
+            self._show("")
+
+    def close(self) -> None:
+        """End the thread; the last status says how the run ended, or is removed where nothing of the run stays."""
+        if os.getpid() != self._pid or self._over.is_set():
+            return  # a forked child's copy; or once is enough
+        self._over.set()
+        atexit.unregister(self.close)
+        self._thread.join()
+        self._show("")
+        reason = self._failure()
+        status = self.record.status("failed" if reason else "ended", reason)
+        self._write(self.outlets.page, page, status)
+        if self.outlets.status is not None and not self.outlets.keeps():
+            self.outlets.status.unlink(missing_ok=True)
+        else:
+            self._write(self.outlets.status, None, status)
+
+    def _report(self) -> None:
+        seconds = 0
+        while not self._over.wait(SECONDS):
+            seconds += 1
+            self._tick(seconds)
+
+    def _tick(self, seconds: int) -> None:
+        outlets = self.outlets
+        if outlets.status is not None or (outlets.page is not None and seconds % PAGE_SECONDS == 0):
+            status = self.record.status()
+            self._write(outlets.status, None, status)
+            if seconds % PAGE_SECONDS == 0:
+                self._write(outlets.page, page, status)
+        if outlets.line is not None and (outlets.line.is_terminal or seconds % LINE_SECONDS == 0):
+            with self._on_line:  # a step that ends meanwhile takes its bar away behind this
+                step = self.record.under_way()
+                if step is not None and step.seconds > BAR_SECONDS:
+                    self._show(bar_text(step))
+
+    def _show(self, words: str) -> None:
+        if self.outlets.line is not None:
+            self.outlets.line.show(words)
+
+    def _write(self, path: Path | None, draw: Callable[[Status], str] | None, status: Status) -> None:
+        if path is None or path in self._failed:
+            return
+        try:
+            if draw is None:
+                file.write(path, status)
+            else:
+                file.replace(path, draw(status))
+        except OSError as error:
+            self._failed.add(path)
+            log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror)

@@ -1,0 +1,119 @@
+"""`greedysnake watch` and `report`, from given files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import expecttest
+import pytest
+import told
+from command_line import printed, run
+
+from gs_compile.cli import watch
+from gs_compile.status import file, words
+
+
+@pytest.fixture(autouse=True)
+def _goes_on(monkeypatch):
+    monkeypatch.setattr(words, "is_alive", lambda status: status.state == "running")
+
+
+class TestScreen(expecttest.TestCase):
+    def test_a_run(self):
+        self.assertExpectedInline(
+            in_ascii(watch.run_text(told.status(), told.WRITTEN + 1)),
+            """\
+run       pid 1 has run for 31 min 41 s
+model     3.82 B parameters, 36 layers, on cpu
+now       step 61 ##############...... backward of layer 20, 21 s, about 10 s left
+step 60   31.2 s, 1,024 tokens, 32.8 tokens/s, loss 5.523, gradient norm 1.25
+mean      32.8 tokens/s over 59 steps
+plan      28 s predicted, measured 11% longer
+binds     ssd_read, busy for 85% of the step
+
+last step  busy   works  planned     moves  planned to       rate
+compute     40%  12.4 s     13 s         -           -          -
+ssd_read    85%  26.5 s     24 s  44.1 GiB    44.1 GiB  1.7 GiB/s
+ssd_write   61%    19 s     20 s  36.0 GiB    36.0 GiB  1.9 GiB/s
+cpu         26%     8 s    7.5 s         -           -          -
+
+in use
+host memory   5.9 GiB  of 8.0 GiB  ##############...... 74%
+SSD          35.5 GiB    in files
+
+drive   share        reads       writes       free
+/mnt/a    60%  868.4 MiB/s  708.9 MiB/s  120.0 GiB
+/mnt/b    40%  579.0 MiB/s  472.6 MiB/s  400.0 GiB
+wear      2.1 TiB so far; 97.4 TiB written to SSD in a day; the drives are rated for 600.0 TiB, 6.2 days of it""",
+        )
+
+    def test_a_run_before_its_first_step_has_ended(self):
+        changes = {"last": None, "num_steps": 0, "seconds": 0.0, "lanes": {}, "history": (), "step": None}
+        about = replace(told.ABOUT, rank=1, num_ranks=2, drives={})
+        text = watch.run_text(told.status(about=about, **changes), told.WRITTEN + 1)
+        self.assertExpectedInline(
+            in_ascii(text),
+            """\
+run       pid 1, rank 1 of 2 has run for 31 min 41 s
+model     3.82 B parameters, 36 layers, on cpu
+now       between two steps
+plan      Plan of model on a machine <of two>, vertical: 4 micro-batches of 2 samples of 128 tokens,
+          alpha 0.25. A step takes 28.0 s: 36.6 tokens/s. What binds: a second SSD like the first:
+          41% faster.
+
+in use
+host memory   5.9 GiB  of 8.0 GiB  ##############...... 74%
+SSD          35.5 GiB    in files""",
+        )
+
+
+def in_ascii(text: str) -> str:
+    """With other signs for bars: golden text is rewritten in ASCII alone."""
+    return text.replace("━", "#").replace("─", ".")
+
+
+def test_all_runs_of_a_directory_are_shown_and_a_torn_file_is_said(tmp_path):
+    file.write(tmp_path / "greedysnake-run.json", told.status(state="ended"))
+    (tmp_path / "greedysnake-run-1.json").write_text('{"format": 1')
+    found = printed("watch", tmp_path)
+    assert "greedysnake-run-1.json is torn" in found.replace("\n", " ")
+    assert "pid 1 ended" in found
+    data = json.loads(printed("watch", tmp_path, "--json"))
+    assert data[str(tmp_path / "greedysnake-run.json")] == file.plain(told.status(state="ended"))
+    assert "is torn" in data[str(tmp_path / "greedysnake-run-1.json")]["problem"]
+
+
+def test_no_file_moves_the_cursor(tmp_path):
+    file.write(tmp_path / "greedysnake-run.json", told.status(state="failed", reason="\x1b[2Jgone"))
+    assert "\x1b" not in printed("watch", tmp_path)
+
+
+def test_a_live_screen_ends_with_its_run(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "greedysnake-run.json"
+    file.write(path, told.status())
+    monkeypatch.setattr(watch.time, "sleep", lambda _: path.unlink())
+    watch.watch(tmp_path, print, once=False)
+    shown = capsys.readouterr().out
+    assert shown.startswith(watch.HIDE)
+    assert shown.endswith(watch.SHOW)
+    assert shown.count(watch.HOME) == 2
+    assert "the run has ended, and has left nothing in" in shown
+
+
+@pytest.mark.parametrize("command", ["watch", "report"])
+def test_a_directory_without_a_run(tmp_path, command):
+    result = run(command, tmp_path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"StatusError: {tmp_path} has the status of no run")
+
+
+def test_a_report_is_of_the_first_rank(tmp_path):
+    file.write(tmp_path / "greedysnake-run-1.json", told.status(about=replace(told.ABOUT, rank=1), state="ended"))
+    file.write(tmp_path / "greedysnake-run.json", told.status(state="ended", num_steps=7))
+    output = tmp_path / "page.html"
+    assert printed("report", tmp_path, "--output", output) == f"report: {output}\n"
+    assert "Means of 7 steps" in output.read_text()
+    output.unlink()
+    assert json.loads(printed("report", tmp_path, "--output", output, "--json")) == {"report": str(output)}
+    assert output.exists()

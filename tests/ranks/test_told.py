@@ -1,0 +1,29 @@
+"""What each of several ranks says of itself: a file of its own, and the loss of all."""
+
+from __future__ import annotations
+
+import pytest
+from tiered import Harness, adamw, gpt2, options, step, tokens
+
+from gs_compile.runtime.storage.manifest import FOLDER
+from gs_compile.status import file
+
+
+def tells(info, tmp_path):
+    """This rank's own loss, and what its status file says."""
+    harness = Harness(gpt2)
+    given = {**options(tmp_path / "storage"), "report": tmp_path / "run.html"}
+    with harness.fresh(adamw, given) as one:
+        own = step(harness.model, one, tokens(info.rank))
+        one.engine.reporter._tick(1)
+        path, page = one.engine.reporter.outlets[:2]
+        found = file.read(path)
+        return own, found.last.loss, (found.about.rank, found.about.num_ranks, path.parent.name, page is not None)
+
+
+def test_each_rank_has_its_file_and_the_first_one_the_page(pair, tmp_path):
+    (first, loss, here), (second, other, there) = pair.run(tells, tmp_path)
+    assert loss == other == pytest.approx((first + second) / 2, rel=1e-6)
+    assert (here, there) == ((0, 2, FOLDER, True), (1, 2, f"{FOLDER}-1", False))
+    assert (tmp_path / "run.html").exists()
+    assert not list((tmp_path / "storage").iterdir())

@@ -1,0 +1,137 @@
+"""A status file: its format, that a reader sees all of it or the one before, and what is said of one that is damaged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import threading
+from dataclasses import replace
+
+import pytest
+import told
+
+from gs_compile.errors import StatusError
+from gs_compile.status import file
+from gs_compile.status.form import FORMAT
+
+
+def test_a_status_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "status.json"
+    file.write(path, told.status(free={}))
+    assert file.plain(file.read(path)) == file.plain(told.status(free={}))
+    assert math.isnan(file.read(path).history[0].seconds)
+    assert file.read(path).last == told.LAST
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_is_json_of_a_known_format(tmp_path):
+    file.write(path := tmp_path / "status.json", told.status())
+    found = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert found["format"] == FORMAT == 1
+    assert found["last"]["lanes"]["ssd_read"]["nbytes_by_kind"]["w"] == told.LANES["ssd_read"].nbytes_by_kind["w"]
+    assert found["history"][0][:2] == [1, None]
+    assert len(path.read_bytes()) < 30_000
+
+
+def test_a_later_entry_does_not_disturb_a_reader(tmp_path):
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps({**file.plain(told.status()), "mood": "good"}))
+    assert file.read(path).num_steps == told.NUM_STEPS - 1
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path, over = tmp_path / "status.json", threading.Event()
+    file.write(path, told.status())
+
+    def write():
+        number = 0
+        while not over.is_set():
+            number += 1
+            file.write(path, told.status(num_steps=number))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        numbers = {file.read(path).num_steps for _ in range(60)}
+    finally:
+        over.set()
+        writer.join()
+    assert len(numbers) > 1
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    file.write(path, told.status(num_steps=1))
+    monkeypatch.setattr(os, "fdopen", lambda fd, *_, **__: (_ for _ in ()).throw(OSError(28, "no space")))
+    with pytest.raises(OSError, match="no space"):
+        file.write(path, told.status(num_steps=2))
+    monkeypatch.undo()
+    assert file.read(path).num_steps == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def changed(**changes):
+    return json.dumps({**file.plain(told.status()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is torn: it was not written to its end"),
+        (changed()[:-100], "is torn"),
+        ("[" * 100_000, "is torn"),
+        (changed(format=2), "has format 2, and this GreedySnake reads format 1"),
+        ("{}", "is not the status of a run"),
+        ("7", "is not the status of a run"),
+        (changed(num_steps="many"), "its entry num_steps is missing or wrong"),
+        (changed(history=[[1, 2.0]]), "its entry history.0"),
+        (" " * (5 << 20), "too large"),
+    ],
+)
+def test_a_damaged_file_is_told_in_words(tmp_path, text, words):
+    path = tmp_path / "status.json"
+    path.write_text(text)
+    with pytest.raises(StatusError, match=words) as caught:
+        file.read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_no_file_and_no_file_of_its_own(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (("pipe", "no file, or too large"), ("none", "No such file")):
+        with pytest.raises(StatusError, match=words):
+            file.read(tmp_path / name)
+
+
+def test_files_are_found_by_rank_and_model(tmp_path):
+    with pytest.raises(StatusError, match="has the status of no run"):
+        file.find(tmp_path)
+    with pytest.raises(StatusError, match="is no directory"):
+        file.find(tmp_path / "none")
+    for folder in ("greedysnake-run", "greedysnake-run-1.2"):
+        (tmp_path / folder).mkdir()
+        file.write(tmp_path / folder / file.STATUS, told.status())
+    file.write(tmp_path / "greedysnake-run-3.json", told.status())
+    (tmp_path / "others.json").write_text("{}")
+    names = [str(path.relative_to(tmp_path)) for path in file.find(tmp_path)]
+    assert names == ["greedysnake-run/.status.json", "greedysnake-run-1.2/.status.json", "greedysnake-run-3.json"]
+    assert file.find(tmp_path / "greedysnake-run") == [tmp_path / "greedysnake-run" / file.STATUS]
+
+
+def test_a_run_is_alive_as_long_as_its_process_is(tmp_path):
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        about = replace(told.ABOUT, pid=process.pid, process_start=file.process_start(process.pid))
+        assert file.is_alive(told.status(about=about))
+        assert not file.is_alive(told.status(about=about, state="ended"))
+        assert not file.is_alive(told.status(about=replace(about, process_start=1)))  # another process of that pid
+        file.write(tmp_path / "greedysnake-run.json", told.status(about=about))
+        assert file.free_name(tmp_path).name == "greedysnake-run.2.json"
+    finally:
+        process.kill()
+        process.wait()
+    assert not file.is_alive(told.status(about=about))
+    assert file.free_name(tmp_path).name == "greedysnake-run.json"
