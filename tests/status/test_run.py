@@ -6,9 +6,9 @@ import io
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
-import re
 import sys
 import threading
 import time
