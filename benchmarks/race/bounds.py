@@ -12,6 +12,13 @@ from benchmarks.race.curves import NOISE_FACTOR, noise
 
 SATURATED = 16  # micro-batches
 IO_BOUND = (1, 2)
+SLOW = {
+    1: 2.53,
+    2: 2.53,
+    4: 3.8,
+    8: 2.53,
+    16: 5.5,
+}  # times ZeRO-Infinity's throughput on a slowed drive, by micro-batches
 PLANNED = {"110m": "half", "350m": "quarter"}  # host memory, in bytes of parameters and states
 MOST_SHARE = 1.1  # of a roofline; where more is reached, the roofline was measured wrong
 
@@ -34,8 +41,24 @@ def bounds(files: Mapping[str, Any]) -> list[Claim]:
     """All claims; `files`: results by the names of their files."""
     sizes = {size: files[f"race-{size}"] for size in ("110m", "350m") if f"race-{size}" in files}
     planned = {size: files[f"race-{size}-planned"] for size in PLANNED if f"race-{size}-planned" in files}
-    found = [*_planned(planned), *_against_plain(sizes), *_against_zero(sizes), *_shares(sizes)]
+    found = [*_slow(files.get("race-110m-slow")), *_planned(planned), *_against_plain(sizes)]
+    found += [*_against_zero(sizes), *_shares(sizes)]
     return [*found, _memory(sizes.get("350m")), _orders(files.get("race-orders")), _curves(files.get("race-curves"))]
+
+
+def _slow(found: Any) -> Iterator[Claim]:
+    """On a drive that is slowed, so that it binds; and how near to it our steps come, and to what was predicted."""
+    where = "110m, drive slowed to 200 MB/s, everything on SSD, compiled"
+    for number in _numbers(found):
+        timed = _timed(found, number)
+        ours, theirs = _fastest(timed, "vertical/ssd/inductor"), _fastest(timed, "zero-infinity")
+        ratio = theirs / ours if ours and theirs else None
+        least = SLOW.get(number, 2.53)
+        what = f"{where}, n = {number}: throughput against ZeRO-Infinity"
+        yield Claim(what, f">= {least} x", *_answer(ratio, partial(le, least)))
+        share = timed.get("vertical/ssd/inductor", {}).get("share")
+        least = 0.9 if number == 1 else 0.95
+        yield Claim(f"{where}, n = {number}: share of the roofline", f">= {least}", *_answer(share, partial(le, least)))
 
 
 def _planned(sizes: Mapping[str, Any]) -> Iterator[Claim]:

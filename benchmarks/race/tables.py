@@ -180,6 +180,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "race-25m": ("race-25m", race_table),
     "race-110m": ("race-110m", race_table),
     "race-350m": ("race-350m", race_table),
+    "race-110m-slow": ("race-110m-slow", race_table),
     "race-110m-planned": ("race-110m-planned", race_table),
     "race-350m-planned": ("race-350m-planned", race_table),
     "race-bf16": ("race-bf16", race_table),

@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def _stays(store: Store | None) -> bool:
     return store is None or store.made is not None
 
 
-def _why(tiers: Tiers) -> Any:
+def _why(tiers: Tiers) -> Callable[[], str]:
     """A function that says why a run has failed; "": it has not."""
     failure = tiers.failure
 

@@ -92,10 +92,12 @@ def as_before(problem: Problem, former: Mapping[str, Any], made_for: str, host_n
 def _check(decision: Decision, builder: StepBuilder) -> None:
     """Raise ValueError for a decision that none here is like, before it takes time or memory."""
     units, most = {size.unit for size in builder.sizes}, 2 * len(builder.sizes)  # stages of a step
-    numbers = decision.alpha, decision.layer_updates, decision.ahead, *(share.part for share in decision.shares)
+    stages = decision.ahead, decision.lookahead
+    numbers = decision.alpha, decision.layer_updates, *stages, *(share.part for share in decision.shares)
     if not all(type(each) in (int, float) for each in numbers) or type(decision.speculative) is not bool:
         raise ValueError("a number is none")
-    if not (0 <= decision.alpha <= 1 and 0 <= decision.ahead <= most and decision.layer_updates in (1, SCARCE_UPDATES)):
+    is_near = all(0 <= each <= most for each in stages)
+    if not (0 <= decision.alpha <= 1 and is_near and decision.layer_updates in (1, SCARCE_UPDATES)):
         raise ValueError("a number is out of range")
     if decision.own is not None or not units.issuperset(decision.carried):
         raise ValueError("units that there are not")

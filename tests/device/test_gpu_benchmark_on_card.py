@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_page import page
+from gs_compile.errors import MemoryBudgetError
 
 
 @pytest.fixture
@@ -62,8 +63,15 @@ def test_its_parts_on_a_device(setting, tmp_path, monkeypatch):
     assert max(of_one_model) - min(of_one_model) < 2**14
 
 
-def test_a_row_that_has_no_memory_says_so(setting, tmp_path):
-    card.set_limit(torch.accelerator.memory_reserved(0) + 600_000)
+def test_a_row_that_has_no_memory_says_so(setting, tmp_path, monkeypatch):
+    """And the next ones are tried; what a device without memory raises: test_runs_on_card.py."""
+
+    def timed(*_):
+        raise MemoryBudgetError("a card in host memory has no memory left")
+
+    monkeypatch.setattr(gpu.Run, "timed", timed)
     found = gpu.measure(setting, ["steps"], tmp_path / "gpu.json")
-    (first, *_) = found["parts"]["steps"]["rows"]
-    assert "a card in host memory has no memory left" in first["refused"]
+    rows = found["parts"]["steps"]["rows"]
+    assert len(rows) == 2
+    assert all("a card in host memory has no memory left" in row["refused"] for row in rows)
+    assert card.native().registered_nbytes() == 0

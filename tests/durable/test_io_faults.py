@@ -20,6 +20,7 @@ from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
 
 from gs_compile.errors import GreedySnakeError
 from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.folder import STATUS
 from gs_compile.runtime.storage.manifest import FOLDER, NAME, read
 
 KEEPS_CAPTURES = True
@@ -114,7 +115,7 @@ def assert_only_the_commit(folder, *, both):
     assert our_threads() == []
     found = read(folder / FOLDER)
     named = {file.name for part in found.parts for file in part.files} if found else set()
-    there = {each.name for each in folder.glob(f"{FOLDER}/*")}
+    there = {each.name for each in folder.glob(f"{FOLDER}/*")} - {STATUS}
     assert there == (named | {NAME} if found else set()) or (both and named <= there), files_in(folder)
     return found.step if found else 0
 

@@ -1,0 +1,65 @@
+"""wear: what a day of training writes to the drives, and how long they last, by settings; simulated, nothing runs.
+
+python -m benchmarks.wear                                   # the table of docs/planner.md
+python -m benchmarks.wear --model llama-8b --machine laptop
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.race.tables import table
+from gs_compile.errors import PlanError
+from gs_compile.machine import format_bytes
+from gs_compile.planner.plan import plan
+from gs_compile.planner.step_plan import StepPlan, time_text
+
+LARGER = (2, 4)  # times the batch
+
+
+def settings(first: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A label and what is asked for, each beside the plan that nothing was asked for."""
+    yield "masters whole", {"masters": "whole"}
+    yield "states in bf16", {"states": "bf16"}
+    yield "states in 8 bits", {"states": "8bit"}
+    for times in LARGER:
+        yield f"{times} x the batch", {"num_micro_batches": times * first.num_micro_batches}
+    yield "states in 8 bits, 2 x the batch", {"states": "8bit", "num_micro_batches": 2 * first.num_micro_batches}
+    yield "LoRA of rank 16", {"lora": 16}
+
+
+def row(label: str, found: StepPlan) -> tuple[str, ...]:
+    """The cells of one plan."""
+    rated, per_day = found.profile.ssd_rated_nbytes, found.written_per_day
+    return (
+        label,
+        f"{found.num_micro_batches} x {found.problem.workload.micro_batch_size}",
+        f"{found.tokens_per_second:.0f}",
+        format_bytes(found.written),
+        format_bytes(int(per_day)),
+        time_text(rated / per_day) if rated and per_day else "",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt-65b")
+    parser.add_argument("--machine", default="rtx4090")
+    parser.add_argument("--sequence", type=int, default=2048)
+    arguments = parser.parse_args()
+    given = {"machine": arguments.machine, "sequence": arguments.sequence}
+    first = plan(arguments.model, **given)
+    rows = [row("as planned", first)]
+    for label, asked in settings(first):
+        try:
+            rows.append(row(label, plan(arguments.model, **given, **asked)))
+        except PlanError as error:
+            rows.append((label, str(error), "", "", "", ""))
+    head = "setting", "micro-batches", "tokens/s", "written a step", "written a day", "rated life of the drives"
+    print(table(head, rows))
+
+
+if __name__ == "__main__":
+    main()
