@@ -29,7 +29,7 @@ def explained(plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Sea
         plan,
         binding=tuple(binding(plan.problem, plan.bound)),
         alternatives=tuple(alternatives(plan.problem, replace(found, best=plan.bound), others)),
-        notes=(*plan.notes, *notes(plan)),
+        notes=(*plan.notes, *notes(plan), *longer_life(plan)),
     )
 
 
@@ -83,7 +83,6 @@ def notes(plan: StepPlan) -> Iterator[str]:
     wear = plan.budgets.wear_bytes_per_second
     if wear and plan.written / wear > plan.seconds * (1 + WORTH_SAYING):  # the program itself does not wait for that
         yield f"the drives last as long as asked if a step begins every {plan.written / wear:.3g} s, and not sooner"
-    yield from longer_life(plan)
 
 
 def longer_life(plan: StepPlan) -> Iterator[str]:

@@ -11,8 +11,9 @@ from planned import A100, gpt, ratios
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
-from gs_compile.planner.reasons import alternatives, binding, notes
+from gs_compile.planner.reasons import alternatives, binding, longer_life, notes
 from gs_compile.planner.request import SECONDS_PER_YEAR, Request
+from gs_compile.planner.step_plan import SECONDS_PER_DAY
 
 WORKLOAD = gpt(4, 512, sequence=256, vocabulary=5000)
 MACHINE = replace(A100, host_nbytes=64 * 2**30, device_nbytes=40 * 2**30)
@@ -40,7 +41,7 @@ class Faked(SimpleNamespace):
         changes |= {"workload": workload or self.workload, "profile": profile or self.profile}
         return Faked(**{**vars(self), **changes})
 
-    def solved(self, number, alpha):
+    def solved(self, number, alpha=None):
         return self.answer(self, number, alpha)
 
 
@@ -153,3 +154,35 @@ def made(**changes):
 )
 def test_notes(changes, expected):
     assert list(notes(made(**changes))) == expected
+
+
+@pytest.mark.parametrize(
+    ("rated_days", "bytes_by_number", "expected"),
+    [
+        (
+            100,
+            {8: 100, 12: 120},
+            ["with 8 micro-batches a step the drives last at least twice as long, at 512 tokens/s"],
+        ),
+        (
+            100,
+            {8: 120, 12: 150},
+            ["with 12 micro-batches a step the drives last at least twice as long, at 512 tokens/s"],
+        ),
+        (100, {8: 120}, []),  # and more do not fit
+        (5000, {8: 100}, []),  # they last for years
+        (0, {8: 100}, []),  # nobody knows how long
+    ],
+)
+def test_a_batch_with_which_drives_last_twice_as_long(rated_days, bytes_by_number, expected):
+    """A step of 4 micro-batches writes 100 bytes in 2 s; one of n takes n / 2 s."""
+
+    def solved(_, number, alpha):
+        return solution(number, number / 2) if number in bytes_by_number else None
+
+    per_day = 50.0 * SECONDS_PER_DAY
+    machine = replace(MACHINE, ssd_rated_nbytes=int(rated_days * per_day))
+    given = problem(solved, machine=machine)
+    given.needs = lambda found: ({}, bytes_by_number[found.num_micro_batches])
+    known = {"problem": given, "profile": machine, "written_per_day": per_day, "ranks": 1}
+    assert list(longer_life(made(**known))) == expected
