@@ -12,25 +12,14 @@ alpha, saved activations or none. Budgets of 0.3 to 1.5 of these bytes follow: a
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
-from benchmarks.race.race import race
+from benchmarks.race.race import add_race_arguments, raced
 from benchmarks.race.registry import PLAIN
-from benchmarks.race.settings import (
-    add_case_arguments,
-    add_settings_arguments,
-    asked_of,
-    case_of,
-    end_gently,
-    load,
-    settings_of,
-)
 
 MEMORY = 0.5  # of the bytes of parameters and states
 BUDGETS = (0.3, MEMORY, 0.75, 1.5)
 HOMES, ALPHAS, RECOMPUTES = ("ssd", "mixed", "host"), (0, 0.3, 1), ("all", "none")
-MOST_SLOWER, MOST_SLOWER_WITH_MORE = 1.02, 1.01
+MOST_SLOWER, MOST_SLOWER_WITH_MORE = 1.02, 1.01  # times the fastest by hand, and the next smaller budget
 
 
 def planned(compiler: str, memory: float = MEMORY) -> str:
@@ -54,20 +43,10 @@ def contestants(compilers: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_case_arguments(parser)
-    add_settings_arguments(parser)
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 16])
+    add_race_arguments(parser, [1, 2, 4, 16])
     parser.add_argument("--compilers", nargs="+", default=["eager", "inductor"], choices=["eager", "inductor"])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--again", action="store_true", help="do not go on with what is in the output")
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    end_gently()
-    case = case_of(arguments)
-    asked = {**asked_of(case, arguments), "contestants": contestants(arguments.compilers)}
-    found = load(arguments.output, asked, again=arguments.again)
-    with settings_of(arguments) as (settings, machine):
-        race(case, sorted(set(arguments.micro_batches)), found, settings, arguments.output, machine=machine)
+    raced(arguments, contestants(arguments.compilers))
 
 
 if __name__ == "__main__":

@@ -75,6 +75,25 @@ def race(
     return found
 
 
+def raced(arguments: argparse.Namespace, names: list[str]) -> None:
+    """A race of these contestants, as a command line says."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    end_gently()
+    case = case_of(arguments)
+    found = load(arguments.output, {**asked_of(case, arguments), "contestants": names}, again=arguments.again)
+    with settings_of(arguments) as (settings, machine):
+        race(case, sorted(set(arguments.micro_batches)), found, settings, arguments.output, machine=machine)
+
+
+def add_race_arguments(parser: argparse.ArgumentParser, micro_batches: list[int]) -> None:
+    """Options of every race; `micro_batches` are raced where no others are given."""
+    add_case_arguments(parser)
+    add_settings_arguments(parser)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=micro_batches)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--again", action="store_true", help="do not go on with what is in the output")
+
+
 def show(run: dict[str, Any]) -> None:
     """A line for each contestant."""
     for name, found in run["contestants"].items():
@@ -95,15 +114,9 @@ def show(run: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_case_arguments(parser)
-    add_settings_arguments(parser)
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4, 16])
+    add_race_arguments(parser, [1, 4, 16])
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names, with commas between")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--again", action="store_true", help="do not go on with what is in the output")
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    end_gently()
     names = [name.strip() for name in arguments.contestants.split(",")]
     for name in names:
         try:
@@ -115,10 +128,7 @@ def main() -> None:
         print(f"{arguments.peers_python} is not there: {', '.join(others)} run with {sys.executable}", flush=True)
     if PLAIN not in names:
         print("plain is not in the race: it only says which losses are right", flush=True)
-    case = case_of(arguments)
-    found = load(arguments.output, {**asked_of(case, arguments), "contestants": names}, again=arguments.again)
-    with settings_of(arguments) as (settings, machine):
-        race(case, sorted(set(arguments.micro_batches)), found, settings, arguments.output, machine=machine)
+    raced(arguments, names)
 
 
 if __name__ == "__main__":

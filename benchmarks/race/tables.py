@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.chosen import BUDGETS, by_hand, planned
+from benchmarks.chosen import BUDGETS, MOST_SLOWER, MOST_SLOWER_WITH_MORE, by_hand, planned
 from benchmarks.race.bounds import bounds
 from benchmarks.race.curves import NOISE, noise
 from benchmarks.race.measures import normalised
@@ -94,12 +94,16 @@ def chosen_table(found: dict[str, Any]) -> str:
                     f"{chosen['predicted_seconds']:.3g}" if "predicted_seconds" in chosen else "",
                     f"`{fastest}`",
                     f"{timed[fastest]['median_seconds']:.3g}",
-                    f"{times(chosen, timed[fastest]):.3f}",
+                    _within(times(chosen, timed[fastest]), MOST_SLOWER),
                     ", ".join(f"{each['median_seconds']:.3g}" for each in budgets),
-                    f"{max(steps):.3f}" if steps else "",
+                    _within(max(steps), MOST_SLOWER_WITH_MORE) if steps else "",
                 )
             )
     return f"{table(head, rows)}\n\n{origin(found)}"
+
+
+def _within(ratio: float, most: float) -> str:
+    return f"{ratio:.3f}" if ratio <= most else f"{ratio:.3f} **missed**"
 
 
 def times(one: dict[str, Any], other: dict[str, Any]) -> float:

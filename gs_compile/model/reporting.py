@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,12 @@ def report_on(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> Repo
         return None
     store = tiers.setting.store
     folders = [drive.folder for drive in store.drives] if store is not None else []
-    measure = partial(_measure, tiers.slab, dict(_resting(planning)), folders)
-    reporter = Reporter(RunRecord(_about(planning, tiers, num_parameters), tiers.trace, measure), outlets, _why(tiers))
+    about = _about(planning, tiers, num_parameters)
+    resting = Counter[str]()
+    for nbytes_by_tier in about.homes.values():
+        resting.update(nbytes_by_tier)
+    measure = partial(_measure, tiers.slab, resting, folders)
+    reporter = Reporter(RunRecord(about, tiers.trace, measure), outlets, _why(tiers))
     tiers.followers.append(reporter.close)
     return reporter
 
@@ -85,14 +89,6 @@ def _measure(
     return {**resting, "host": slab.nbytes}, free
 
 
-def _resting(planning: StepPrograms) -> Counter[str]:
-    """Bytes by tier of what lives on between steps."""
-    found: Counter[str] = Counter()
-    for (_, tier), nbytes in nbytes_by_home(planning.placement).items():
-        found[tier] += nbytes
-    return found
-
-
 def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
     run, plan, store = planning.run, planning.planned.plan, tiers.setting.store
     homes: dict[str, dict[str, int]] = {}
@@ -129,13 +125,10 @@ def _predicted(plan: StepPlan | None) -> dict[str, Any]:
     """The plan's figures, where it was simulated: else nothing is measured for it."""
     if plan is None or not plan.is_solved:
         return {"predicted": {}, "predicted_seconds": float("nan"), "rated_nbytes": 0}
-    moved: dict[str, Counter[str]] = {}
+    moved: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for (lane, kind), nbytes in plan.traffic.items():
-        moved.setdefault(lane, Counter())[kind] += nbytes
-    lanes = {
-        lane: Total(seconds, sum(moved.get(lane, Counter()).values()), moved.get(lane, Counter()))
-        for lane, (seconds, _) in plan.lanes.items()
-    }
+        moved[lane][kind] += nbytes
+    lanes = {lane: Total(seconds, moved[lane].total(), moved[lane]) for lane, (seconds, _) in plan.lanes.items()}
     return {"predicted": lanes, "predicted_seconds": plan.seconds, "rated_nbytes": plan.profile.ssd_rated_nbytes}
 
 
