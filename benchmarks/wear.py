@@ -1,6 +1,6 @@
 """wear: what a day of training writes to the drives, and how long they last, by settings; simulated, nothing runs.
 
-    python -m benchmarks.wear                                   # the table of docs/planner.md
+    python -m benchmarks.wear                                   # gpt-65b on rtx4090
     python -m benchmarks.wear --model llama-8b --machine laptop
 
 Drives are rated for so many bytes by who makes them; a machine whose drives are not gives no life.
