@@ -12,13 +12,13 @@ import os
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel
-from gs_compile.placement.workload import LevelCost, UnitCost, Workload
+from gs_compile.placement.workload import UnitCost, Workload
 from gs_compile.planner.cost import timing
+from gs_compile.planner.cost.known_times import Row
 from gs_compile.planner.measure.machines import ENVIRONMENT
 from gs_compile.runtime.storage.drive import Drive
 
@@ -51,7 +51,7 @@ def machine() -> Path:
     return path
 
 
-def code_seconds(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> UnitCost:
+def code_seconds(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> Row:
     """In place of `timing._timed`: what follows from the operations of the unit's code."""
     cost = workload.costs[unit.unit]
     kind = unit.unit if isinstance(unit.unit, str) else "layer"
@@ -59,17 +59,16 @@ def code_seconds(workload: Workload, layout: SpecializedModel, unit: UnitGraph, 
         factor(f"{kind} {way}") * (CALL_SECONDS + flops / CODE_FLOPS_PER_SECOND)
         for way, flops in (("forward", cost.forward_flops), ("backward", cost.backward_flops))
     )
-    return replace(cost, forward_seconds=forward, backward_seconds=backward)
+    return forward, backward
 
 
 def level_seconds(
     layout: SpecializedModel, unit: UnitGraph, cost: UnitCost, levels: Sequence[int], share: float
-) -> tuple[LevelCost, ...]:
+) -> Row:
     """In place of `timing._timed_levels`: what was estimated from the operations of the levels' code."""
-    return tuple(
-        replace(level, backward_seconds=level.backward_seconds * factor(f"level {number}"))
-        for number, level in enumerate(cost.levels)
-    )
+    slower = (factor(f"level {number}") for number in range(len(cost.levels)))
+    pairs = zip(cost.levels, slower, strict=True)
+    return [each for level, times in pairs for each in (level.forward_seconds, level.backward_seconds * times)]
 
 
 def bytes_per_second(drive: Drive) -> float:
@@ -78,6 +77,7 @@ def bytes_per_second(drive: Drive) -> float:
 
 
 GIVEN = (
+    (timing, "_compile", lambda *_: None),
     (timing, "_timed", code_seconds),
     (timing, "_timed_levels", level_seconds),
     (Drive, "bytes_per_second", bytes_per_second),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -107,6 +108,19 @@ class Generator:
             compiled: Any = compile_fx(graph, inputs, config_patches=patches)
         function: Callable[..., Any] = compiled
         return function
+
+
+def num_cache_misses() -> int:
+    """Of graphs that were looked for in inductor's cache by this process so far."""
+    return int(counters["inductor"]["fxgraph_cache_miss"])
+
+
+def in_this_process() -> AbstractContextManager[None]:
+    """Inductor starts none of its own processes, and asks none that it has."""
+    from torch._inductor import config
+
+    found: AbstractContextManager[None] = config.patch(compile_threads=1)
+    return found
 
 
 def _tolerant(graph: fx.GraphModule) -> fx.GraphModule:

@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from itertools import product, takewhile
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,9 +28,9 @@ from gs_compile.capture.off_meta import off_meta
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.capture.uniform import Uniform, uniform
-from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.codegen.levels import SavedLevel
 from gs_compile.codegen.pieces import InPieces
+from gs_compile.codegen.side_by_side import Wanted, compile_all
 from gs_compile.errors import UniformityWarning
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -36,12 +38,11 @@ from gs_compile.passes.baselines.spec import ScheduleSpec
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.boundaries import Nbytes, alike
 from gs_compile.placement.levels import Level
-from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import EPILOGUE, TIED, Program, StepShape, Unit, Value, height
 from gs_compile.program.verbs import SIGNATURES
-from gs_compile.progress import stage
 from gs_compile.schedules import BY_MICRO_BATCH
+from gs_compile.version import __version__
 
 # For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
@@ -135,27 +136,26 @@ class SpecializedModel:
         found = [sum(map(count, self.split.sides.get(unit.unit, ()))) for unit in self.split.units[:-1]]
         return tuple(found) if self.split.joints else found[0]
 
-    def compile_code(self, shape: StepShape, placement: Placement | None = None) -> None:
+    def compile_code(self, shape: StepShape, levels: Mapping[Unit, Iterable[int]] = MappingProxyType({})) -> None:
         """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile.
 
-        placement: of this step, where it says what layers save.
+        levels: of each layer whose items do not all save their input alone, those that they have.
         """
-        missing: dict[tuple[Differentiated, str, int], None] = {}  # each once, in order
+        wanted = []
         for unit, graph in self.split.by_unit.items():
             has_backward = bool(graph.differentiable and graph.differentiated)
             runs_backward = shape.training and has_backward and height(unit) >= height(shape.first_grad)
             together = runs_backward and "loss" in graph.results
             names = ("both",) if together else ("forward", "backward")[: 1 + runs_backward]
-            saves = runs_backward and placement is not None and placement.shares and isinstance(unit, int)
-            levels = placement.levels_in_use(unit) if saves and placement else {0}
-            for name, level in product(names, sorted(levels)):
-                if not self.codes[unit].has_function(name, level):
-                    missing[self.codes[unit], name, level] = None
-        if missing:
-            with stage("compiling the layers' code", len(missing)) as advance:
-                for code, name, level in missing:
-                    code.function(name, level)
-                    advance()
+            own = sorted(levels.get(unit, ())) if runs_backward else ()
+            wanted += [Wanted(self.codes[unit], *each) for each in product(names, own or (0,))]
+        compile_all(wanted)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the code of all units, under the settings of now: see `Differentiated.fingerprint`."""
+        codes = dict.fromkeys(code.fingerprint for code in self.codes.values())
+        return sha256(repr((__version__, _global_settings(), [*codes])).encode()).hexdigest()
 
     @cached_property
     def draws_random(self) -> bool:

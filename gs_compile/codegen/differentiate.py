@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from hashlib import sha256
 from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar
 
@@ -119,6 +120,20 @@ class Differentiated:
 
     def has_function(self, name: str, level: int = 0) -> bool:
         return (name, level) in self._functions
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all that its speed follows from but the machine; of the same code the same in every process."""
+        unit = self.unit
+        graphs = [each.code for each in unit.module.modules() if isinstance(each, fx.GraphModule)]
+        read = [(source.kind, spec) for source, spec in zip(unit.sources, unit.specs, strict=True)]
+        given = unit.results, unit.result_specs, unit.differentiated
+        return sha256(repr((graphs, read, given, self._lengths, self._generator)).encode()).hexdigest()
+
+    @property
+    def compiles_in_forks(self) -> bool:
+        """Whether a fork of this process can compile it into inductor's cache: nothing runs on the way."""
+        return self._generator == Generator("inductor") and self.unit.device_type == "cpu"
 
     @property
     def levels(self) -> tuple[SavedLevel, ...]:

@@ -69,6 +69,10 @@ class InPieces(Differentiated):
     def has_function(self, name: str, level: int = 0) -> bool:
         return name in self._in_pieces or super().has_function(name, level)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint} {self._asked}"
+
     def cost(self, name: str) -> Cost:
         whole, size = super().cost(name), self.tokens_per_piece
         if not size:

@@ -239,7 +239,7 @@ class Call:
             self.compilation.latest = Step(self.models[0], self.shape, self.engine.programs, describe)
         placement = executor.placement if isinstance(executor, TieredExecutor) else None
         for specialized in self.models:
-            specialized.compile_code(self.shape, placement)
+            specialized.compile_code(self.shape, placement.levels_in_use if placement else {})
         executor.wanted = self.outputs.inner
         if is_first:
             report(self.compilation)

@@ -222,10 +222,16 @@ class Placement:
         share = self.share_of(value)
         return None if share is None else self.levels[_item(value)[0]][share.level - 1]
 
-    def levels_in_use(self, unit: Unit) -> frozenset[int]:
-        """The levels that a layer has, for one micro-batch or another."""
-        values = (Value("a", unit, j) for j in range(len(self.x_nbytes)))
-        return frozenset(share.level if (share := self.share_of(value)) else 0 for value in values)
+    @property
+    def levels_in_use(self) -> Mapping[Unit, frozenset[int]]:
+        """The levels that each layer has, for one micro-batch or another; empty: all save their input alone."""
+        numbers = range(len(self.x_nbytes))
+
+        def levels(layer: int) -> frozenset[int]:
+            shares = (self.share_of(Value("a", layer, j)) for j in numbers)
+            return frozenset(share.level if share else 0 for share in shares)
+
+        return {layer: levels(layer) for layer in range(self.num_layers)} if self.shares else {}
 
     @cached_property
     def _items(self) -> Mapping[Item, Share]:

@@ -25,10 +25,11 @@ from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder, peak
+from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed, with_products
 from gs_compile.planner.cost.workload import activations, workload_of
 from gs_compile.planner.decide import decide, undecided
-from gs_compile.planner.measure.machines import Where, named
+from gs_compile.planner.measure.machines import Where, named, remembered_code
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
@@ -172,7 +173,15 @@ class Run:
         """What the layers' code costs here, timed once, with the units as they are tried first."""
         layout, builder = self.model.layouts[0], self.builder(self.masters)
         workload = workload_of(layout, builder.sizes)
-        return replace(timed(workload, layout), shape=builder.shape, world=builder.layout.world)
+        return replace(timed(workload, layout, self.times), shape=builder.shape, world=builder.layout.world)
+
+    @cached_property
+    def times(self) -> KnownTimes:
+        """Of code that ran on this machine before; where figures are given nothing is kept."""
+        if named(self.options.machine):
+            return KnownTimes()
+        total, device = self.ranks.total if self.ranks else 1, self.model.device
+        return KnownTimes(remembered_code(self.options.storage, total, device))
 
     def measure_again(self, profile: Profile | None = None) -> None:
         """Let what was timed be timed again when it is asked for, on this machine or as a profile says."""
@@ -185,7 +194,7 @@ class Run:
 
     def _levels(self) -> LayerLevels:
         is_compiled = self.options.expert.compiler != "eager"
-        return LayerLevels(self.model.layouts, lambda: self.workload, compiled=is_compiled)
+        return LayerLevels(self.model.layouts, lambda: self.workload, self.times, compiled=is_compiled)
 
     def _price(self, masters: Masters) -> Workload:
         """The workload with what updates of these units take on this machine."""

@@ -10,7 +10,8 @@ import zoo
 
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.codegen.layout import arrange, stored_types
-from gs_compile.planner.cost import timing
+from gs_compile.planner.cost import known_times, timing
+from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, timed, timed_levels
 from gs_compile.planner.cost.workload import levelled, workload_of
 
@@ -59,11 +60,43 @@ def test_levels_are_held_against_the_code_that_saves_nothing(gpt2, monkeypatch):
     assert len({id(found.costs[layer].levels) for layer in range(zoo.LAYERS)}) == 1
 
 
+def test_known_code_is_timed_in_part_and_anew_where_that_part_differs(gpt2, monkeypatch):
+    """By a clock that counts in place of the machine's: each run takes `tick` seconds."""
+    layout, workload = gpt2
+    tick, now, asked = 1.0, 0.0, []
+
+    def clock():
+        nonlocal now
+        now += tick
+        return now
+
+    measure = timing._timed
+    monkeypatch.setattr(timing.time, "perf_counter", clock)
+    monkeypatch.setattr(timing, "_timed", lambda *given: asked.append(given[2].unit) or measure(*given))
+    known = KnownTimes()
+    first = timed(workload, layout, known)
+    classes = len(asked)
+    assert classes == len(set(layout.uniform.keys))
+    levels = timed_levels(first, layout, [1], known)
+    tick = 1.0 + 0.9 * known_times.SAME
+    assert timed(workload, layout, known) == first
+    monkeypatch.setattr(timing, "_timed_levels", lambda *_: pytest.fail("timed again"))
+    assert timed_levels(first, layout, [1], known) == levels
+    assert len(asked) == classes
+    tick = 1.0 + 1.1 * known_times.SAME
+    slower = timed(workload, layout, known)
+    assert len(asked) == 2 * classes
+    assert slower.costs[0].forward_seconds > first.costs[0].forward_seconds
+    assert known.get(f"{layout.fingerprint} [1]") is None
+
+
 @pytest.mark.parametrize(("compiled", "timed_ones"), [(True, [1]), (False, [1, 2])])
 def test_levels_that_spare_no_product_are_not_compiled(gpt2, monkeypatch, compiled, timed_ones):
     layout, workload = gpt2
     asked = []
-    monkeypatch.setattr(timing, "timed_levels", lambda workload, _, chosen: asked.append(list(chosen)) or workload)
+    monkeypatch.setattr(
+        timing, "timed_levels", lambda workload, _, chosen, known: asked.append(list(chosen)) or workload
+    )
     saving = LayerLevels([layout], lambda: workload, compiled=compiled)
     assert saving.workload(workload, last=False).num_levels == 2
     assert asked == [timed_ones]

@@ -1,7 +1,7 @@
 """timing: how long the code of a model's units takes on the device it was captured on.
 
-Every class of units runs once to warm up, which also compiles its code, then a few times on random numbers, as in a
-step: with the sum over micro-batches of what it gives as gradients. Parameters are made up too, of one unit at a time,
+Every class of units runs once to warm up, then a few times on random numbers, as in a step: with the sum over
+micro-batches of what it gives as gradients. Parameters are made up too, of one unit at a time,
 so that nothing of the model is read and little memory is needed. What layers may save is timed when a plan asks for it.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel, levels_of
 from gs_compile.placement.boundaries import Nbytes, at
 from gs_compile.placement.levels import Level, Levels, aligned
-from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
+from gs_compile.placement.workload import UnitCost, UnitSize, Workload
+from gs_compile.planner.cost.known_times import SAME, KnownTimes, Row, Rows
 from gs_compile.planner.cost.workload import levelled
 from gs_compile.planner.measure.probe import conversion_nbytes
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import lane_rate
-from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, height
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, StepShape, Unit, height
 from gs_compile.progress import stage
 from gs_compile.runtime.formats import CONVERSION_NBYTES
 from gs_compile.runtime.stream import device_of, without_autocast
@@ -34,6 +36,7 @@ from gs_compile.runtime.values import Gradient
 
 MOST_RUNS = 15  # of one function; the median of these is not moved by a few that were disturbed
 SECONDS = 2.0  # that all runs take together, without the first two of each, which are made at any rate
+CHECK_SECONDS = 0.1  # that runs take which show whether code is as fast as before
 SEED = 0
 
 
@@ -65,51 +68,112 @@ def with_products(sizes: tuple[UnitSize, ...], profile: Profile) -> tuple[UnitSi
     return tuple(map(with_own, sizes))
 
 
-def timed(workload: Workload, layout: SpecializedModel) -> Workload:
-    """`workload`, which is `layout`'s, with the seconds of each unit's forward and backward; a class is run once."""
-    share = SECONDS / (2 * len(set(layout.uniform.keys)))
-    known: dict[Hashable, UnitCost] = {}
-    costs: dict[Unit, UnitCost] = {}
-    with stage("compiling and timing the layers' code", len(set(layout.uniform.keys))) as advance:
-        for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
-            if key not in known:
-                known[key] = _timed(workload, layout, unit, share)
-                advance()
-            costs[unit.unit] = known[key]
-    return replace(workload, costs=costs)
+def timed(workload: Workload, layout: SpecializedModel, known: KnownTimes | None = None) -> Workload:
+    """`workload`, which is `layout`'s, with the seconds of each unit's forward and backward; a class is run once.
+
+    known: from where they are taken, if the first layer's forward is as fast now.
+    """
+    known, classes, costs = known or KnownTimes(), _classes(layout), workload.costs
+    share = SECONDS / (2 * len(classes))
+
+    def measure() -> Rows:
+        _compile(layout, workload.shape)
+        return _each(classes.values(), lambda unit: _timed(workload, layout, unit, share), "timing the layers' code")
+
+    if (before := known.get(layout.fingerprint)) and not _is_as_fast(layout, before):
+        known.forget()
+    rows = known.get_or(layout.fingerprint, len(classes), measure)
+    found: dict[Hashable, UnitCost] = {}
+    for (key, unit), (ahead, back) in zip(classes.items(), rows, strict=True):
+        found[key] = replace(costs[unit.unit], forward_seconds=ahead, backward_seconds=back)
+    return replace(workload, costs={unit.unit: found[key] for unit, key in _keyed(layout)})
 
 
-def timed_levels(workload: Workload, layout: SpecializedModel, levels: Collection[int]) -> Workload:
+def timed_levels(
+    workload: Workload, layout: SpecializedModel, levels: Collection[int], known: KnownTimes | None = None
+) -> Workload:
     """`workload`, which is timed, with the seconds of its layers' code where they save activations at these levels.
     Others are as fast as the level below.
 
     Levels are held against level 0 in turns: a machine that has become slower meanwhile makes none look worse.
+    known: as of `timed`, which has found out whether what is there is as fast as now.
     """
+    known, costs = known or KnownTimes(), workload.costs
+    classes = {key: unit for key, unit in _classes(layout).items() if costs[unit.unit].levels}
+    most = {unit: len(cost.levels) for unit, cost in costs.items() if cost.levels}
+    chosen = {unit: sorted({min(level, last) for level in levels}) for unit, last in most.items()}
     share = SECONDS / (2 * (1 + len(levels)) * len(set(layout.uniform.layer_classes)))
-    known: dict[Hashable, tuple[LevelCost, ...]] = {}
-    costs = dict(workload.costs)
-    with stage("compiling and timing the code of saved activations", len(set(layout.uniform.layer_classes))) as advance:
-        for unit, key in zip(layout.split.units, layout.uniform.keys, strict=True):
-            cost = costs[unit.unit]
-            if cost.levels:
-                if key not in known:
-                    chosen = {min(level, len(cost.levels)) for level in levels}
-                    known[key] = _timed_levels(layout, unit, cost, sorted(chosen), share)
-                    advance()
-                costs[unit.unit] = replace(cost, levels=known[key])
-    return replace(workload, costs=costs)
+
+    def measure() -> Rows:
+        _compile(layout, workload.shape, {unit: (0, *own) for unit, own in chosen.items()})
+        return _each(classes.values(), time_one, "timing the code of saved activations")
+
+    def time_one(unit: UnitGraph) -> Row:
+        return _timed_levels(layout, unit, costs[unit.unit], chosen[unit.unit], share)
+
+    rows = known.get_or(f"{layout.fingerprint} {sorted(levels)}", len(classes), measure)
+    found = dict(costs)
+    for (key, unit), row in zip(classes.items(), rows, strict=True):
+        each = zip(costs[unit.unit].levels, row[::2], row[1::2], strict=True)
+        own = tuple(replace(level, forward_seconds=ahead, backward_seconds=back) for level, ahead, back in each)
+        made = replace(costs[unit.unit], levels=own)
+        found |= {other.unit: made for other, its in _keyed(layout) if its == key}
+    return replace(workload, costs=found)
+
+
+def _keyed(layout: SpecializedModel) -> Iterable[tuple[UnitGraph, Hashable]]:
+    return zip(layout.split.units, layout.uniform.keys, strict=True)
+
+
+def _classes(layout: SpecializedModel) -> dict[Hashable, UnitGraph]:
+    """The first unit of each class."""
+    found: dict[Hashable, UnitGraph] = {}
+    for unit, key in _keyed(layout):
+        found.setdefault(key, unit)
+    return found
+
+
+def _each(units: Collection[UnitGraph], time_one: Callable[[UnitGraph], Row], words: str) -> Rows:
+    with stage(words, len(units)) as advance:
+        found = []
+        for unit in units:
+            found.append(time_one(unit))
+            advance()
+    return found
+
+
+def _compile(
+    layout: SpecializedModel, shape: StepShape, levels: Mapping[Unit, Iterable[int]] = MappingProxyType({})
+) -> None:
+    layout.compile_code(shape, levels)
+
+
+def _is_as_fast(layout: SpecializedModel, before: Rows) -> bool:
+    """Whether the first layer's forward, which follows the prologue's, takes what it took before."""
+    then = before[1][0]
+    if then is None:
+        return False
+    with torch.no_grad(), without_autocast():
+        trial = _Trial(layout, layout.split.by_unit[0])
+        (now,) = _median_seconds([trial.forward], CHECK_SECONDS, trial.device)
+    return abs(now - then) <= SAME * then
 
 
 class LayerLevels:
     """What the layers of a model at hand may save beside their inputs (`problem.Saving`).
 
-    workload: the model's, timed. compiled: its code is.
+    workload: the model's, timed. known: as of `timed_levels`. compiled: its code is.
     """
 
     def __init__(
-        self, layouts: Sequence[SpecializedModel], workload: Callable[[], Workload], *, compiled: bool
+        self,
+        layouts: Sequence[SpecializedModel],
+        workload: Callable[[], Workload],
+        known: KnownTimes | None = None,
+        *,
+        compiled: bool,
     ) -> None:
-        self.layouts, self.timed, self.compiled = layouts, workload, compiled
+        self.layouts, self.timed, self.known, self.compiled = layouts, workload, known, compiled
         self._asked = False
         self._costs = cache(self._cost)
 
@@ -151,7 +215,7 @@ class LayerLevels:
         found = levelled(self.timed(), self.layouts[0])
         if most := found.num_levels:
             levels = [most] if last else [each for each in range(1, most + 1) if self._may_pay(found, each)]
-            found = timed_levels(found, self.layouts[0], levels)
+            found = timed_levels(found, self.layouts[0], levels, self.known)
         return found.costs
 
     def _may_pay(self, workload: Workload, level: int) -> bool:
@@ -165,33 +229,36 @@ class LayerLevels:
 
 def _timed_levels(
     layout: SpecializedModel, unit: UnitGraph, cost: UnitCost, levels: Sequence[int], share: float
-) -> tuple[LevelCost, ...]:
-    """The levels of one layer, some of them as many times as fast as level 0 as they are found to be."""
+) -> Row:
+    """Forward and backward of each level of one layer, some of them as many times as fast as level 0 as they are found
+    to be.
+    """
+    row = [seconds for level in cost.levels for seconds in (level.forward_seconds, level.backward_seconds)]
     if cost.forward_seconds is None or cost.backward_seconds is None:
-        return cost.levels
-    found = list(cost.levels)
+        return row
     with torch.no_grad(), without_autocast():
         trials = [_Trial(layout, unit)]
-        trials += [_Trial(layout, unit, level, reads_input=found[level - 1].reads_input) for level in levels]
+        trials += [_Trial(layout, unit, level, reads_input=cost.levels[level - 1].reads_input) for level in levels]
         forward, *forwards = _median_seconds([trial.forward for trial in trials], share, trials[0].device)
         backward, *backwards = _median_seconds([trial.backward for trial in trials], share, trials[0].device)
     slower = dict(zip(levels, zip(forwards, backwards, strict=True), strict=True))
     times = cost.forward_seconds, cost.backward_seconds
-    for level, one in enumerate(found, start=1):
+    found = list[float]()
+    for level in range(1, len(cost.levels) + 1):
         if level in slower:
             times = (
                 cost.forward_seconds * slower[level][0] / forward,
                 cost.backward_seconds * slower[level][1] / backward,
             )
-        found[level - 1] = replace(one, forward_seconds=times[0], backward_seconds=times[1])
-    return tuple(found)
+        found += times
+    return found
 
 
-def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> UnitCost:
-    """The cost of one unit; there are no seconds for one whose sizes depend on the data."""
+def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> Row:
+    """Forward and backward of one unit; there are no seconds for one whose sizes depend on the data."""
     cost = workload.costs[unit.unit]
     if any(-1 in spec.shape for spec in (*unit.specs, *unit.result_specs)):
-        return cost
+        return cost.forward_seconds, cost.backward_seconds
     is_head = unit.unit == EPILOGUE
     has_backward = bool(unit.differentiable and unit.differentiated)
     runs_back = has_backward and height(unit.unit) >= height(workload.shape.first_grad)
@@ -203,7 +270,7 @@ def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share:
         else:
             (forward,) = _median_seconds([trial.forward], share, trial.device)
             (backward,) = _median_seconds([trial.backward], share, trial.device) if runs_back else [forward * is_head]
-    return replace(cost, forward_seconds=forward, backward_seconds=backward)
+    return forward, backward
 
 
 class _Trial:

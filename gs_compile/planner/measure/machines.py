@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "machines"
 ENVIRONMENT = "GREEDYSNAKE_MACHINE"
 CACHE = "machines"  # a folder beside the default storage
+CODE = ".code"  # a file beside a machine's figures, which goes when these are measured again
 MEASURING = 2  # counts the ways in which the probe has measured: what an older one found is measured again
 SECONDS = 6.0
 DRIVE_SHARE = 0.5  # of the time: nothing varies as drives do
@@ -103,6 +104,11 @@ def known() -> tuple[str, ...]:
 def remembered(storage: Sequence[Path], total: int = 1, device: torch.device | None = None) -> Path:
     """The file that keeps this machine's figures with these directories and ranks, once it is measured."""
     return default_storage() / CACHE / f"{_fingerprint(storage, total, device or default_device())}.json"
+
+
+def remembered_code(storage: Sequence[Path], total: int = 1, device: torch.device | None = None) -> Path:
+    """The file that keeps the seconds of code that was timed there."""
+    return remembered(storage, total, device).with_suffix(CODE)
 
 
 # This machine ---------------------------------------------------------------------------------------------------------
@@ -189,7 +195,8 @@ def _this_machine(storage: tuple[Path, ...], where: Where, refresh: bool, ranks:
 
 def _keep(measured: Profile, path: Path) -> None:
     try:
-        _write(measured, path)
+        write_whole(path, measured.text)
+        path.with_suffix(CODE).unlink(missing_ok=True)
     except OSError as error:
         log.warning("what was measured of this machine could not be kept: %s", error)
 
@@ -220,12 +227,12 @@ def _processor() -> str:
     return found[1] if found else platform.machine()
 
 
-def _write(measured: Profile, path: Path) -> None:
-    """All of the file, or none of it: other processes read it at any time."""
+def write_whole(path: Path, text: str) -> None:
+    """All of a file, or none of it: other processes read it at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     try:
-        measured.save(unfinished)
+        unfinished.write_text(text)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -132,8 +132,13 @@ class Profile:
             del values["net_hop_seconds"]
         return {"format": FORMAT, **values}
 
+    @property
+    def text(self) -> str:
+        """A file's, for `load`."""
+        return json.dumps(self.as_dict(), indent=1) + "\n"
+
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        Path(path).write_text(self.text)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

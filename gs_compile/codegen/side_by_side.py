@@ -1,0 +1,123 @@
+"""side_by_side: functions of units compiled at the same time, on a CPU.
+
+Most of that time a process waits for a C++ compiler. So where the first function is not found in inductor's cache, the
+others are dealt out to forks of this process, which compile them into the cache and end; then all are taken from there.
+A fork that fails or lasts too long costs time alone: this process compiles what it does not find.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from gs_compile.capture.inductor import in_this_process, num_cache_misses
+from gs_compile.codegen.differentiate import Differentiated
+from gs_compile.machine import available_memory, num_ranks, usable_cores
+from gs_compile.progress import stage
+
+NBYTES = 1 << 30  # of memory that a fork with its C++ compiler may take
+PATIENCE = 60.0, 3.0  # seconds that a fork may take, and times those of this process with its own part
+
+
+class Wanted(NamedTuple):
+    """A function of a unit's code, by the arguments of `Differentiated.function`."""
+
+    code: Differentiated
+    name: str
+    level: int
+
+    def compile(self) -> None:
+        self.code.function(self.name, self.level)
+
+
+def compile_all(wanted: Sequence[Wanted]) -> None:
+    """Compile these, where they are not compiled yet; a bar on the terminal says how far it is."""
+    missing = list(dict.fromkeys(each for each in wanted if not each.code.has_function(each.name, each.level)))
+    if not missing:
+        return
+    first, *others = missing
+    with stage("compiling the layers' code", len(missing)) as advance:
+
+        def own(share: Sequence[Wanted]) -> None:
+            for each in share:
+                each.compile()
+                advance()
+
+        known = num_cache_misses()
+        own([first])
+        may_fork = num_cache_misses() > known and all(each.code.compiles_in_forks for each in others)
+        number = min(len(others), _most_processes()) if may_fork else 1
+        mine, *shares = (others[place::number] for place in range(max(number, 1)))
+        with _forked(shares) as wait:
+            own(mine)
+            wait()
+        for share in shares:
+            own(share)
+
+
+def _most_processes() -> int:
+    if sys.platform != "linux":
+        return 1
+    cores, memory = usable_cores(), available_memory() // NBYTES
+    return max(1, min(cores, memory) // num_ranks())
+
+
+@contextmanager
+def _forked(shares: Sequence[Sequence[Wanted]]) -> Iterator[Callable[[], None]]:
+    """A process for each share; gives what waits for them. None is left at the end, however it comes."""
+    start, running = time.monotonic(), set[int]()
+
+    def wait() -> None:
+        least, times = PATIENCE
+        end = time.monotonic() + max(least, times * (time.monotonic() - start))
+        while running and time.monotonic() < end:
+            running.difference_update([pid for pid in running if _has_ended(pid)])
+            time.sleep(0.01)
+
+    try:
+        with suppress(OSError):  # no memory, or no more processes: the others do
+            for share in shares:
+                running.add(_fork(share))
+        yield wait
+    finally:
+        for pid in running:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # somebody else has waited for it
+        return True
+
+
+def _fork(share: Sequence[Wanted]) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this process has threads, whose locks the fork asks for nowhere
+        pid = os.fork()
+    if pid == 0:
+        try:
+            _compile_quietly(share)
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _compile_quietly(share: Sequence[Wanted]) -> None:
+    """In a fork: it says nothing, ends at Ctrl-C, and lets inductor's processes alone, which are not its own."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    with in_this_process():
+        for each in share:
+            each.compile()

@@ -1,0 +1,71 @@
+"""known_times: the seconds of code that were timed on this machine before, in a file beside the machine's figures.
+
+The same code takes the same time in the next process, so what is measured once is kept. Who takes it from here times a
+part of it anew, and all of it where that part has become another (`SAME`): the machine was busy then, or is now.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from itertools import chain
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from gs_compile.planner.measure.machines import write_whole
+
+Row = Sequence[float | None]  # forward, backward; None: unknown
+Rows = Sequence[Row]
+
+log = logging.getLogger(__name__)
+
+SAME = 0.25  # by which what is timed twice may differ
+MOST = 1000  # models, sizes and levels that are kept, the latest
+
+
+class KnownTimes:
+    """By a text that identifies code, rows of seconds. path: of the file; None: nothing is kept."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._rows = path, _read(path)
+
+    def get(self, key: str) -> Rows | None:
+        return self._rows.get(key)
+
+    def get_or(self, key: str, number: int, measure: Callable[[], Rows]) -> Rows:
+        """So many rows, measured where they are not known; None in a row: it is not kept."""
+        found = self._rows.pop(key, None)
+        if found is None or len(found) != number:
+            found = measure()
+        self._rows = {**dict(list(self._rows.items())[1 - MOST :]), key: found}
+        self._keep()
+        return found
+
+    def forget(self) -> None:
+        """Nothing of before is taken: it is not as it was."""
+        self._rows = {}
+
+    def _keep(self) -> None:
+        if self._path is None:
+            return
+        whole = {key: rows for key, rows in self._rows.items() if all(map(_is_row, rows))}
+        try:
+            write_whole(self._path, json.dumps(whole))
+        except OSError as error:
+            log.warning("the seconds that code takes could not be kept: %s", error)
+
+
+def _read(path: Path | None) -> dict[str, Rows]:
+    """The rows in a file; none where there is no file, or another's."""
+    try:
+        found: Any = json.loads(path.read_text()) if path is not None else {}
+    except (OSError, ValueError):
+        return {}
+    is_ours = isinstance(found, dict) and all(isinstance(rows, list) for rows in found.values())
+    return found if is_ours and all(map(_is_row, chain(*found.values()))) else {}
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, list | tuple) and all(type(each) is float and isfinite(each) and each >= 0 for each in row)

@@ -1,0 +1,122 @@
+"""Functions that no cache has are compiled by several processes, and whatever becomes of these, all are compiled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from gs_compile.codegen import side_by_side
+from gs_compile.codegen.side_by_side import Wanted, compile_all
+
+pytestmark = pytest.mark.skipif(side_by_side.sys.platform != "linux", reason="processes are forked on Linux alone")
+
+
+@dataclass(eq=False)
+class Code:
+    """Writes down, in a folder that all processes see, who compiles what; `of_forks` is called in forks alone."""
+
+    folder: Path
+    own: int = field(default_factory=os.getpid)
+    compiles_in_forks: bool = True
+    of_forks: object = staticmethod(lambda name: None)
+    done: list = field(default_factory=list)
+
+    def has_function(self, name, level):
+        return (name, level) in self.done
+
+    def function(self, name, level):
+        is_fork = os.getpid() != self.own
+        (self.folder / f"{name}{level} {'fork' if is_fork else 'own'}").write_text(str(os.getpid()))
+        if is_fork:
+            self.of_forks(name)
+        self.done.append((name, level))
+
+    def of(self, who):
+        return {path.name.split()[0] for path in self.folder.iterdir() if path.name.endswith(who)}
+
+
+@pytest.fixture
+def cold(monkeypatch):
+    """Each graph misses the cache; three processes may run."""
+    misses = iter(range(1000))
+    monkeypatch.setattr(side_by_side, "num_cache_misses", lambda: next(misses))
+    monkeypatch.setattr(side_by_side, "_most_processes", lambda: 3)
+
+
+NAMES = [f"f{number}" for number in range(6)]
+
+
+def wanted(code):
+    return [Wanted(code, name, 0) for name in NAMES]
+
+
+@pytest.mark.usefixtures("cold")
+def test_forks_compile_what_this_process_takes_from_the_cache_then(tmp_path):
+    code = Code(tmp_path)
+    compile_all([*wanted(code), Wanted(code, NAMES[2], 0)])
+    assert len(code.done) == len(NAMES)
+    assert code.of("own") == {f"{name}0" for name in NAMES}
+    assert code.of("fork") == {"f20", "f50", "f30"}  # every third after the first is this process's
+    forks = {path.read_text() for path in tmp_path.glob("*fork")}
+    assert len(forks) == 2
+    compile_all(wanted(code))
+    assert len(code.done) == len(NAMES)
+
+
+@pytest.mark.parametrize("hit", [True, False])
+def test_nothing_is_forked_for_what_is_in_the_cache_or_runs_on_the_way(tmp_path, monkeypatch, hit):
+    misses = iter(range(1000))
+    monkeypatch.setattr(side_by_side, "num_cache_misses", lambda: 0 if hit else next(misses))
+    monkeypatch.setattr(side_by_side, "_most_processes", lambda: 3)
+    monkeypatch.setattr(side_by_side, "_fork", lambda share: pytest.fail("forked"))
+    code = Code(tmp_path, compiles_in_forks=hit)
+    compile_all(wanted(code))
+    assert len(code.done) == len(NAMES)
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("way", ["dies", "fails", "lasts"])
+def test_a_fork_that_does_not_help_costs_time_alone(tmp_path, monkeypatch, capfd, way):
+    monkeypatch.setattr(side_by_side, "PATIENCE", (0.2, 0.0))
+
+    def of_forks(name):
+        if way == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == "fails":
+            raise RuntimeError("in a fork")
+        time.sleep(1000)
+
+    code = Code(tmp_path, of_forks=of_forks)
+    compile_all(wanted(code))
+    assert sorted(code.done) == [(name, 0) for name in NAMES]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # none is left
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("cold")
+def test_where_this_process_fails_no_fork_is_left(tmp_path):
+    code = Code(tmp_path, of_forks=lambda name: time.sleep(1000))
+    code.function = lambda name, level: (
+        1 / 0 if name == "f1" and os.getpid() == code.own else Code.function(code, name, level)
+    )
+    with pytest.raises(ZeroDivisionError):
+        compile_all(wanted(code))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.usefixtures("cold")
+def test_where_no_process_can_be_forked_this_one_compiles_all(tmp_path, monkeypatch):
+    def full(share):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(side_by_side, "_fork", full)
+    code = Code(tmp_path)
+    compile_all(wanted(code))
+    assert len(code.done) == len(NAMES)
