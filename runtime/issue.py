@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from gs_compile.runtime.codecs import dense
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor, forward_end
 from gs_compile.runtime.handlers import Handlers
-from gs_compile.runtime.lanes import Ticket, join_all
+from gs_compile.runtime.lanes import Ticket, clear_frames, join_all
 from gs_compile.runtime.signals import watch
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.step_record import StepRecord
@@ -102,6 +103,7 @@ class TieredExecutor(Executor):
         """Let go of a step that will not be finished."""
         for value in list(self.env):
             self.values.free(value)
+        self._block = self.tiers.slab.empty
 
     # Issuing ---------------------------------------------------------------------------------------------------------
 
@@ -121,18 +123,23 @@ class TieredExecutor(Executor):
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 error = self._out_of_memory(self.program.ops[at], error)
-            forward = self._computing and stop == forward_end(self.program) and self.tiers.setting.ranks is None
-            if forward and self.tiers.failure.first is None:  # the model's own error: nothing of the run is lost
-                try:
-                    self._give_up(at)
-                except torch.OutOfMemoryError:  # nor for late updates
-                    self.tiers.fail(error)
-            else:
-                self.tiers.fail(error)
+            try:
+                self._end(at, stop, error)
+            finally:
+                self.close()
             raise error
 
+    def _end(self, at: int, stop: int, error: BaseException) -> None:
+        """End the run after an error; after the model's own in a forward it goes on, without this step."""
+        forward = self._computing and stop == forward_end(self.program) and self.tiers.setting.ranks is None
+        if forward and self.tiers.failure.first is None:
+            with suppress(torch.OutOfMemoryError):  # for late updates
+                self._give_up(at)
+                return
+        self.tiers.fail(error)
+
     def _out_of_memory(self, op: Op, error: BaseException) -> MemoryBudgetError:
-        """What to do where the device has no memory for an operation."""
+        """What to do where the device has no memory for an operation; who catches this has its memory back."""
         planned, (free, whole) = dict(self.program.peaks).get("device", 0), self._device.memory_nbytes()
         found = MemoryBudgetError(
             f"{self._device.name} has no memory left in {name_of(op)}: {format_bytes(whole - free)} of "
@@ -141,6 +148,7 @@ class TieredExecutor(Executor):
             "or end what else uses the device"
         )
         found.__cause__ = error
+        clear_frames(error)
         return found
 
     def _give_up(self, at: int) -> None:
@@ -153,7 +161,6 @@ class TieredExecutor(Executor):
             is_gone = op.verb == "free" and op.reads[0] not in self._table(op.reads[0]).contents
             if all(value.kind in UNIT_KINDS for value in values) and not is_gone:
                 self._issue_at(index)
-        self.close()
 
     def _wait_for_memory(self, at: int) -> None:
         """Until there is room on the device for what an operation takes: lanes may lag behind this thread."""

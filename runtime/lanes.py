@@ -16,11 +16,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gs_compile.errors import LaneError, RankError
+from gs_compile.runtime.alarm import words
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import LONGEST_PAUSE, Device, Event, Stream, wait_for
 from gs_compile.runtime.threads import limit_threads
@@ -86,6 +88,21 @@ def join_all(tickets: Sequence[Ticket], stream: Stream | None) -> None:
     """Let `stream` go on only after all of `tickets`; without a stream, this thread."""
     for ticket in tickets:
         ticket.join(stream)
+
+
+def without_frames(error: BaseException) -> Exception:
+    """What an error says, for who keeps it: its frames hold the loss, by which autograd holds the model.
+
+    Python's collector does not see through autograd, so a model whose run held such frames would never be collected.
+    """
+    return RankError(error.message) if isinstance(error, RankError) else RuntimeError(words(error))
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Let go of all that was computed with where an error and its causes come from; not of who still runs."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class Failure:
@@ -198,6 +215,7 @@ class Lane:
                 self._carry_out(task)
             except BaseException as error:  # noqa: BLE001  it is raised where the ticket is waited for
                 failed = error
+                clear_frames(error)
             del task  # holds the buffers of its operation: whoever waits for the ticket may take their memory
             if failed is not None:
                 self._failure.note(ticket, failed)  # before any that fails because of it

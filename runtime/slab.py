@@ -75,7 +75,7 @@ class Slab:
         fixed = fixed_offsets(placement)
         self._offsets = {**fixed.always, **fixed.shared}
         self._fixed_nbytes = fixed.nbytes
-        self._empty = Block(0, 0, device)  # made now: what is closed may be garbage, collected where a model is traced
+        self.empty = Block(0, 0, device)  # made now: what is closed may be garbage, collected where a model is traced
         self.close()
 
     def map(self) -> None:
@@ -84,7 +84,7 @@ class Slab:
 
     def close(self) -> None:
         """Let go of all memory."""
-        self.fixed, self._steps = self._empty, list[Block]()
+        self.fixed, self._steps = self.empty, list[Block]()
 
     @property
     def nbytes(self) -> int:

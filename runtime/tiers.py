@@ -19,7 +19,7 @@ from gs_compile.runtime.ahead import Ahead
 from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.homes import Homes
-from gs_compile.runtime.lanes import Failure, Lane, Ticket
+from gs_compile.runtime.lanes import Failure, Lane, Ticket, without_frames
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab
@@ -204,7 +204,7 @@ class Tiers(Homes):
     def fail(self, error: BaseException) -> None:
         """After an error nothing goes on: threads end, files go. Raises what failed first, where that is the cause."""
         ticket = Ticket("the step")
-        ticket.finish(error)
+        ticket.finish(without_frames(error))
         self.failure.note(ticket, error)
         self.close()
         if isinstance(error, LaneError | RankError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 
@@ -219,15 +220,30 @@ def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds)
     assert stats["reserved_bytes.all.peak"] > values_nbytes
 
 
-def test_without_memory_it_says_what_to_give(tmp_path):
+def test_without_memory_it_says_what_to_give_and_the_next_try_has_all_of_it(tmp_path):
     words = r"a card in host memory has no memory left in .*micro_batch_size; or device_memory"
-    with model_on("card:0", options(tmp_path, **MIXED)) as (model, optimizer):
-        step(model, optimizer, tokens(0))
+    batch_size, registered_nbytes = 40, card.native().registered_nbytes
+    others = torch.accelerator.memory_allocated(0)
+    torch.accelerator.reset_peak_memory_stats(0)
+    with model_on("card:0", {**options(tmp_path, **MIXED), "micro_batch_size": batch_size}) as (model, optimizer):
+        step(model, optimizer, tokens(0, batch_size))
+        peak = torch.accelerator.max_memory_allocated(0) - others
         torch.accelerator.empty_cache()
-        card.set_limit(torch.accelerator.memory_reserved(0) + 2048)
+        card.set_limit(others + peak * 3 // 4)
+        engine = weakref.ref(optimizer.engine)
         with pytest.raises(MemoryBudgetError, match=words) as caught:
-            step(model, optimizer, tokens(1))
-    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+            step(model, optimizer, tokens(1, batch_size))
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert registered_nbytes() == 0  # while the error is there, and all that it has come through
+        assert torch.accelerator.memory_allocated(0) - others < peak // 8
+    del model, optimizer, caught
+    gc.collect()
+    assert engine() is None
+    assert torch.accelerator.memory_allocated(0) == others
+    with model_on("card:0", options(tmp_path, **MIXED)) as (model, optimizer):
+        losses = [step(model, optimizer, tokens(number, batch_size)) for number in range(2)]
+        expected = harness_on("cpu").train(adamw, options(tmp_path / "cpu", **MIXED), 2, batch_size)
+        assert_same(outcome(model, optimizer, losses, expected.norms), expected)
 
 
 def test_a_plan_has_what_the_model_leaves_and_the_allocator_keeps(tmp_path):

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import signal
 import threading
 import time
+import weakref
 from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
-from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
+import torch
+from tiered import adamw, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
 
-from gs_compile.errors import GreedySnakeError, LaneError, StorageError
-from gs_compile.runtime import coordinators
+from gs_compile.errors import GreedySnakeError, LaneError, MemoryBudgetError, StorageError
+from gs_compile.runtime import coordinators, slab
 from gs_compile.runtime.coordinators import Parameters
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.optimizer import OptimizerStep
+from gs_compile.runtime.pages import Pages
 from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.units import CompiledUnits
 
@@ -178,6 +182,38 @@ def test_an_error_that_nobody_waited_for_ends_the_run_with_the_next_use(harness,
         with pytest.raises(LaneError, match="failing: broken on purpose"):
             (optimizer.step, call, harness.model.state_dict, optimizer.synchronize)[number]()
         assert_over(harness.model, optimizer, tmp_path)
+
+
+def none_left(*_, **__):
+    raise torch.OutOfMemoryError("none left")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "cause"),
+    [(OptimizerStep, "update", broken), (OptimizerStep, "gradient", broken), (OptimizerStep, "gradient", none_left)],
+    ids=["a lane", "the walker", "out of memory"],
+)
+def test_a_run_that_failed_gives_all_memory_back(monkeypatch, tmp_path, owner, name, cause):
+    """At once, but for what the frames of an error hold that is the user's code's; and it is collected with its model."""
+    mapped = weakref.WeakSet()
+    monkeypatch.setattr(slab, "Pages", lambda *given: mapped.add(found := Pages(*given)) or found)
+    model = gpt2()
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    step(model, optimizer, tokens(0))
+    engine = weakref.ref(optimizer.engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, cause)
+        with pytest.raises((LaneError, ZeroDivisionError, MemoryBudgetError)) as caught:
+            whole_steps(model, optimizer, 1)
+    gc.collect()
+    assert not mapped or (name, cause) == ("gradient", broken)
+    del caught
+    gc.collect()
+    assert not mapped
+    del model, optimizer
+    gc.collect()
+    assert engine() is None
 
 
 def test_a_failure_of_the_walker_ends_the_run(harness, monkeypatch, tmp_path):
