@@ -140,7 +140,7 @@ def map_memory(nbytes: int, device: Device | None = None) -> torch.Tensor:
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     if device is not None and not device.registers:
-        return pinned_block(nbytes).zero_()
+        return pinned_block(nbytes, device.device.index).zero_()
     pages = Pages(nbytes)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if device is not None and device.has_own_memory:

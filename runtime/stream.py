@@ -213,8 +213,7 @@ class Accelerator(Device):
         target.copy_(source, non_blocking=True)
 
     def read(self, number: Tensor) -> Reading:
-        with torch.accelerator.device_index(self.device.index):  # pinned memory is made in the context of a device
-            arrived = torch.empty((), dtype=torch.float64, pin_memory=True)
+        arrived = pinned_block(torch.float64.itemsize, self.device.index).view(torch.float64)[0]
         arrived.copy_(number, non_blocking=True)
         return _Arrival(arrived, self.record(self.current_stream()), self.check)
 
@@ -324,9 +323,13 @@ def shared_generator(device: torch.device) -> torch.Generator:
     return found
 
 
-def pinned_block(nbytes: int) -> Tensor:
-    """Pinned memory of torch's own, which is rounded up to a power of two; RuntimeError where there is none."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+def pinned_block(nbytes: int, index: int | None = None) -> Tensor:
+    """Pinned memory of torch's own, which is rounded up to a power of two; RuntimeError where there is none.
+
+    index: of the device in whose context it is made; None: the current one's.
+    """
+    with torch.accelerator.device_index(index):
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def without_autocast() -> AbstractContextManager[None]:

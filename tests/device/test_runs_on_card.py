@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 
 import card
@@ -24,6 +24,7 @@ from gs_compile.runtime import issue, lanes, stream
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.muon import Orthogonalizer
+from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.stream import Accelerator, _Arrival, device_of
 from gs_compile.runtime.values import Held, ValueTable
 
@@ -113,6 +114,15 @@ def test_on_the_second_device(learned, tmp_path, current):
     assert card.current_device() == current
 
 
+def test_pinned_memory_is_made_for_its_own_device():
+    """Whatever is current: on CUDA it would make a context there."""
+    device, number = Accelerator(torch.device("card", 1)), torch.ones((), device="card:1")
+    card.take_touches(0)
+    assert device.read(number)() == 1.0
+    assert map_memory(64, device).is_pinned()
+    assert card.take_touches(0) == 0
+
+
 def nothing(*_, **__):
     pass
 
@@ -131,6 +141,8 @@ MUTATIONS = {
     "lanes have no stream of their own, and wait for no other": (Ticket, "join", nothing),
     "host memory is not pinned": (Card, "pin", nothing),
     "threads stand on the first device": (Card, "enter", nothing),
+    "lanes launch where the computation does": (Card, "on", lambda *_: nullcontext()),
+    "what is launched is done": (Ticket, "done", property(lambda ticket: ticket._launched.is_set())),
 }
 LINES = [  # each by itself; of what only the computation is behind, which is synchronous here, runtime/test_mutations.py
     (Ticket, "join", "stream.wait_event(self.event)"),
@@ -143,6 +155,7 @@ LINES = [  # each by itself; of what only the computation is behind, which is sy
     (TieredExecutor, "_submit", "self._users(value).use(value, ticket)"),
     (TieredExecutor, "_submit", "self._users(value).change(value, ticket)"),
     (ValueTable, "free", "self._held.keep(content, users)"),
+    (Accelerator, "record", "event.record(stream)"),
     (_Arrival, "__call__", "wait_for(self._event, self._check)"),
     (Orthogonalizer, "_on_device", "wait_for(event, device.check)"),
 ]

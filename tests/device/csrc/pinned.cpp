@@ -27,6 +27,7 @@ Pinned::Ranges::iterator Pinned::find(const void* address) {
 }
 
 at::DataPtr Pinned::allocate(size_t nbytes) {
+  touch(current_device());
   std::lock_guard lock(guard_);
   free_unused();
   void* found = nullptr;
