@@ -133,7 +133,7 @@ def placed(
     builder = StepBuilder.of(workload, num_micro_batches, separate=separate, clip=clip)
     shares = Shares(shares)
     return builder.placement(
-        Decision(ratios=ratios, alpha=alpha, shares=shares, speculative=speculative, layer_updates=layer_updates)
+        Decision(ratios=(ratios,), alpha=alpha, shares=shares, speculative=speculative, layer_updates=layer_updates)
     )
 
 

@@ -31,7 +31,7 @@ def saving(*shares: Share, carried: tuple[Unit, ...] = ()) -> Iterator[list[Plac
         found = usual(run)
         placement = found.placement.decided(carried=carried, ahead=len(carried))
         if shares:
-            ratios = replace(placement.decision.ratios, checkpoint=0.0, device_checkpoint=0.0)
+            ratios = tuple(replace(each, checkpoint=0.0, device_checkpoint=0.0) for each in placement.decision.ratios)
             placement = placement.laid_out(levels=levels_of(run.model.layouts))
             placement = placement.decided(ratios=ratios, shares=Shares(shares))
         made.append(placement)

@@ -34,6 +34,7 @@ class Options:
     parameter_ratio: float = 0.0
     optimizer_ratio: float = 0.0
     checkpoint_ratio: float = 0.0
+    last_checkpoint_ratio: float | None = None  # of the last stack, where it has one of its own
     alpha: float = 0.0
     most_numel: int = 1 << 30
     separate: bool = True
@@ -73,6 +74,9 @@ def options(draw: st.DrawFn) -> Options:
         parameter_ratio=draw(st.sampled_from(RATIOS)),
         optimizer_ratio=draw(st.sampled_from(RATIOS)),
         checkpoint_ratio=checkpoint,
+        last_checkpoint_ratio=draw(st.sampled_from((None, 0.0, 0.3)))
+        if not any(share.part for share in saved)
+        else None,
         alpha=1.0 if clip else draw(st.sampled_from((0.0, 0.25, 0.5, 1.0))),
         most_numel=draw(st.sampled_from((2 * QUANTUM, 1 << 30))),
         separate=separate,
@@ -150,20 +154,26 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         side_nbytes=(SIDE_NBYTES,) * num_micro_batches,
         dside_nbytes=(2 * SIDE_NBYTES,) * num_micro_batches,
         levels=(levels,) * num_layers,
+        joints=shape.joints,
         separate=options.separate,
         clip=options.clip,
         accumulates=options.accumulates,
         world=options.world,
     )
+    ratios = Ratios(
+        checkpoint=options.checkpoint_ratio,
+        parameter=min(options.parameter_ratio, 1.0 - options.device_parameter),
+        optimizer=options.optimizer_ratio,
+        device_checkpoint=options.device_checkpoint,
+        device_parameter=options.device_parameter,
+        gradient=options.gradient_ratio,
+    )
+    every, last = (ratios,), options.last_checkpoint_ratio
+    if last is not None:
+        own = replace(ratios, checkpoint=min(last, 1.0 - options.device_checkpoint))
+        every = (ratios,) * (len(layout.stacks) - 1) + (own,)
     decision = Decision(
-        ratios=Ratios(
-            checkpoint=options.checkpoint_ratio,
-            parameter=min(options.parameter_ratio, 1.0 - options.device_parameter),
-            optimizer=options.optimizer_ratio,
-            device_checkpoint=options.device_checkpoint,
-            device_parameter=options.device_parameter,
-            gradient=options.gradient_ratio,
-        ),
+        ratios=every,
         alpha=options.alpha,
         shares=Shares(share for share in options.shares if options.separate or share.tier != "device"),
         speculative=options.speculative,
@@ -248,5 +258,5 @@ def _scale(on_device: bool) -> Value:
 
 def in_order(placement: Placement, gradient_ratio: float | None = None, schedule: str = "horizontal") -> Placement:
     """The same in the horizontal order, with so many gradient sums in host memory."""
-    ratios = replace(placement.decision.ratios, gradient=gradient_ratio)
+    ratios = tuple(replace(each, gradient=gradient_ratio) for each in placement.decision.ratios)
     return placement.laid_out(schedule=schedule).decided(ratios=ratios)

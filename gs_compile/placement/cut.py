@@ -8,31 +8,33 @@ from itertools import accumulate, count, pairwise
 from math import ceil
 
 from gs_compile.placement.levels import is_chosen
-from gs_compile.placement.placement import Decision
+from gs_compile.placement.placement import Decision, Layout
 from gs_compile.placement.shards import QUANTUM
+from gs_compile.placement.stacks import stack_of
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIERS, Tier
 
 
-def cut_units(sizes: Sequence[UnitSize], decision: Decision, *, separate: bool) -> tuple[UnitPlacement, ...]:
+def cut_units(sizes: Sequence[UnitSize], decision: Decision, layout: Layout) -> tuple[UnitPlacement, ...]:
     """The units as a decision describes them. No update takes more elements at a time than a whole layer has.
 
     A larger unit's elements are taken in as many updates for each layer's worth. Whole tensors live on the device: what
     one unit is short of its part, the next ones may have on top.
     """
-    ratios, updates = decision.ratios, decision.layer_updates
+    alpha, updates, stacks = decision.alpha, decision.layer_updates, decision.stacks(layout)
     layers = [size.num_trained for size in sizes if isinstance(size.unit, int)]
     most_numel = ceil((max(layers, default=0) or max(size.num_trained for size in sizes) or 1) / updates)
     units: list[UnitPlacement] = []
     spare = 0.0  # elements that the units so far have left of the device's part
     for size in sizes:
+        ratios = decision.ratios[stack_of(size.unit, stacks)]
         on_device = (ratios.device_parameter or 0.0) if size.may_reside else 0.0
         spare += on_device * size.numel
         numel = int(spare + 1e-9) if size.may_reside else 0
         shares = {"parameter": ratios.parameter or 0.0, "optimizer": ratios.optimizer or 0.0, "device": on_device}
-        alpha = decision.alpha
-        units.append(cut(size, shares, alpha=alpha, most_numel=most_numel, separate=separate, device_numel=numel))
+        most = {"most_numel": most_numel, "device_numel": numel}
+        units.append(cut(size, shares, alpha=alpha, separate=layout.separate, **most))
         spare -= units[-1].num_resident
     return tuple(units)
 

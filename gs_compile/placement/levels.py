@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gs_compile.placement.stacks import Stacks
 from gs_compile.program.ir import TIERS, Tier
 
 Item = tuple[int, int]  # a layer, and a micro-batch
@@ -39,12 +40,16 @@ Levels = tuple[tuple[Level, ...], ...]  # 1, 2 ... of each layer; () of one that
 
 
 class Share(NamedTuple):
-    """A part of all items that is saved at a level, on a tier; of the topmost ones, or spread evenly."""
+    """A part of all items that is saved at a level, on a tier; of the topmost ones, or spread evenly.
+
+    stack: whose layers it is of; None: of all.
+    """
 
     level: int
     tier: Tier
     part: float
     is_topmost: bool = False
+    stack: int | None = None
 
 
 class Shares(tuple[Share, ...]):
@@ -56,21 +61,31 @@ class Shares(tuple[Share, ...]):
         """Of all items, how many are in a share, or in one on a tier."""
         return sum(share.part for share in self if tier in (None, share.tier))
 
+    def of(self, stack: int) -> Shares:
+        """Those that the layers of a stack may be in."""
+        return Shares(share for share in self if share.stack in (None, stack))
+
     def moved(self, source: Tier, target: Tier) -> Shares:
         """The same with what is on one tier on another."""
         return Shares(share._replace(tier=target) if share.tier == source else share for share in self)
 
 
-def items(shares: Sequence[Share], levels: Sequence[Sequence[Level]], num_micro_batches: int) -> Mapping[Item, Share]:
-    """The share that each item belongs to; items of level 0, as all are whose layer has no other, have none."""
+def items(
+    shares: Sequence[Share], levels: Sequence[Sequence[Level]], num_micro_batches: int, stacks: Stacks = ()
+) -> Mapping[Item, Share]:
+    """The share that each item belongs to; items of level 0, as all are whose layer has no other, have none.
+
+    stacks: that shares name.
+    """
     number, found = len(levels) * num_micro_batches, dict[Item, Share]()
     rest = [(unit, j) for unit, above in enumerate(levels) if above for j in range(num_micro_batches)]
     for share in sorted(shares, key=lambda each: (not each.is_topmost, TIERS.index(each.tier))):
-        count = min(int(share.part * number + TOLERANCE * number), len(rest))
+        free = rest if share.stack is None else [item for item in rest if item[0] in stacks[share.stack]]
+        count = min(int(share.part * number + TOLERANCE * number), len(free))
         if share.is_topmost:
-            chosen = sorted(rest, key=lambda item: (-item[0], item[1]))[:count]
+            chosen = sorted(free, key=lambda item: (-item[0], item[1]))[:count]
         else:
-            chosen = [item for at, item in enumerate(rest) if is_chosen(at, count / len(rest))] if rest else []
+            chosen = [item for at, item in enumerate(free) if is_chosen(at, count / len(free))] if free else []
         found |= {item: share._replace(level=min(share.level, len(levels[item[0]]))) for item in chosen}
         rest = [item for item in rest if item not in found]
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypedDict
@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from gs_compile.options import Ratios
 from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.levels import TOLERANCE, Item, Level, Levels, Share, Shares, is_chosen, items
+from gs_compile.placement.stacks import Stacks, part_of, stack_of, stacks
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import COPIES, Op, Schedule, Tier, Unit, Value
 from gs_compile.schedules import BY_MICRO_BATCH
@@ -35,6 +36,7 @@ class Layout:
     x_nbytes, side_nbytes, dside_nbytes: of the checkpoint, the side inputs, and the gradient of these, of each
         micro-batch, at each boundary.
     levels: of each layer, what levels 1, 2 ... save; a class of layers may have fewer than another.
+    joints: layers that begin another stack.
     separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
         what has to be collected for the SSD.
     clip: gradients are clipped by the norm of all.
@@ -52,6 +54,7 @@ class Layout:
     side_nbytes: tuple[Nbytes, ...] = ()
     dside_nbytes: tuple[Nbytes, ...] = ()
     levels: Levels = ()
+    joints: frozenset[int] = frozenset()
     separate: bool = False
     clip: bool = False
     accumulates: bool = False
@@ -75,15 +78,20 @@ class Layout:
         """Pairs of a layer and a micro-batch."""
         return self.num_layers * self.num_micro_batches
 
+    @cached_property
+    def stacks(self) -> Stacks:
+        return stacks(self.num_layers, self.joints)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What is chosen for a step.
 
-    ratios: by class; what has none in host memory and none on the device is on SSD. Of units, `gradient` is how many
-        have their gradient sums in host memory between two micro-batches, or two backwards; without one all do.
+    ratios: of all stacks, or of each its own. By class; what has none in host memory and none on the device is on SSD.
+        Of units, `gradient` is how many have their gradient sums in host memory between two micro-batches, or two
+        backwards; without one all do.
     alpha: the part of each update that is late, in the next forward.
-    shares: of all items, what saves activations; the ratios of checkpoints are of all items, too.
+    shares: of all items, what saves activations; the ratios of checkpoints are of all items of their stacks, too.
     speculative: with clipping, early updates run before the norm is known; should gradients have to be scaled, they are
         rolled back and are late ones too. What they make goes to shadow copies until the scale is known.
     layer_updates: in how many updates a layer's elements are taken.
@@ -94,7 +102,7 @@ class Decision:
     own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
     """
 
-    ratios: Ratios = Ratios(checkpoint=1.0, parameter=1.0, optimizer=1.0)  # noqa: RUF009  (frozen)
+    ratios: tuple[Ratios, ...] = (Ratios(checkpoint=1.0, parameter=1.0, optimizer=1.0),)
     alpha: float = 0.0
     shares: Shares = Shares()  # noqa: RUF009  (a tuple)
     speculative: bool = False
@@ -106,14 +114,18 @@ class Decision:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; `of` is the inverse."""
-        shares = [list(share) for share in self.shares]
-        return {**asdict(self), "ratios": self.ratios.given(), "shares": shares, "carried": list(self.carried)}
+        ratios, shares = [each.given() for each in self.ratios], [list(share) for share in self.shares]
+        return {**asdict(self), "ratios": ratios, "shares": shares, "carried": list(self.carried)}
+
+    def stacks(self, layout: Layout) -> Stacks:
+        """What its ratios are of."""
+        return layout.stacks if len(self.ratios) > 1 else stacks(layout.num_layers)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Decision:
         """The decision that a dict describes; raises KeyError, TypeError, ValueError or OptionError for another's."""
         known = {each.name: values[each.name] for each in fields(cls)}
-        ratios = Ratios(**known.pop("ratios"))
+        ratios = tuple(Ratios(**each) for each in known.pop("ratios"))
         shares, carried = Shares(Share(*each) for each in known.pop("shares")), tuple(known.pop("carried"))
         return cls(ratios=ratios, shares=shares, carried=carried, **known)
 
@@ -132,8 +144,8 @@ class Placement:
     def __post_init__(self) -> None:
         on_device = self.keeps_on_device or any(unit.num_resident for unit in self.units)
         assert self.separate or not on_device, "the device has no memory of its own for anything to live in"
-        kept = self.checkpoint_ratio + self.device_checkpoint_ratio + self.shares.part()
-        assert kept <= 1 + 1e-9, "more checkpoints than there are"
+        assert len(self.decision.ratios) == len(self.stacks), "ratios of stacks that there are not"
+        assert all(self._left(stack) >= -1e-9 for stack in range(len(self.stacks))), "more checkpoints than there are"
         assert self.layout.clip or not self.speculative, "without clipping no update is rolled back"
         waits = not any(unit.trained("early") for unit in self.units) and not self.by_micro_batch
         assert waits or not self.accumulates, "what several backwards add up is updated after the last of them"
@@ -180,33 +192,59 @@ class Placement:
         """
         if (share := self.share_of(value)) is not None:
             return share.tier
-        unit, micro_batch = _item(value)
-        left = 1.0 - self.shares.part()
+        stack, item = self.stack_of(value.unit), _item(value)
+        left = 1.0 - self._saved(stack)
         if left <= TOLERANCE:  # a layer that can save nothing, or a batch whose items come to other whole numbers
-            return max(self.shares, key=lambda each: each.part).tier
-        at = self._places[unit, micro_batch] if self._items else unit * len(self.x_nbytes) + micro_batch
-        ratio = min(self.checkpoint_ratio / left, 1.0)
+            return max(self.shares.of(stack), key=lambda each: each.part).tier
+        at, kept = self._places[stack][item], _checkpoints(self.decision.ratios[stack])
+        ratio = min(kept["host"] / left, 1.0)
         if is_chosen(at, ratio):
             return "host"
         elsewhere = at - int(at * ratio + TOLERANCE)  # of those before it: the device has a share of these
-        on_device = min(self.device_checkpoint_ratio / left / (1 - ratio), 1.0) if ratio < 1 else 0.0
+        on_device = min(kept["device"] / left / (1 - ratio), 1.0) if ratio < 1 else 0.0
         return "device" if is_chosen(elsewhere, on_device) else "ssd"
 
     def recomputing(self) -> Placement:
         """The same with layers that save their inputs alone, each where its activations were."""
-        host, device = self.shares.part("host"), self.shares.part("device")
-        return self._kept_at(self.checkpoint_ratio + host, self.device_checkpoint_ratio + device, Shares())
+
+        def kept(stack: int, ratios: Ratios) -> dict[Tier, float]:
+            return {tier: part + self._saved(stack, tier) for tier, part in _checkpoints(ratios).items()}
+
+        return self._keeping(kept, Shares())
 
     def moved(self, source: Tier, target: Tier) -> Placement:
         """The same with all activations of one tier on another, slower one."""
-        ratios = {"device": self.device_checkpoint_ratio, "host": self.checkpoint_ratio, "ssd": 0.0}
-        ratios[target] += ratios.pop(source)
-        return self._kept_at(ratios.get("host", 0.0), ratios.get("device", 0.0), self.shares.moved(source, target))
 
-    def _kept_at(self, host: float, device: float, shares: Shares) -> Placement:
+        def kept(stack: int, ratios: Ratios) -> dict[Tier, float]:
+            parts = {**_checkpoints(ratios), "ssd": 0.0}
+            parts[target] += parts.pop(source)
+            return parts
+
+        return self._keeping(kept, self.shares.moved(source, target))
+
+    def _keeping(self, kept: Callable[[int, Ratios], Mapping[Tier, float]], shares: Shares) -> Placement:
         """The same with other homes of activations."""
-        ratios = replace(self.decision.ratios, checkpoint=host, device_checkpoint=device)
-        return self.decided(ratios=ratios, shares=shares)
+        ratios = []
+        for each, parts in ((each, kept(stack, each)) for stack, each in enumerate(self.decision.ratios)):
+            host, device = parts.get("host", 0.0), parts.get("device", 0.0)
+            ratios.append(replace(each, checkpoint=host, device_checkpoint=device))
+        return self.decided(ratios=tuple(ratios), shares=shares)
+
+    @cached_property
+    def stacks(self) -> Stacks:
+        """Those that have ratios of their own."""
+        return self.decision.stacks(self.layout)
+
+    def stack_of(self, unit: Unit | None) -> int:
+        return stack_of(unit, self.stacks)
+
+    def _saved(self, stack: int, tier: Tier | None = None) -> float:
+        """Of a stack's items, how many are in a share, or in one on a tier."""
+        return self.shares.of(stack).part(tier) / part_of(stack, self.stacks)
+
+    def _left(self, stack: int) -> float:
+        """Of a stack's items, how many are on SSD and save their layers' inputs alone."""
+        return 1.0 - self._saved(stack) - sum(_checkpoints(self.decision.ratios[stack]).values())
 
     @property
     def keeps_on_device(self) -> bool:
@@ -235,17 +273,17 @@ class Placement:
 
     @cached_property
     def _items(self) -> Mapping[Item, Share]:
-        return items(self.shares, self.levels, len(self.x_nbytes)) if self.shares else {}
+        return items(self.shares, self.levels, len(self.x_nbytes), self.stacks) if self.shares else {}
 
     @cached_property
-    def _places(self) -> Mapping[Item, int]:
-        """Of the items of level 0, the place of each among these."""
-        every = ((unit, j) for unit in range(self.num_layers) for j in range(len(self.x_nbytes)))
-        return {item: at for at, item in enumerate(item for item in every if item not in self._items)}
+    def _places(self) -> Sequence[Mapping[Item, int]]:
+        """Of each stack's items of level 0, the place of each among these."""
+        every = ([(unit, j) for unit in layers for j in range(len(self.x_nbytes))] for layers in self.stacks)
+        return [{item: at for at, item in enumerate(x for x in found if x not in self._items)} for found in every]
 
     def gradient_home(self, unit: UnitPlacement) -> Tier:
         """Host or SSD, for a unit's gradient sums between micro-batches or backwards: the ratio's share of units."""
-        ratio = self.decision.ratios.gradient
+        ratio = self.decision.ratios[self.stack_of(unit.unit)].gradient
         return "host" if is_chosen(self.units.index(unit), 1.0 if ratio is None else ratio) else "ssd"
 
     def sums(self, unit: UnitPlacement) -> tuple[Value, ...]:
@@ -409,12 +447,17 @@ class Placement:
     @property
     def checkpoint_ratio(self) -> float:
         """Of the checkpoints, how many are in host memory."""
-        return self.decision.ratios.checkpoint or 0.0
+        return self._mean("host")
 
     @property
     def device_checkpoint_ratio(self) -> float:
         """Of the checkpoints, how many stay in memory of the device's own."""
-        return self.decision.ratios.device_checkpoint or 0.0
+        return self._mean("device")
+
+    def _mean(self, tier: Tier) -> float:
+        """Of all checkpoints, how many are on a tier."""
+        parts = (_checkpoints(ratios)[tier] for ratios in self.decision.ratios)
+        return sum(part * part_of(stack, self.stacks) for stack, part in enumerate(parts))
 
     @property
     def clip(self) -> bool:
@@ -422,6 +465,11 @@ class Placement:
         all late nor speculative the step is one without clipping.
         """
         return self.layout.clip and (self.speculative or self.decision.alpha == 1.0)
+
+
+def _checkpoints(ratios: Ratios) -> dict[Tier, float]:
+    """Of the items of a stack, how many have their layers' inputs in memory, by tier."""
+    return {"host": ratios.checkpoint or 0.0, "device": ratios.device_checkpoint or 0.0}
 
 
 def _item(value: Value) -> Item:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from gs_compile.placement.boundaries import Nbytes, scaled
+from gs_compile.placement.stacks import Stacks, stacks
 from gs_compile.program.ir import StepShape, Unit
 
 ACTIVATIONS = ("x_nbytes", "side_nbytes", "dside_nbytes")  # fields of a workload, and of a captured model
@@ -175,6 +176,10 @@ class Workload:
     def activations(self) -> dict[str, Nbytes]:
         """The bytes of a micro-batch, by field."""
         return {name: getattr(self, name) for name in ACTIVATIONS}
+
+    @cached_property
+    def stacks(self) -> Stacks:
+        return stacks(self.num_layers, self.shape.joints)
 
     def bare(self) -> Workload:
         """The same with layers that save their inputs alone."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
+from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower, scheduled
 from gs_compile.placement.cut import cut_units
-from gs_compile.placement.levels import Level, Shares
+from gs_compile.placement.levels import Level, Share, Shares
 from gs_compile.placement.placement import Decision, Layout, Placement
+from gs_compile.placement.stacks import Stacks
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, StepShape
 
@@ -32,8 +34,9 @@ class StepBuilder:
     @classmethod
     def of(cls, workload: Workload, number: int, **layout: Any) -> StepBuilder:
         """For `number` micro-batches that are all alike. layout: further fields of it."""
-        found = Layout(num_layers=workload.num_layers, world=workload.world, **layout)
-        return cls(sizes=workload.sizes, layout=found, shape=workload.shape).at(workload, number)
+        shape = workload.shape
+        found = Layout(num_layers=workload.num_layers, world=workload.world, joints=shape.joints, **layout)
+        return cls(sizes=workload.sizes, layout=found, shape=shape).at(workload, number)
 
     def at(self, workload: Workload, number: int) -> StepBuilder:
         """The same for `number` micro-batches like the workload's."""
@@ -47,30 +50,59 @@ class StepBuilder:
     def placement(self, decision: Decision) -> Placement:
         """The placement that a decision describes; of activations it has whole items."""
         decision = self._whole(decision)
-        return Placement(cut_units(self.sizes, decision, separate=self.layout.separate), self.layout, decision)
+        return Placement(cut_units(self.sizes, decision, self.layout), self.layout, decision)
 
     def _whole(self, decision: Decision) -> Decision:
         """Shares of whole items, of no more than those whose layers can save any; of checkpoints in host and device
         memory what these leave, and all of it where nothing is to be on SSD.
         """
-        ratios, shares, number = decision.ratios, decision.shares, self.layout.num_items
-        savable = sum(map(bool, self.layout.levels)) * self.layout.num_micro_batches
+        stacks = decision.stacks(self.layout)
+        shares = self._in_stacks(decision.shares, stacks)
+        kept, whole = zip(
+            *(self._whole_of(ratios, shares.of(stack), stacks[stack]) for stack, ratios in enumerate(decision.ratios)),
+            strict=True,
+        )
+        return replace(decision, ratios=kept, shares=Shares(chain.from_iterable(whole)))
+
+    def _whole_of(self, ratios: Ratios, shares: Shares, layers: range) -> tuple[Ratios, Shares]:
+        """The same of one stack."""
+        number, own = self.layout.num_items, len(layers) * self.layout.num_micro_batches
+        savable = self._savable(layers)
         parts = accumulate((share.part for share in shares), initial=0.0)
         ends = [min(int(part * number + ROUNDING), savable) for part in parts]
-        counts = (stop - start for start, stop in pairwise(ends))
+        counts = [stop - start for start, stop in pairwise(ends)]
         whole = Shares(
             share._replace(part=count / number) for share, count in zip(shares, counts, strict=True) if count
         )
         left, on_host, on_device = (
-            max(1.0 - whole.part(), 0.0),
+            max(1.0 - whole.part() * (number / own), 0.0),
             ratios.checkpoint or 0.0,
             ratios.device_checkpoint or 0.0,
         )
-        asked = min(shares.part(), savable / number) if shares else 0.0
+        asked = min(shares.part() * (number / own), savable / own) if shares else 0.0
         is_all = bool(shares) and on_host + on_device + asked >= 1 - ROUNDING
         on_device = left if is_all and on_device and not on_host else min(on_device, left)
         on_host = left - on_device if is_all else min(on_host, left - on_device)
-        return replace(decision, ratios=replace(ratios, checkpoint=on_host, device_checkpoint=on_device), shares=whole)
+        return replace(ratios, checkpoint=on_host, device_checkpoint=on_device), whole
+
+    def _in_stacks(self, shares: Shares, stacks: Stacks) -> Shares:
+        """Those that are of the topmost layers of all stacks as shares of each."""
+        if len(stacks) == 1:
+            return shares
+        found, number = list[Share](), self.layout.num_items
+        left = [self._savable(layers) / number for layers in stacks]
+        for share in shares:
+            missing = share.part
+            for stack in reversed(range(len(stacks))) if share.stack is None else (share.stack,):
+                part = min(missing, left[stack])
+                found.append(share._replace(part=part, stack=stack))
+                left[stack] -= part
+                missing -= part
+        return Shares(found)
+
+    def _savable(self, layers: range) -> int:
+        """Of the items of some layers, how many can save activations."""
+        return sum(map(bool, self.layout.levels[layers.start : layers.stop])) * self.layout.num_micro_batches
 
     def program(self, placement: Placement, *, redo: bool = True, planned: bool = True) -> Program:
         """A step among others. It will not run here, and all passes were tested: it is not verified.

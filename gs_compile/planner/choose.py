@@ -70,7 +70,8 @@ class Candidate:
 
     def fills(self, tier: str) -> bool:
         """Whether data may have the memory of a tier that waits could be shorter with."""
-        return tier == "host" or any(self.solution.decision.ratios.on_device().values())
+        ratios = self.solution.decision.ratios
+        return tier == "host" or any(part for each in ratios for part in each.on_device().values())
 
 
 def choose(problem: Problem, found: Search) -> StepPlan:

@@ -23,14 +23,15 @@ from gs_compile.options import Ratios
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
+from gs_compile.planner.apart import solved
 from gs_compile.planner.boundary import carrying
 from gs_compile.planner.builder import SCARCE_UPDATES, peak
-from gs_compile.planner.choose import choose, highest
+from gs_compile.planner.choose import highest
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import GROWTH, Search
 from gs_compile.planner.problem import Problem, fits
 from gs_compile.planner.request import Request
-from gs_compile.planner.saved import computed, is_open, saved_text, topmost, with_saved
+from gs_compile.planner.saved import computed, is_open, saved_text, topmost
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.variants import with_variant
 from gs_compile.program.ir import Tier
@@ -102,7 +103,7 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
     if sizes != problem.builder.sizes:
         problem = replace(problem, builder=replace(problem.builder, sizes=sizes))
     number = problem.builder.layout.num_micro_batches
-    chosen = with_saved(problem, choose(problem, found or problem.search(number)))
+    chosen = solved(problem, found or problem.search(number))
     is_settled = request.clipping is not None or request.alpha is not None or request.accumulate
     if not request.clip or is_settled:
         return chosen
@@ -255,7 +256,7 @@ def _placed(problem: Problem, part: float, alpha: float | None = None) -> Placem
         shares = Shares([Share(most, tier, 1.0 if asked is None else asked)])
     return problem.builder.placement(
         Decision(
-            ratios=_ratios(problem, part),
+            ratios=(_ratios(problem, part),),
             alpha=request.alphas[0] if alpha is None else alpha,
             shares=shares,
             speculative=request.speculative,

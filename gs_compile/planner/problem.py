@@ -63,6 +63,7 @@ class Problem:
     whole: the step is going to run: a large one is not left with its micro-batches in bundles.
     whole_masters: gives the same problem with masters that are whole, where these are split because nobody has said.
     masters: of narrow parameters, where there is a choice. layer_updates: as in `Decision`.
+    apart: each stack has ratios of its own; otherwise all have the same.
     counted: what is known of the same model at another micro-batch size.
     """
 
@@ -77,6 +78,7 @@ class Problem:
     whole_masters: Callable[[], Problem] | None = None
     masters: Masters | None = None
     layer_updates: int = 1
+    apart: bool = True
     counted: Counted | None = field(default=None, compare=False, repr=False)
 
     # What is asked for when it is needed ------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ class Problem:
             saves=self.workload.num_levels > 0,
             layer_updates=self.layer_updates,
         )
-        return Formulas(self.workload, self.profile, counted)
+        return Formulas(self.workload, self.profile, counted, apart=self.apart)
 
     @cached_property
     def wider(self) -> Problem:

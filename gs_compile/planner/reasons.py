@@ -54,9 +54,9 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
         tries.append((f"micro-batches of {size}", other.workload, result.best))
     if alpha and not (request.clip or request.accumulate):
         tries.append(("no delayed updates (alpha 0)", workload, problem.solved(number, 0.0)))
-    given = solution.decision.ratios.given()
-    if any(given[name] for name in given.keys() & CLASSES):
-        nothing = replace(request, ratios=Ratios(**dict.fromkeys(given, 0.0)), recompute="all")
+    given = [each.given() for each in solution.decision.ratios]
+    if any(each[name] for each in given for name in each.keys() & CLASSES):
+        nothing = replace(request, ratios=Ratios(**dict.fromkeys(given[0], 0.0)), recompute="all")
         tries.append(("everything on SSD", workload, problem.of(request=nothing).solved(number, alpha)))
     rows = [
         Alternative(label=label, seconds=found.seconds, tokens_per_second=found.throughput * model.tokens)

@@ -126,9 +126,11 @@ class Run:
     def builder(self, masters: Masters) -> StepBuilder:
         """What lays out the steps of the batch that all ranks plan for."""
         model, expert, sizes = self.model, self.options.expert, self.model.sizes[masters]
+        shape = model.layouts[0].shape_of(sizes, model.tied, training=True)
         layout = Layout(
             num_layers=model.layouts[0].split.num_layers,
             **self.batch,
+            joints=shape.joints,
             separate=has_own_memory(model.device) or expert.separate_device,
             clip=model.clip,
             accumulates=self.request.accumulate,
@@ -137,9 +139,7 @@ class Run:
             world=self.ranks.number if self.ranks else 1,
             durability=self.options.durability,
         )
-        return StepBuilder(
-            sizes=sizes, layout=layout, shape=model.layouts[0].shape_of(sizes, model.tied, training=True)
-        )
+        return StepBuilder(sizes=sizes, layout=layout, shape=shape)
 
     def _problem(self, masters: Masters) -> Problem:
         others = [each for each in self.model.sizes if each != masters]

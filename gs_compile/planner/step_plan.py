@@ -13,6 +13,7 @@ from gs_compile.placement.boundaries import at
 from gs_compile.placement.kinds import nbytes_of, slot_of
 from gs_compile.placement.levels import Shares
 from gs_compile.placement.placement import Decision, Placement
+from gs_compile.placement.stacks import stack_of
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.units import UnitPlacement
 from gs_compile.placement.workload import Workload
@@ -98,13 +99,31 @@ class StepPlan:
     @property
     def ratios(self) -> Mapping[str, float]:
         """In host memory, of "parameter", "checkpoint" and "optimizer", perhaps of "gradient"."""
-        given = self.decision.ratios.given()
+        given = self._means
         return {name: given[name] for name in (*CLASSES, "gradient") if name in given}
 
     @property
     def device_ratios(self) -> Mapping[str, float]:
         """In device memory, of "parameter" and "checkpoint"."""
-        return self.decision.ratios.on_device()
+        return {name: self._means.get(f"device_{name}", 0.0) for name in ("parameter", "checkpoint")}
+
+    @cached_property
+    def _means(self) -> Mapping[str, float]:
+        """The ratios that are given, of all stacks: of each by how many elements, items or units it has."""
+        ratios, stacks = self.decision.ratios, self.decision.stacks(self.placement.layout)
+        if len(ratios) == 1:
+            return ratios[0].given()
+        weights = {"checkpoint": [float(len(layers)) for layers in stacks]}
+        units = [[u for u in self.placement.units if stack_of(u.unit, stacks) == at] for at in range(len(stacks))]
+        weights["parameter"] = [float(sum(unit.numel for unit in own)) for own in units]
+        weights["optimizer"] = [float(sum(unit.num_trained for unit in own)) for own in units]
+        weights["gradient"] = [float(len(own)) for own in units]
+
+        def mean(name: str) -> float:
+            own = weights[name.removeprefix("device_")]
+            return sum(w * each.given()[name] for w, each in zip(own, ratios, strict=True)) / (sum(own) or 1.0)
+
+        return {name: mean(name) for name in ratios[0].given()}
 
     @property
     def bound_seconds(self) -> float:

@@ -32,7 +32,7 @@ FREELY = settings(max_examples=100, deadline=None)
 SECONDS = 10  # of the processor, for what takes a tenth of one
 
 PROBLEM = problem(gpt(2, 64, vocabulary=500), replace(A100, device="cpu", device_nbytes=0), 2)
-DECISION = json.loads(json.dumps(Decision(ratios=ratios(0.0, 0.0, 0.0)).as_dict()))
+DECISION = json.loads(json.dumps(Decision(ratios=(ratios(0.0, 0.0, 0.0),)).as_dict()))
 HOST_NBYTES = 10**12
 FORMER = {"made_for": "it", "host_nbytes": HOST_NBYTES, "values_nbytes": None, "decision": DECISION}
 

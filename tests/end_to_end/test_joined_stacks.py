@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from torch.nn import functional
 import gs_compile
 from benchmarks.zoo.registry import CASES
 from benchmarks.zoo.trial import run
+from gs_compile.options import Ratios
 from gs_compile.placement.kinds import nbytes_of
+from gs_compile.placement.placement import Placement
+from gs_compile.planner.run import Run
 
 KEEPS_CAPTURES = True
 WIDE, NARROW, MICRO_BATCH, NUM_STEPS = 32, 24, 2, 3
@@ -74,11 +79,44 @@ PLACEMENTS = {
 }
 
 
+@contextmanager
+def apart():
+    """Have plans keep of the encoder what is on SSD of the decoder, and the other way round; gives their placements.
+
+    The joint goes with the decoder.
+    """
+    usual, made = Run._decided, list[Placement]()
+    encoder = Ratios(checkpoint=1.0, parameter=0.0, optimizer=1.0, device_checkpoint=0.0, device_parameter=0.0)
+    ratios = encoder, replace(encoder, checkpoint=0.0, parameter=1.0, optimizer=0.0)
+
+    def decided(run):
+        found = usual(run)
+        made.append(run.builder(run.masters).placement(replace(found.placement.decision, ratios=ratios)))
+        return replace(found, placement=made[-1])
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Run, "_decided", decided)
+        yield made
+
+
 def test_the_same_bits_wherever_data_lives(harness, tmp_path):
     found = {
         name: harness.train(adamw, options(tmp_path / name, **chosen), NUM_STEPS, batch_size=5)
         for name, chosen in PLACEMENTS.items()
     }
+    with apart() as made:
+        name, chosen = "each stack its own", options(tmp_path, separate_device=True)
+        found[name] = harness.train(adamw, chosen, NUM_STEPS, batch_size=5)
+    homes = [(unit.unit, {part.tier for part in unit.w.values()}) for unit in made[0].units]
+    assert homes == [
+        ("e", {"ssd"}),
+        (0, {"ssd"}),
+        (1, {"ssd"}),
+        (2, {"host"}),
+        (3, {"host"}),
+        (4, {"host"}),
+        ("h", {"host"}),
+    ]
     first = found.pop("SSD")
     assert {name: each.differences(first) for name, each in found.items()} == {name: [] for name in found}
 

@@ -121,7 +121,8 @@ def test_parameters_move_as_often_however_many_micro_batches(step, options, late
     usual step, end_to_end/test_tiers_traffic.py writes out.
     """
     num_layers, _, shape = step
-    options = replace(options, checkpoint_ratio=checkpoint_ratio, device_checkpoint=0.0, shares=())
+    ratios = {"checkpoint_ratio": checkpoint_ratio, "last_checkpoint_ratio": None, "device_checkpoint": 0.0}
+    options = replace(options, **ratios, shares=())
 
     def moved(number):
         placement = place(num_layers, number, shape, options)

@@ -117,5 +117,6 @@ def test_a_layer_without_levels_saves_its_input_alone():
 def test_a_backward_reads_what_its_level_saves():
     placement = place(1, 2, options=SSD)
     program = lowered((1, 2), placement)[-1]
+    (ratios,) = placement.decision.ratios
     with pytest.raises(ProgramError, match=r"it reads a, and x is saved for it"):
-        verify(program, placement.decided(shares=Shares(), ratios=replace(placement.decision.ratios, checkpoint=0.5)))
+        verify(program, placement.decided(shares=Shares(), ratios=(replace(ratios, checkpoint=0.5),)))

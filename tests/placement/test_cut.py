@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gs_compile.options import Ratios
 from gs_compile.placement.cut import cut, cut_units
-from gs_compile.placement.placement import Decision
+from gs_compile.placement.placement import Decision, Layout
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import Products, UnitSize
 
@@ -61,7 +61,7 @@ def test_whole_tensors_live_on_the_device():
 def test_what_a_unit_is_short_of_the_next_ones_have(tensors, share):
     sizes = tuple(UnitSize(unit, tuple(each), (), 2, 4, 12, True) for unit, each in enumerate(tensors))
     ratios = Ratios(parameter=0.0, optimizer=0.0, device_parameter=share)
-    units = cut_units(sizes, Decision(ratios=ratios), separate=True)
+    units = cut_units(sizes, Decision(ratios=(ratios,)), Layout(separate=True))
     largest, wanted, found = 0, 0.0, 0
     for size, unit in zip(sizes, units, strict=True):
         wanted, found, largest = wanted + share * size.numel, found + unit.num_resident, max(largest, *size.trained)
@@ -74,7 +74,7 @@ def test_what_a_unit_is_short_of_the_next_ones_have(tensors, share):
 def test_without_a_master_a_trained_unit_has_no_part_on_the_device():
     sizes = (UnitSize(0, (8 * Q,), (), 4, 4, 8, False), UnitSize(1, (), (8 * Q,), 4, 4, 8, False))
     ratios = Ratios(parameter=0.0, optimizer=0.0, device_parameter=1.0)
-    units = cut_units(sizes, Decision(ratios=ratios), separate=True)
+    units = cut_units(sizes, Decision(ratios=(ratios,)), Layout(separate=True))
     assert [unit.num_resident for unit in units] == [0, 8 * Q]
 
 
@@ -108,7 +108,7 @@ def test_where_ranks_share_tensors_a_unit_is_updated_at_once(tensors, parameter,
     shared = Products(1.0, 1, 1, shared_nbytes=1)
     sizes = [UnitSize(unit, tuple(each), (Q,), 4, 4, 8, False, products=shared) for unit, each in enumerate(tensors)]
     ratios = Ratios(parameter=parameter, optimizer=0.0)
-    units = cut_units(sizes, Decision(ratios=ratios, alpha=alpha, layer_updates=2), separate=separate)
+    units = cut_units(sizes, Decision(ratios=(ratios,), alpha=alpha, layer_updates=2), Layout(separate=separate))
     assert all(len(unit.trained()) == 1 and unit.num_trained == unit.trained()[0].numel for unit in units)
     assert sum(bool(unit.trained("late")) for unit in units) == int(len(units) * alpha + 1e-6)
 
@@ -179,7 +179,7 @@ def test_nothing_is_on_ssd_if_device_and_host_have_it_all(tensors, device):
     """What whole tensors leave of the device's share goes to host memory, and no more than one of them."""
     sizes = tuple(UnitSize(i, tuple(each), (), 2, 4, 12, True) for i, each in enumerate(tensors))
     ratios = Ratios(parameter=1 - device, optimizer=1.0, device_parameter=device)
-    units = cut_units(sizes, Decision(ratios=ratios, alpha=0.5), separate=True)
+    units = cut_units(sizes, Decision(ratios=(ratios,), alpha=0.5), Layout(separate=True))
     parts = [part for unit in units for part in unit.w.values()]
     assert {part.tier for part in parts} <= {"device", "host"}
     in_host = sum(part.numel for part in parts if part.tier == "host")

@@ -35,7 +35,7 @@ def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, host, of_t
     placement = Placement(
         (),
         Layout(separate=True, x_nbytes=x_nbytes, num_layers=num_layers),
-        Decision(ratios=Ratios(checkpoint=host, device_checkpoint=device)),
+        Decision(ratios=(Ratios(checkpoint=host, device_checkpoint=device),)),
     )
     homes = [placement.checkpoint_home(Value("x", i, j)) for i in range(num_layers) for j in range(num_micro_batches)]
     for stop in range(len(homes) + 1):
@@ -58,7 +58,7 @@ def test_an_element_has_one_place_whatever_number_of_ranks_there_is(trained, fro
 
 def test_nothing_lives_on_a_device_that_is_the_host():
     with pytest.raises(AssertionError, match="no memory of its own"):
-        Placement(decision=Decision(ratios=Ratios(device_checkpoint=0.5, checkpoint=0.5)))
+        Placement(decision=Decision(ratios=(Ratios(device_checkpoint=0.5, checkpoint=0.5),)))
 
 
 # Peaks ---------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from gs_compile.planner.step_plan import StepPlan
 
 WORKLOAD = gpt(4, 256, vocabulary=20000)
 CPU = replace(A100, device="cpu", device_nbytes=0)
-NOTHING = Decision(ratios=ratios(0.0, 0.0, 0.0))
+NOTHING = Decision(ratios=(ratios(0.0, 0.0, 0.0),))
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "single", "horizontal"])

@@ -37,7 +37,7 @@ def test_bytes_of_the_network_are_the_closed_form(schedule, times, number):
     """
     workload = shared(MODEL, WORLD)
     builder = StepBuilder.of(workload, number, separate=True, schedule=schedule)
-    placement = builder.placement(Decision(ratios=ratios(0.3, 0.5, 0.5)))
+    placement = builder.placement(Decision(ratios=(ratios(0.3, 0.5, 0.5),)))
     moved = traffic(builder.program(placement), placement)
     uses = {"h": 1, "t": 3}
     gathered = sum(uses.get(size.unit, 2) * size.numel * size.itemsize for size in workload.sizes)

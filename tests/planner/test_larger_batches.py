@@ -47,7 +47,7 @@ def test_a_step_after_updates_that_hold_may_take_the_most_memory():
     """What the step before has carried is then in it from the start; where that one is rolled back it is not."""
     workload = gpt(3, 128, vocabulary=2000, sequence=256, tied=False, bf16=False)
     builder = StepBuilder.of(workload, 2, separate=True, clip=True)
-    first = builder.placement(Decision(ratios=NOTHING, speculative=True, carried=FIRST))
+    first = builder.placement(Decision(ratios=(NOTHING,), speculative=True, carried=FIRST))
     redone, held = (peak(builder.program(larger(first), redo=redo), "host") for redo in (True, False))
     assert host_peak(builder, first) <= redone < held
     assert sized(builder, first, held) == larger(first)
@@ -58,7 +58,7 @@ def test_what_is_between_two_steps_goes_before_checkpoints_move():
     """What lives on has the same memory in all programs of a run, whatever a step keeps for the next one."""
     workload = gpt(3, 128, vocabulary=2000, sequence=256)
     builder = StepBuilder.of(workload, 2, separate=True)
-    first = builder.placement(Decision(ratios=ratios(1.0, 0.0, 1.0), alpha=0.3, carried=FIRST, ahead=2))
+    first = builder.placement(Decision(ratios=(ratios(1.0, 0.0, 1.0),), alpha=0.3, carried=FIRST, ahead=2))
     planned = larger(first)
     variants = without(planned, fixed_offsets(first).nbytes)
     assert [(bool(each.carried), each.ahead) for each in variants] == [(True, 2), (True, 0), (False, 2), (False, 0)]
@@ -82,7 +82,7 @@ def test_ranks_may_keep_less_than_others(separate):
     """What they do together is in the same order, whatever the size of each one's batch."""
     workload = replace(gpt(3, 128, vocabulary=2000, sequence=256), world=2)
     builder = StepBuilder.of(workload, 2, separate=separate)
-    first = builder.placement(Decision(ratios=NOTHING, alpha=0.3, carried=FIRST, ahead=2))
+    first = builder.placement(Decision(ratios=(NOTHING,), alpha=0.3, carried=FIRST, ahead=2))
     every = (*without(first, 0), *without(larger(first), fixed_offsets(first).nbytes))
     sizes = (replace(builder, layout=each.layout) for each in every)
     programs = [of.program(each) for of, each in zip(sizes, every, strict=True)]

@@ -261,7 +261,7 @@ def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces(machine, al
     words = gpt(6, 512, sequence=256, vocabulary=20000, tied=False)  # 10 M words beside 3 M elements of a layer
     given = {"machine": machine, "alpha": alpha, **FIVE}
     whole = StepBuilder.of(words, 5, separate=machine == "a100")
-    nothing = Decision(ratios=ratios(0.0, 0.0, 0.0), alpha=alpha)
+    nothing = Decision(ratios=(ratios(0.0, 0.0, 0.0),), alpha=alpha)
     least = peak(whole.program(whole.placement(nothing)), "host")
     for host_memory, layer_updates in ((2 * least, 1), (3 * least // 4, SCARCE_UPDATES)):
         found = plan(words, host_memory=host_memory, **given)

@@ -50,7 +50,7 @@ class Faked:
         alpha = self.best if alpha is None else alpha
         names = {"resident": budgets.host_nbytes, "device": budgets.device_nbytes, "alpha": alpha}
         shares = ratios(0.0, 0.0, 0.0, 0.0, 0.5 * bool(budgets.device_nbytes))
-        decision = SimpleNamespace(ratios=shares, **names)
+        decision = SimpleNamespace(ratios=(shares,), **names)
         return SimpleNamespace(seconds=self.bound, num_micro_batches=number, decision=decision, **names)
 
     def bundled(self, number):

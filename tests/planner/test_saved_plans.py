@@ -144,7 +144,7 @@ def test_layers_that_can_save_nothing_are_in_no_share(separate):
         assert saving == {(unit, j) for unit in (1, 3) for j in range(4)}
         assert sum(share.part for share in found.placement.shares) == 0.5
     for shares in ((Share(2, "host", 1.0),), (Share(2, "host", 0.5), Share(2, "ssd", 0.5))):
-        decision = Decision(ratios=ratios(0.25, 0.0, 0.0), shares=Shares(shares))
+        decision = Decision(ratios=(ratios(0.25, 0.0, 0.0),), shares=Shares(shares))
         kept = StepBuilder.of(workload, 4, separate=separate).placement(decision)
         assert (kept.shares, kept.checkpoint_ratio) == ((Share(2, "host", 0.5),), 0.25)
 
@@ -195,7 +195,7 @@ def test_of_levels_that_are_as_fast_the_smallest_is_taken(seconds, worthwhile):
 
 
 def test_a_former_plan_that_the_layers_cannot_have_is_made_anew():
-    decision = Decision(ratios=ratios(0.0, 0.0, 0.0), shares=Shares([Share(1, "host", 0.5)])).as_dict()
+    decision = Decision(ratios=(ratios(0.0, 0.0, 0.0),), shares=Shares([Share(1, "host", 0.5)])).as_dict()
     former = {"made_for": "it", "host_nbytes": 400 * GB, "values_nbytes": None, "decision": decision}
     workload = levelled(gpt(2, 512), 512)
     assert as_before(problem(workload, CPU, 2, bare=True), former, "it", 400 * GB).shares.part() == 0.5

@@ -181,13 +181,13 @@ def test_device_ratios_need_a_device_memory_and_masters():
 
 def test_a_ratio_in_host_memory_alone_leaves_the_rest_on_ssd():
     request = Request(ratios={"parameter": 0.25})
-    found = search(known(XL, A100), DESKTOP, request, num_micro_batches=2).best.decision.ratios
+    found = search(known(XL, A100), DESKTOP, request, num_micro_batches=2).best.decision.ratios[0]
     assert found.parameter == 0.25
     assert found.on_device()["parameter"] == 0.0
-    free = search(known(XL, A100), DESKTOP, Request(), num_micro_batches=2).best.decision.ratios
+    free = search(known(XL, A100), DESKTOP, Request(), num_micro_batches=2).best.decision.ratios[0]
     assert free.on_device()["parameter"] > 0
     request = Request(ratios={"device_parameter": 0.125, "device_checkpoint": 0.0})
-    found = search(known(XL, A100), DESKTOP, request, num_micro_batches=2).best.decision.ratios
+    found = search(known(XL, A100), DESKTOP, request, num_micro_batches=2).best.decision.ratios[0]
     assert found.on_device() == {"parameter": 0.125, "checkpoint": 0.0}
 
 

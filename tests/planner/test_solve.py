@@ -48,7 +48,7 @@ def machine(draw):
 
 def on_host(solution):
     """Its ratios in host memory, by class."""
-    given = solution.decision.ratios.given()
+    given = solution.decision.ratios[0].given()
     return {name: given[name] for name in CLASSES}
 
 
@@ -210,10 +210,10 @@ def test_wear_makes_a_step_wait_or_write_less(xl):
 
 def test_spare_device_memory_is_a_home_if_asked_for(xl):
     without, with_device = (solve(xl, 4, 0.0, ROOMY, asked) for asked in (ELSEWHERE, Request()))
-    assert set(without.decision.ratios.on_device().values()) == {0.0}
-    assert max(with_device.decision.ratios.on_device().values()) > 0
+    assert set(without.decision.ratios[0].on_device().values()) == {0.0}
+    assert max(with_device.decision.ratios[0].on_device().values()) > 0
     assert with_device.seconds <= without.seconds * (1 + 1e-6)
-    for name, ratio in with_device.decision.ratios.on_device().items():
+    for name, ratio in with_device.decision.ratios[0].on_device().items():
         assert ratio + on_host(with_device)[name] <= 1 + 1e-6
 
 
@@ -231,7 +231,7 @@ def test_the_program_of_a_plan_keeps_its_budgets(xl, host, n, alpha):
     """As it is counted when it is lowered, and with little of host memory left unused."""
     workload, budgets = xl.workload, Budgets(host_nbytes=host * GB, device_nbytes=12 * GB, ssd_nbytes=20 * GB)
     solution = solve(xl, n, alpha, budgets, ELSEWHERE)
-    placement = placed(workload, n, solution.decision.ratios, alpha, separate=True)
+    placement = placed(workload, n, solution.decision.ratios[0], alpha, separate=True)
     peaks = liveness.peaks(lowered(workload, placement)[-1].ops, placement)
     for tier, peak in peaks.items():
         assert peak <= getattr(budgets, f"{tier}_nbytes")
@@ -245,7 +245,7 @@ def test_what_the_linear_program_keeps_off_a_tier_is_not_there():
     none, all_of_it = ({"parameter": r, "checkpoint": r, "optimizer": r} for r in (0.0, 1.0))
     for ratios, empty in ((none, "host"), (all_of_it, "ssd")):
         solution = solve(known, 3, 0.3, ROOMY, Request(ratios=ratios))
-        placement = placed(SMALL, 3, solution.decision.ratios, 0.3, separate=True)
+        placement = placed(SMALL, 3, solution.decision.ratios[0], 0.3, separate=True)
         stored = nbytes_by_home(placement)
         assert not [kind for kind, tier in stored if tier == empty and kind != "dw"]
         moved = traffic(lowered(SMALL, placement)[-1], placement)

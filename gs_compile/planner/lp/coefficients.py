@@ -1,27 +1,29 @@
 """coefficients: what a step takes and moves on one machine, as affine functions of the ratios.
 
-The ratios are the shares of a class of data that live in a place:
+The ratios are the shares of a class of a stack's data that live in a place:
 
     c, p, o, g  of checkpoints, parameters, optimizer states and gradient sums in host memory
     dc, dp      of checkpoints and parameters in spare memory of the device
     a_kt        of layers' micro-batches that save activations, at each level k on each tier t (`Formulas.saved`)
 
-What is left is on SSD. A formula is an array `[..., 1 + 6 + saved]`: a constant and a coefficient of each. The bytes of
-one class depend on its own ratios alone, so three programs tell all of them: everything on SSD, in host memory, on the
-device; one more tells what goes where a layer's input is not kept.
+What is left is on SSD. A formula is an array `[..., 1 + stacks (6 + saved)]`: a constant and a coefficient of each. The
+bytes of one class depend on its own ratios alone, so three programs tell all of them: everything on SSD, in host
+memory, on the device; one more tells what goes where a layer's input is not kept.
 `counting` lowers and reads them. The program that is made of a solution says what it takes itself (`problem`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gs_compile.placement.boundaries import in_parts, part_nbytes
-from gs_compile.placement.workload import LevelCost, UnitCost, Workload
+from gs_compile.placement.stacks import stack_of, stacks
+from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.counting import (
     ACTIVATIONS,
     CLASSES,
@@ -41,6 +43,8 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import code_seconds, lane_rate
 from gs_compile.program.ir import TIERS, Tier
 
+Columns = npt.NDArray[np.intp]
+
 
 class Numbers(NamedTuple):
     """All formulas of one alpha and one number of micro-batches.
@@ -57,9 +61,10 @@ class Numbers(NamedTuple):
 class Formulas:
     """What a model takes and moves on one machine; made once for all alphas and numbers of micro-batches."""
 
-    def __init__(self, workload: Workload, profile: Profile, counted: Counted) -> None:
-        """`counted` is of the same model, at whatever micro-batch size."""
+    def __init__(self, workload: Workload, profile: Profile, counted: Counted, *, apart: bool = True) -> None:
+        """`counted` is of the same model, at whatever micro-batch size; apart: each stack has ratios of its own."""
         self.workload = workload
+        self.stacks = workload.stacks if apart else stacks(workload.num_layers)
         self.profile = profile
         self.counted = counted
         self.separate, self.tiers = profile.separate, profile.tiers
@@ -73,36 +78,59 @@ class Formulas:
         homes = [tier for tier in SAVED if tier != "device" or self.separate]
         levels = range(1, workload.num_levels + 1) if counted.saves else ()
         self.saved = tuple(product(levels, homes))
-        self.width = WIDTH + len(self.saved)
-        self._extension = np.eye(UNKEPT + 1 if counted.saves else WIDTH, self.width)
-        self._extension[WIDTH:] = 0.0
-        for column, (level, tier) in enumerate(self.saved, WIDTH):
-            self._extension[:, column] = self._saving(level, tier)
-        self._vertices = _vertices(self.homes)
+        self.block = len(RATIOS) + len(self.saved)
+        self.width = 1 + len(self.stacks) * self.block
+        self._extension = np.stack([self._extended(stack_of(layers.start, self.stacks)) for layers in counted.stacks])
         self._binding: dict[tuple[tuple[float, ...], bool], dict[str, Array]] = {}
+
+    def columns(self, stack: int) -> Columns:
+        """Of a formula, the columns of a stack's ratios and, behind them, of what it saves."""
+        return np.arange(self.block) + 1 + stack * self.block
+
+    def column(self, name: str) -> Columns:
+        """Of a formula, those of one ratio, stack by stack."""
+        return np.array([self.columns(stack)[RATIOS.index(name)] for stack in range(len(self.stacks))])
+
+    @property
+    def saved_columns(self) -> Columns:
+        """Of a formula, those of what is saved, `[stack, saved]`."""
+        return np.array([self.columns(stack)[len(RATIOS) :] for stack in range(len(self.stacks))])
 
     @property
     def homes(self) -> Array:
         """Rows `[class, 1 + ratios]` of what no more than all of a class is: checkpoints or more, and parameters."""
-        found = np.zeros((2, self.width))
-        found[[0, 0, 1, 1], [1, 4, 2, 5]] = 1.0
-        found[0, WIDTH:] = 1.0
+        found = np.zeros((2, len(self.stacks), self.width))
+        for rows, name in zip(found, ("checkpoint", "parameter"), strict=True):
+            for row, *columns in zip(rows, self.column(name), self.column(f"device_{name}"), strict=True):
+                row[columns] = 1.0
+        for row, saved in zip(found[0], self.saved_columns, strict=True):
+            row[saved] = 1.0
+        return found.reshape(-1, self.width)
+
+    def _extended(self, stack: int) -> Array:
+        """`[counted, 1 + ratios]`: what was counted of a stack as a formula of its ratios."""
+        found = np.zeros((UNKEPT + 1 if self.counted.saves else WIDTH, self.width))
+        columns = self.columns(stack)
+        found[0, 0] = 1.0
+        found[np.arange(len(RATIOS)) + 1, columns[: len(RATIOS)]] = 1.0
+        for column, (level, tier) in zip(columns[len(RATIOS) :], self.saved, strict=True):
+            found[:, column] = self._saving(stack, level, tier)
         return found
 
-    def _levels(self, level: int) -> list[tuple[UnitCost, LevelCost]]:
-        """Of each layer that has levels, its costs at level 0 and at this one or the highest it has."""
-        costs = (self.workload.costs[layer] for layer in range(self.workload.num_layers))
-        return [(cost, cost.levels[min(level, len(cost.levels)) - 1]) for cost in costs if cost.levels]
-
-    def _saving(self, level: int, tier: Tier) -> Array:
-        """What saving all items moves and keeps, as a sum of what was counted: their bytes, and an input's that stays
-        on the same tier or goes.
+    def _saving(self, stack: int, level: int, tier: Tier) -> Array:
+        """What saving all items of a stack moves and keeps, as a sum of what was counted: their bytes, and an input's
+        that stays on the same tier or goes. Nothing where its layers have no levels.
         """
-        costs = [cost for _, cost in self._levels(level)]
-        reads_input = sum(cost.reads_input for cost in costs) / len(costs)
+        layers, joints = self.stacks[stack], self.workload.shape.joints
+        levels = [self.workload.costs[layer].levels for layer in layers]
+        costs = [each[min(level, len(each)) - 1] for each in levels if each]
         found = np.zeros(UNKEPT + 1)
-        found[SAVED[tier]] = sum(cost.nbytes for cost in costs) / len(costs)
-        found[UNKEPT] = 1.0 - reads_input
+        if not costs:
+            return found
+        reads_input = sum(cost.reads_input for cost in costs) / len(costs)
+        all_layers = len(layers) / sum(layer not in joints for layer in layers)  # for each of those that were counted
+        found[SAVED[tier]] = all_layers * sum(cost.nbytes for cost in costs) / len(costs)
+        found[UNKEPT] = all_layers * (1.0 - reads_input)
         if tier != "ssd":
             found[1 + RATIOS.index("checkpoint" if tier == "host" else "device_checkpoint")] = reads_input
         return found
@@ -115,7 +143,7 @@ class Formulas:
     def of(self, alpha: float, number: int) -> Numbers:
         """Those of one alpha and one number of micro-batches."""
         found = self.counted.readings(alpha, number)
-        moved = np.tensordot(found.moved, self.scale, (2, 0)) @ self._extension
+        moved = self._formula(found.moved)
         seconds = {
             (phase, lane): moved[i, j] / lane_rate(lane, self.profile)
             for i, phase in enumerate(PHASES)
@@ -125,17 +153,28 @@ class Formulas:
             alone = code_seconds(unit, self.workload, self.profile, backward=is_backward)
             seconds[PHASES[phase], "compute"][0] += times * alone
             if self.saved and self.workload.costs[unit].levels:
-                for column, (level, _) in enumerate(self.saved, WIDTH):
+                stack = stack_of(unit, self.stacks)
+                for column, (level, _) in zip(self.saved_columns[stack], self.saved, strict=True):
                     more = code_seconds(unit, self.workload, self.profile, backward=is_backward, level=level) - alone
-                    seconds[PHASES[phase], "compute"][column] += times * more / self.workload.savable
+                    seconds[PHASES[phase], "compute"][column] += times * more / self.savable(stack)
         read, written = (moved[:, TIMED.index(lane)].sum(axis=0) for lane in ("ssd_read", "ssd_write"))
         points = self._points(anchors(alpha), several=number > 1)
         alive = {tier: self._alive(found, tier)[points[tier]] for tier in self.tiers}
         return Numbers(seconds, alive, read + written, written)
 
+    def savable(self, stack: int) -> float:
+        """The part of a stack's layers that have levels."""
+        layers = self.stacks[stack]
+        return sum(bool(self.workload.costs[layer].levels) for layer in layers) / len(layers)
+
+    def _formula(self, counted: Array) -> Array:
+        """What was counted, `[..., stack, class, counted]`, as formulas."""
+        by_stack = np.tensordot(counted, self.scale, (-2, 0))
+        return np.tensordot(by_stack, self._extension, ((-2, -1), (0, 1)))
+
     def _alive(self, found: Readings, tier: str) -> Array:
         """Bytes at each point of a program; what code computes with is always there."""
-        bytes_alive = np.tensordot(found.alive[:, TIERS.index(tier)], self.scale, (1, 0)) @ self._extension
+        bytes_alive = self._formula(found.alive[:, TIERS.index(tier)])
         if tier == "device":
             bytes_alive[:, 0] += self.workload.workspace_nbytes
         return bytes_alive
@@ -149,24 +188,28 @@ class Formulas:
             for tier in self.tiers:
                 heights = []
                 for first, second in counted:
-                    one, two = (self._alive(each, tier) @ self._vertices.T for each in (first, second))
+                    one, two = (self._alive(each, tier) for each in (first, second))
                     heights += [one, two - one]
-                found[tier] = _highest(np.concatenate(heights, axis=1))
+                found[tier] = _highest(np.stack(heights, axis=1), _exclusive(self.homes))
             self._binding[anchors, several] = found
         return self._binding[anchors, several]
 
 
-def _vertices(homes: Array) -> Array:
-    """`[vertex, 1 + ratios]`: each class on a tier as a whole."""
-    corners = np.array([(1.0, *corner) for corner in product((0.0, 1.0), repeat=homes.shape[1] - 1)])
-    return corners[(corners @ homes.T <= 1).all(axis=1)]
+def _exclusive(homes: Array) -> list[Columns]:
+    """The columns of ratios of which one at most is 1 where each class is on a tier as a whole; any two of others."""
+    together = [np.flatnonzero(row) for row in homes]
+    alone = set(range(1, homes.shape[1])).difference(*together)
+    return [*together, *(np.array([column]) for column in sorted(alone))]
 
 
-def _highest(heights: Array) -> Array:
-    """Of all points `[point, ...]` those that are not below another one everywhere."""
+def _highest(heights: Array, exclusive: Sequence[Columns]) -> Array:
+    """Of all points, as formulas `[point, ..., 1 + ratios]`, those that are not below another one for any ratios."""
+    mean = heights[..., 0] + sum(heights[..., each].sum(axis=-1) / (len(each) + 1) for each in exclusive)
     left, found = np.arange(len(heights)), []
     while left.size:
-        best = left[np.argmax(heights[left].sum(axis=1))]
+        best = left[np.argmax(mean[left].sum(axis=1))]
         found.append(best)
-        left = left[(heights[left] > heights[best] + 1.0).any(axis=1)]
+        above = heights[left] - heights[best]
+        most = above[..., 0] + sum(above[..., each].max(axis=-1).clip(0.0) for each in exclusive)
+        left = left[(most > 1.0).any(axis=1)]
     return np.array(found)

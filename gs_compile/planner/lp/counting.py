@@ -6,7 +6,7 @@ on), and in alpha (between 0 and 1). So the programs that are lowered are short,
     layers          a few at either end, and one period more                            `_lengths`
     micro-batches   2 and 3; 1 is counted for itself                                    `Counted.readings`
     alpha           0 and 1, and for all between 1/4 and 1/2                            `anchors`
-    saved           every layer saves one byte beside its input, on each tier in turn; and one in its place
+    saved           every layer but joints saves one byte beside its input, on each tier in turn; and one in its place
 
 The points of a program at which bytes are counted are three in each stage: transfers come in, updates and what leaves,
 computation. What a unit's update takes in memory grows in steps where the unit is larger than a layer; there the
@@ -29,6 +29,7 @@ from gs_compile.placement.boundaries import in_parts
 from gs_compile.placement.levels import Level, Share, Shares
 from gs_compile.placement.liveness import live_ranges
 from gs_compile.placement.placement import Decision, Placement
+from gs_compile.placement.stacks import stack_of
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.simulate.prices import runs_backward, work_nbytes
@@ -62,10 +63,11 @@ MOST_PERIOD = 4  # layers
 class Readings:
     """Bytes of a program, or of the one that several are extended to.
 
-    moved: `[phase, lane, class, WIDTH]`, or more where layers may save more than their input; of the optimizer what its
-        rule reads and writes, of "compute" passes over memory. alive: `[point, tier, class, WIDTH]`. code: by
-        phase, how often each unit's code runs (of a backward the second entry). Activations count in checkpoints, and
-        in side inputs and their gradients of a micro-batch, or in parts of them where they are not all as large.
+    moved: `[phase, lane, stack, class, WIDTH]`, or more where layers may save more than their input; of the optimizer
+        what its rule reads and writes, of "compute" passes over memory. alive: `[point, tier, stack, class, WIDTH]`.
+        code: by phase, how often each unit's code runs (of a backward the second entry). Activations count in
+        checkpoints, and in side inputs and their gradients of a micro-batch, or in parts of them where they are not all
+        as large.
     """
 
     moved: Array
@@ -107,6 +109,7 @@ class Counted:
         layers = [size.num_trained for size in workload.sizes if isinstance(size.unit, int)]
         groups = ceil(max(size.num_trained for size in workload.sizes) / max([1, *layers]))
         self.ends = ENDS + groups  # a unit that is updated in groups takes a stage more for each
+        self.stacks = workload.stacks
         self.lengths = _lengths(workload, self.ends)
         self._known: dict[tuple[float, int], Readings] = {}
 
@@ -144,18 +147,19 @@ class Counted:
         workload = shortened(self.workload, num_layers)
         layout = {name: (in_parts(nbytes),) * number for name, nbytes in workload.activations.items()}
         builder = replace(self.builder, sizes=workload.sizes, shape=workload.shape)
-        builder = builder.laid_out(num_layers=num_layers, **layout)
+        builder = builder.laid_out(num_layers=num_layers, joints=workload.shape.joints, **layout)
         corners: list[tuple[Ratios, Tier | None]] = [(NOTHING, "ssd"), (EVERYTHING, "host")]
         corners += [(ON_DEVICE, "device")] if builder.layout.separate else []
         corners += [(NOTHING, None)] if self.saves else []
         counts: list[_Count] = []
         for ratios, tier in corners:
             shares = Shares([Share(1, tier or "ssd", 1.0)] if self.saves else [])
-            each = builder.laid_out(levels=((Level((1,) * number, tier is not None),),) * num_layers)
+            levels, joints = (Level((1,) * number, tier is not None),), workload.shape.joints
+            each = builder.laid_out(levels=tuple(() if layer in joints else levels for layer in range(num_layers)))
             ratios = replace(ratios, checkpoint=0.0, device_checkpoint=0.0) if shares else ratios
             placement = each.placement(
                 Decision(
-                    ratios=ratios,
+                    ratios=(ratios,),
                     alpha=alpha,
                     shares=shares,
                     speculative=self.speculative,
@@ -200,7 +204,8 @@ class _Count:
     def __init__(self, placement: Placement, ends: int) -> None:
         self.placement = placement
         self.ends = ends
-        self.moved = np.zeros((len(PHASES), len(TIMED), NUM_CLASSES))
+        self.stacks = placement.layout.stacks
+        self.moved = np.zeros((len(PHASES), len(TIMED), len(self.stacks), NUM_CLASSES))
         self.points: dict[tuple[str, str, bool], Array] = {}
         self.code: Counter[tuple[int, Unit, bool]] = Counter()
 
@@ -211,13 +216,14 @@ class _Count:
                 self.code[phase, op.unit, runs_backward(op)] += 1
             elif nbytes := work_nbytes(op, self.placement):
                 lane = TIMED.index("compute" if op.lane == "memory" else op.lane)
-                self.moved[phase, lane, _class((*op.reads, *op.values)[0])] += nbytes
+                self.moved[phase, lane, *self._class((*op.reads, *op.values)[0])] += nbytes
 
     def alive(self, program: Program) -> None:
         """Three points of each stage: transfers come in; updates, and what leaves; computation."""
-        changes = np.zeros((len(program.ops) + 2, len(TIERS), NUM_CLASSES))  # the first is before all operations
+        shape = len(program.ops) + 2, len(TIERS), len(self.stacks), NUM_CLASSES  # the first is before all operations
+        changes = np.zeros(shape)
         for live in live_ranges(program.ops, self.placement):
-            place = TIERS.index(live.slot.tier), _class(live.value)
+            place = TIERS.index(live.slot.tier), *self._class(live.value)
             changes[live.first + 1, *place] += live.slot.nbytes
             changes[-1 if live.last is None else live.last + 1, *place] -= live.slot.nbytes
         now = np.cumsum(changes, axis=0)[:-1]
@@ -228,6 +234,10 @@ class _Count:
             start += len(ops)
         if DRAIN.phase not in (phase for phase, *_ in self.points):
             self._add(DRAIN, now[-1:])
+
+    def _class(self, value: Value) -> tuple[int, int]:
+        """The stack of a value, and the class of its bytes there."""
+        return stack_of(value.unit, self.stacks), KINDS.get(whole_kind(homed(value)), NUM_CLASSES - 1)
 
     def _add(self, stage: Stage, now: Array, ops: Sequence[Op] = ()) -> None:
         """The most bytes at each point of a stage; `now`: those before it and after each of its operations."""
@@ -257,10 +267,6 @@ class _Count:
 def _moment(op: Op) -> int:
     """The point of a stage that an operation belongs to."""
     return 2 if op.micro_batch is not None else min(op.verb not in ("prefetch", "free", "gather", "all_gather"), 1)
-
-
-def _class(value: Value) -> int:
-    return KINDS.get(whole_kind(homed(value)), NUM_CLASSES - 1)
 
 
 # Short models ---------------------------------------------------------------------------------------------------------

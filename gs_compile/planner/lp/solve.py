@@ -7,8 +7,8 @@ For n micro-batches and one alpha (arXiv 2512.17570, section 4.4). The variables
     a_kt        in [0, 1]: what part of layers' micro-batches saves activations, at level k on tier t
     t_f, t_b    seconds of the forward and of the backward
 
-and what is left, 1 - c - dc and so on, is on SSD. All else is affine in c, p, o, dc, dp, a_kt. With f a phase, i a
-lane:
+and what is left, 1 - c - dc and so on, is on SSD. Each stack has such ratios of its own, or all have the same. All else
+is affine in c, p, o, dc, dp, a_kt. With f a phase, i a lane:
 
     minimise    t_f + t_b + eps (bytes to and from SSD) + eps a                               `System.optimum`
     subject to
@@ -47,8 +47,9 @@ import numpy as np
 from gs_compile.options import Ratios
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision
+from gs_compile.placement.stacks import part_of
 from gs_compile.planner.lp.coefficients import Formulas
-from gs_compile.planner.lp.counting import DEVICE_RATIOS, PHASES, RATIOS, TIMED, WIDTH, Array
+from gs_compile.planner.lp.counting import DEVICE_RATIOS, PHASES, RATIOS, TIMED, Array
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.program.ir import TIERS
 
@@ -154,21 +155,30 @@ class System:
 
     def _point(self, decision: Decision) -> Array:
         """A decision as the columns of the rows have it."""
-        known = decision.ratios.given()
-        shares = [
-            sum(each.part for each in decision.shares if (each.level, each.tier) == saved)
-            for saved in self.formulas.saved
-        ]
-        return np.array([1.0, *(known.get(name, 0.0) for name in RATIOS), *shares])
+        formulas, found = self.formulas, np.ones(self.formulas.width)
+        several = len(decision.ratios) > 1
+        for stack in range(len(formulas.stacks)):
+            known, shares = decision.ratios[stack * several].given(), decision.shares.of(stack)
+            parts = [sum(each.part for each in shares if each[:2] == saved) for saved in formulas.saved]
+            own = np.array(parts) / (part_of(stack, formulas.stacks) if several else 1.0)
+            found[formulas.columns(stack)] = [*(known.get(name, 0.0) for name in RATIOS), *own]
+        return found
 
     def _at(self, point: Array, multipliers: Array) -> Solution:
-        by_name = dict(zip(RATIOS, point[1:WIDTH].tolist(), strict=True))
-        parts = zip(self.formulas.saved, point[WIDTH:].tolist(), strict=True)
-        names = (*self.formulas.classes, "device_parameter", "device_checkpoint")
+        several = len(self.formulas.stacks) > 1
+        ratios, shares = [], list[Share]()
+        for stack in range(len(self.formulas.stacks)):
+            own = point[self.formulas.columns(stack)].tolist()
+            by_name = dict(zip(RATIOS, own, strict=False))
+            names = (*self.formulas.classes, "device_parameter", "device_checkpoint")
+            ratios.append(Ratios(**{name: by_name[name] for name in names}))
+            for (level, tier), part in zip(self.formulas.saved, own[len(RATIOS) :], strict=True):
+                if (part := part * part_of(stack, self.formulas.stacks)) > LEAST_PART:
+                    shares.append(Share(level, tier, part, stack=stack if several else None))
         decision = Decision(
-            ratios=Ratios(**{name: by_name[name] for name in names}),
+            ratios=tuple(ratios),
             alpha=self.alpha,
-            shares=Shares(Share(level, tier, part) for (level, tier), part in parts if part > LEAST_PART),
+            shares=Shares(shares),
             speculative=self.request.speculative,
             layer_updates=self.formulas.counted.layer_updates,
         )
@@ -184,7 +194,8 @@ class System:
         others = self.others if elastic else self.others * np.isin(np.arange(NUM_OTHERS), TIMES)
         matrix = np.hstack([self.rows[:, 1:] * scale[:, None], others])
         traffic = self.numbers.ssd[1:] / max(float(self.numbers.ssd[0]), 1.0)
-        traffic[len(RATIOS) :] = np.maximum(traffic[len(RATIOS) :], 0.0) + 1.0  # nothing is saved in vain
+        saved = self.formulas.saved_columns - 1
+        traffic[saved] = np.maximum(traffic[saved], 0.0) + 1.0  # nothing is saved in vain
         prices = [*np.zeros(len(traffic) + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
         bound = (self.limits - self.rows[:, 0]) * scale
         solved = _linear_program(len(bound), len(traffic))
@@ -282,27 +293,26 @@ def _pair(x: Array, y: Array, a: float, b: float) -> list[Array]:
 
 
 def _bounds(formulas: Formulas, request: Request) -> tuple[Array, Array]:
-    """Of the ratios, in the order of `RATIOS`."""
-    lower, upper = np.zeros(formulas.width - 1), np.ones(formulas.width - 1)
-    if formulas.saved:
-        upper[WIDTH - 1 :] = _most_saved(formulas, request)
+    """Of the ratios, in the order of the columns of formulas."""
+    lower, upper = np.zeros(formulas.width), np.ones(formulas.width)
+    upper[formulas.saved_columns] = _most_saved(formulas, request)
     if not formulas.may_live_there:
-        upper[[RATIOS.index(name) for name in DEVICE_RATIOS]] = 0.0
+        upper[np.array([formulas.column(name) for name in DEVICE_RATIOS])] = 0.0
     if not formulas.may_reside:
-        upper[RATIOS.index("device_parameter")] = 0.0
+        upper[formulas.column("device_parameter")] = 0.0
     given = request.ratios.given()
     for name, ratio in given.items():
         if name == ACTIVATION:
             continue
         if f"device_{name}" in RATIOS and f"device_{name}" not in given:
-            upper[RATIOS.index(f"device_{name}")] = 0.0
-        upper[RATIOS.index(name)] = ratio
-        lower[RATIOS.index(name)] = 0.0 if _is_of_the_rest(formulas, request, name) else ratio
-    return lower, upper
+            upper[formulas.column(f"device_{name}")] = 0.0
+        upper[formulas.column(name)] = ratio
+        lower[formulas.column(name)] = 0.0 if _is_of_the_rest(formulas, request, name) else ratio
+    return lower[1:], upper[1:]
 
 
 def _most_saved(formulas: Formulas, request: Request) -> Array:
-    """Upper bounds of what is saved, by level and tier."""
+    """Upper bounds of what is saved, by stack, and by level and tier."""
     last = (formulas.workload.num_levels,)
     levels = last if request.saves_all else formulas.workload.worthwhile or last
     allowed = [
@@ -312,7 +322,8 @@ def _most_saved(formulas: Formulas, request: Request) -> Array:
         and (request.ratios.activation is None or tier == "host")
         for level, tier in formulas.saved
     ]
-    return np.array(allowed) * formulas.workload.savable
+    savable = [formulas.savable(stack) for stack in range(len(formulas.stacks))]
+    return np.outer(savable, np.array(allowed, dtype=bool))
 
 
 def _is_of_the_rest(formulas: Formulas, request: Request, name: str) -> bool:
@@ -322,7 +333,9 @@ def _is_of_the_rest(formulas: Formulas, request: Request, name: str) -> bool:
 
 def demands(formulas: Formulas, request: Request) -> Iterator[tuple[Array, float]]:
     """Rows and limits of what is given: items that save activations, of those that can, and the inputs of others."""
-    saved, most = np.where(np.arange(formulas.width) < WIDTH, 0.0, 1.0), formulas.workload.savable
+    saved, most = np.zeros(formulas.width), formulas.workload.savable
+    for stack, columns in enumerate(formulas.saved_columns):
+        saved[columns] = part_of(stack, formulas.stacks)
     asked = request.ratios.activation
     least = most if request.saves_all else min(asked or 0.0, most)
     if formulas.saved:
@@ -330,7 +343,8 @@ def demands(formulas: Formulas, request: Request) -> Iterator[tuple[Array, float
         yield saved, most if asked is None else least
     for name, ratio in request.ratios.given().items():
         if _is_of_the_rest(formulas, request, name):
-            rest = ratio * saved
-            rest[1 + RATIOS.index(name)] = 1.0
+            rest = np.zeros((len(formulas.stacks), formulas.width))
+            for row, columns, column in zip(rest, formulas.saved_columns, formulas.column(name), strict=True):
+                row[columns], row[column] = ratio, 1.0
             yield rest, ratio
             yield -rest, -ratio
