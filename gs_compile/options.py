@@ -100,7 +100,8 @@ class Expert:
     piece_tokens: the head runs on so many tokens at a time, so that the logits of a micro-batch never exist; 0: on all
         of them; None: on as many as need no more memory than a layer, where all need more.
     layer_tokens: what in a layer acts on tokens one by one, all but attention, runs on so many at a time: for sequences
-        whose layer would need too much memory. Such a layer saves its input alone. None: on all of them.
+        whose layer would need too much memory. Such a layer saves its input alone. 0: on all of them; None: chosen by
+        the plan of a device that has memory of its own, else all.
     trace: record every operation of every step.
     """
 
@@ -130,10 +131,9 @@ class Expert:
         object.__setattr__(self, "ratios", Ratios.of(self.ratios, "expert.ratios"))
         if self.threads is not None:
             _whole("expert.threads", self.threads, "a whole number, 1 or more, or None")
-        if self.layer_tokens is not None:
-            _whole("expert.layer_tokens", self.layer_tokens, "a whole number, 1 or more, or None")
-        if self.piece_tokens not in (None, 0):
-            _whole("expert.piece_tokens", self.piece_tokens, "a whole number, or None")
+        for name in ("piece_tokens", "layer_tokens"):
+            if (size := getattr(self, name)) not in (None, 0):
+                _whole(f"expert.{name}", size, "a whole number, or None")
 
 
 def contradiction(

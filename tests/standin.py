@@ -23,6 +23,7 @@ def stand_in() -> Any:
         masters="split",
         shares=(Share(1, "host", 0.125),),
         saved=0.125,
+        layer_tokens=None,
         num_micro_batches=32,
         alpha=0.13,
         ratios={"parameter": 0.5, "checkpoint": 1.0, "optimizer": 0.0},

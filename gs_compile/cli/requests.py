@@ -147,6 +147,10 @@ FLAGS: Mapping[str, Flag] = {
         ),
     ),
     "frozen": (Frozen | None, flag("How frozen matrices of layers are stored and moved.", unset="as they are")),
+    "layer_tokens": (
+        int | None,
+        flag("Tokens that layers but their attention run on at a time; 0: all.", min=0, metavar="T", unset="chosen"),
+    ),
     "network": (str | None, flag("What a node receives of others, such as 25GB/s.", metavar="RATE", unset="none")),
 }
 

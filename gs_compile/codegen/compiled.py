@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import product, takewhile
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -56,19 +57,40 @@ MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and 
 
 @dataclass(frozen=True)
 class SpecializedModel:
-    """A captured model at one micro-batch size: its graph, its units and their code.
-
-    counted: the code whose costs are counted: of a model on the meta device as if it were on a CPU.
-    """
+    """A captured model at one micro-batch size: its graph, its units and their code."""
 
     micro_batch_size: int
     separated: Separated
     split: Split
     uniform: Uniform
-    codes: Mapping[Unit, InPieces]
-    counted: Mapping[Unit, InPieces]
+    options: Options
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
     alone: bool = False  # the micro-batch is the whole batch
+
+    @cached_property
+    def codes(self) -> Mapping[Unit, InPieces]:
+        return _codes_of(self.split.units, self.uniform.keys, self.options)
+
+    @cached_property
+    def counted(self) -> Mapping[Unit, InPieces]:
+        """The code whose costs are counted: of a model on the meta device as if it were on a CPU."""
+        if not any(unit.is_meta for unit in self.split.units):
+            return self.codes
+        as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
+        return _codes_of(list(map(off_meta, self.split.units)), self.uniform.keys, as_traced)
+
+    def in_pieces(self, num_tokens: int | None) -> SpecializedModel:
+        """The same with layers that run on so many tokens at a time, as a plan says; None: as the options say."""
+        if num_tokens is None:
+            return self
+        if num_tokens not in self._in_pieces:
+            expert = replace(self.options.expert, layer_tokens=num_tokens)
+            self._in_pieces[num_tokens] = replace(self, options=replace(self.options, expert=expert))
+        return self._in_pieces[num_tokens]
+
+    @cached_property
+    def _in_pieces(self) -> dict[int, SpecializedModel]:
+        return {}
 
     @cached_property
     def shape(self) -> StepShape:
@@ -112,6 +134,11 @@ class SpecializedModel:
     def checkpoints(self) -> tuple[TensorSpec, ...]:
         """The layers' inputs, and the epilogue's."""
         return tuple(graph.result_specs[graph.results.index("x")] for graph in self.split.units[:-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a micro-batch, padding too; samples, where a layer's input has no dimension of tokens."""
+        return prod(self.checkpoints[0].shape[:-1])
 
     @cached_property
     def x_nbytes(self) -> Nbytes:
@@ -257,11 +284,7 @@ class Compilation:
         cut = split(separated, captured, self.schedule.block_cut, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
-        codes = counted = _codes_of(cut.units, alike.keys, self.options)
-        if any(unit.is_meta for unit in cut.units):
-            as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
-            counted = _codes_of(list(map(off_meta, cut.units)), alike.keys, as_traced)
-        return SpecializedModel(micro_batch_size, separated, cut, alike, codes, counted, sizes, alone)
+        return SpecializedModel(micro_batch_size, separated, cut, alike, self.options, sizes, alone)
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:
@@ -306,19 +329,20 @@ def _code(
     compiler: Compiler = best_compiler(unit.device_type) if chosen == "auto" or unit.is_meta else chosen
     generator = Generator(compiler, options.mode)
     size: int | None = 0
-    if beside is not None and not unit.is_meta:
+    if beside is not None and not unit.is_meta:  # pieces of the head have as much memory as layers have in theirs
         size = expert.piece_tokens
     elif isinstance(unit.unit, int) and not (unit.is_joint or unit.is_meta):
         size = expert.layer_tokens or 0
-    full_key = (key, generator, _global_settings(), size, frozenset(beside or ()), unit.is_meta)
+    others = (frozenset(beside), expert.layer_tokens) if beside else None
+    full_key = (key, generator, _global_settings(), size, others, unit.is_meta)
     codes = _codes.pop(full_key, {})
     _codes[full_key] = codes  # the latest last
     _let_oldest_go(_codes, MOST_CODES)
     lengths = tuple(unit.symbols.values())
     if lengths not in codes:
         common = next(iter(codes.values())).common if codes else None
-        others = {id(code): code for code in (beside or {}).values()}.values()
-        codes[lengths] = InPieces(unit, generator, common, others, size)
+        distinct = {id(code): code for code in (beside or {}).values()}.values()
+        codes[lengths] = InPieces(unit, generator, common, distinct, size)
         _let_oldest_go(codes, MOST_MODELS)
     return codes[lengths]
 

@@ -71,7 +71,7 @@ class Call:
     @property
     def num_tokens(self) -> int:
         """Of its batch, padding too; samples, where a layer's input has no dimension of tokens."""
-        return sum(math.prod(model.checkpoints[0].shape[:-1]) for model in self.models)
+        return sum(model.num_tokens for model in self.models)
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -230,15 +230,19 @@ class Call:
         """The executor of this call; nothing has run."""
         is_first = self.compilation.latest is None
         executor: Executor
+        models = self.models
         if self.engine is None:
             program = self.compilation.program(self.models[0], len(self.models), self.shape)[-1]
             executor = Executor(program, self.units, self._inputs())
         else:
             executor = self._executor(self.engine)
+            models = [model.in_pieces(executor.placement.decision.layer_tokens) for model in models]
+            parts = zip(self.units.micro_batches, models, strict=True)
+            self.units.micro_batches = [replace(part, codes=model.codes) for part, model in parts]
             describe = partial(self.engine.planning.describe, executor.program)
-            self.compilation.latest = Step(self.models[0], self.shape, self.engine.programs, describe)
+            self.compilation.latest = Step(models[0], self.shape, self.engine.programs, describe)
         placement = executor.placement if isinstance(executor, TieredExecutor) else None
-        for specialized in self.models:
+        for specialized in models:
             specialized.compile_code(self.shape, placement.levels_in_use if placement else {})
         executor.wanted = self.outputs.inner
         if is_first:

@@ -122,7 +122,7 @@ class Inspection:
         self.micro_batch_size = model.micro_batch_size
         self.checkpoint = model.checkpoints[0]
         self.seconds_in_passes = self.compilation.seconds
-        codes = {code for each in self.compilation.models.values() for code in each.codes.values()}
+        codes = {code for each in (*self.compilation.models.values(), model) for code in each.codes.values()}
         self.seconds_in_code = sum(code.seconds for code in codes)
 
     def __repr__(self) -> str:

@@ -95,6 +95,7 @@ class Decision:
     speculative: with clipping, early updates run before the norm is known; should gradients have to be scaled, they are
         rolled back and are late ones too. What they make goes to shadow copies until the scale is known.
     layer_updates: in how many updates a layer's elements are taken.
+    layer_tokens: that a layer's code runs on at a time, all but its attention; None: as the options say.
     carried: units whose early parameters, stored on SSD, also stay in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
     ahead: so many stages earlier than others, the states of updates after the last backward are read.
@@ -107,6 +108,7 @@ class Decision:
     shares: Shares = Shares()  # noqa: RUF009  (a tuple)
     speculative: bool = False
     layer_updates: int = 1
+    layer_tokens: int | None = None
     carried: tuple[Unit, ...] = ()
     ahead: int = 0
     lookahead: int = 0

@@ -6,7 +6,8 @@
                                 (`saved`), with delayed updates and speculative ones
     nothing fits by that        but the program of the least does: host memory keeps the least it can
 
-Updates are whole; where not even the least fits so, they are in pieces, which take less memory.
+Updates are whole; where not even the least fits so, they are in pieces, which take less memory. Layers run on all
+tokens at a time, or on some of them where the device has no room for that, or better use for it (`in_pieces`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from gs_compile.planner.apart import solved
 from gs_compile.planner.boundary import carrying
 from gs_compile.planner.builder import SCARCE_UPDATES, peak
 from gs_compile.planner.choose import highest
+from gs_compile.planner.in_pieces import WORTH, faster, smaller, told
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import GROWTH, Search
 from gs_compile.planner.problem import Problem, fits
@@ -50,22 +52,17 @@ def decide(problem: Problem, request: Request, found: Search | None = None) -> S
     Raises `PlanError` or `OptionError` where what is asked for contradicts what there is, `NoFitError` or
     `MemoryBudgetError` where not even the least fits; of a step that is going to run before anything is measured.
     """
+    problem = problem.asked(request)
     try:
-        made = _decided(problem.asked(request), found)
+        made = _decided(problem, found)
     except (NoFitError, MemoryBudgetError) as error:
         if problem.whole_masters is None:
             raise
         log.info("with split masters it does not fit, so they are whole: %s", error)
-        return _decided(_with_whole_masters(problem, request), None)
-    if problem.whole_masters is None or not any(unit.num_resident for unit in made.placement.units):
-        return made
-    return _faster_masters(made, _with_whole_masters(problem, request))
-
-
-def _with_whole_masters(problem: Problem, request: Request) -> Problem:
-    assert problem.whole_masters is not None, "masters are given"
-    whole = problem.whole_masters()
-    return replace(whole, builder=whole.at(problem.builder.layout.num_micro_batches)).asked(request)
+        return told(_decided(problem.whole_masters().like(problem), None))
+    if made.problem.whole_masters is None or not any(unit.num_resident for unit in made.placement.units):
+        return told(made)
+    return told(_faster_masters(made, made.problem.whole_masters().like(problem)))
 
 
 def _faster_masters(made: StepPlan, whole: Problem) -> StepPlan:
@@ -89,9 +86,15 @@ def _decided(problem: Problem, found: Search | None) -> StepPlan:
 
 def _solved(problem: Problem, found: Search | None) -> StepPlan:
     try:
-        return _best_clipping(problem, found)
+        made = _best_clipping(problem, found)
     except (NoFitError, MemoryBudgetError) as error:
         return _scarce(problem, error)
+    best, most = made, WORTH * made.seconds
+    for cut in faster(problem, made):
+        with suppress(NoFitError, MemoryBudgetError):
+            other = _best_clipping(cut)
+            best = other if other.seconds < min(most, best.seconds) else best
+    return best
 
 
 # By the linear program and the simulator ------------------------------------------------------------------------------
@@ -119,7 +122,8 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
 
 
 def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPlan:
-    """Where the linear program finds nothing: updates in pieces where whole ones cannot be, or the least there is.
+    """Where the linear program finds nothing: updates in pieces where whole ones cannot be, layers in pieces where the
+    device has no room for whole ones, or the least there is.
 
     Where activations are to be saved the least is no answer: without the linear program nothing says at which level.
     """
@@ -130,6 +134,10 @@ def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPl
     if least.problem.layer_updates > problem.layer_updates:
         with suppress(NoFitError, MemoryBudgetError):
             return _best_clipping(least.problem)
+    for cut in smaller(least.problem):
+        for updates in sorted({least.problem.layer_updates, SCARCE_UPDATES}):
+            with suppress(NoFitError, MemoryBudgetError):
+                return _best_clipping(replace(cut, layer_updates=updates, counted=None))
     if problem.request.saves:
         raise (MemoryBudgetError(str(refusal)) if problem.whole else refusal) from None
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import PlanError
-from gs_compile.planner.builder import SCARCE_UPDATES
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.plan import Door, door_of
 from gs_compile.planner.request import Request
@@ -134,15 +133,15 @@ def _longest(model: Any, request: Request, largest: int) -> int:
 
 
 def does_fit(door: Door, samples: int, counted: dict[int, Counted] | None = None) -> bool:
-    """Whether a micro-batch of so many samples does, with updates in pieces if need be.
+    """Whether a micro-batch of so many samples does, with updates and layers in pieces if need be.
 
     counted: by the pieces, what is known of other sizes; what is counted here is put there.
     """
     counted = {} if counted is None else counted
-    for updates in (door.layer_updates, SCARCE_UPDATES):
+    for each in door.smaller(samples):
         with suppress(PlanError):
-            problem = replace(door, layer_updates=updates).problem(samples, counted.get(updates))
-            counted[updates] = problem.formulas.counted
+            problem = each.problem(samples, counted.get(each.layer_updates))
+            counted[each.layer_updates] = problem.formulas.counted
             problem.search(1)
             return True
     return False

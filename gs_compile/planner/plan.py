@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.levels import Levels
 from gs_compile.placement.shards import shared
 from gs_compile.placement.workload import Workload
+from gs_compile.planner import in_pieces
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, workload_levels
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.decide import decide
@@ -91,9 +92,11 @@ class _Model:
         self.model, self.request = model, request
         self.captured: Callable[[Schedule], ModelSpec] = like.captured if like else cache(self._captured)
         self.spec = cache(self._spec)
-        self._known: dict[tuple[int, Schedule, Masters | None], Workload] = {}
+        self._known: dict[tuple[Any, ...], Workload] = {}
         if isinstance(model, Workload) and (request.masters or request.states != "fp32"):
             raise PlanError(f"the workload {model.name} says itself what its states have: leave masters and states out")
+        if isinstance(model, Workload) and request.layer_tokens is not None:
+            raise PlanError(f"the workload {model.name} says itself what its code takes: leave layer_tokens out")
         if isinstance(model, Workload) and request.frozen:
             raise PlanError(f"the workload {model.name} says itself what its parameters take: leave frozen out")
         if isinstance(model, Workload | nn.Module) and request.lora:
@@ -116,14 +119,16 @@ class _Model:
     def _spec(self, schedule: Schedule) -> ModelSpec:
         return replace(self.captured(schedule), frozen=self.request.frozen)
 
-    def workload(self, size: int, schedule: Schedule, masters: Masters | None = None) -> Workload:
+    def workload(
+        self, size: int, schedule: Schedule, masters: Masters | None = None, layer_tokens: int | None = None
+    ) -> Workload:
         """With layers that save their inputs alone; a workload that is given as such is scaled from its own."""
-        key = size, schedule, masters
+        key = size, schedule, masters, layer_tokens
         if key not in self._known:
             if isinstance(self.model, Workload):
                 whole = self._scaled(size, schedule).bare()
             else:
-                whole = self.spec(_cutting(schedule)).workload(size, masters)
+                whole = self.spec(_cutting(schedule)).workload(size, masters, layer_tokens)
             self._known[key] = shared(whole, self.request.ranks)
         return self._known[key]
 
@@ -168,6 +173,7 @@ class Door:
     request: Request
     profile: Profile
     layer_updates: int = 1
+    layer_tokens: int | None = None
 
     def plan(self) -> StepPlan:
         """The plan of the request's schedule, for the batch that is given or that another schedule would take."""
@@ -189,7 +195,8 @@ class Door:
     def problem(self, size: int, counted: Counted | None = None, masters: Masters | None = None) -> Problem:
         """That of micro-batches of `size` samples, for no number of them yet."""
         model, request, profile = self.model, self.request, self.profile
-        workload = model.workload(size, request.schedule, masters)
+        layer_tokens = self.layer_tokens or request.layer_tokens
+        workload = model.workload(size, request.schedule, masters, layer_tokens)
         if counted and not counted.is_of(workload):
             counted = None
         asked = {"clip": request.clip, "accumulates": request.accumulate, "schedule": request.schedule}
@@ -200,21 +207,49 @@ class Door:
             request=request,
             machine=lambda: profile,
             code=lambda: workload,
-            saving=Levelled(cache(lambda: model.levelled(workload, request.schedule))),
+            saving=None if layer_tokens else Levelled(cache(lambda: model.levelled(workload, request.schedule))),
             whole_masters=partial(self.problem, size, masters="whole") if may_be_whole else None,
+            in_pieces={each: partial(self.cut(each).problem, size, masters=masters) for each in self._pieces(size)},
+            layer_tokens=self.layer_tokens,
             layer_updates=self.layer_updates,
             counted=counted,
         )
         return found.wider if request.saves else found
 
+    def cut(self, size: int) -> Door:
+        """With layers that run on so many tokens at a time."""
+        return replace(self, layer_tokens=size)
+
+    def _pieces(self, size: int) -> Sequence[int]:
+        """That may be chosen for micro-batches of so many samples."""
+        is_settled = self.layer_tokens or self.request.layer_tokens is not None
+        if is_settled or isinstance(self.model.model, Workload) or not self.profile.separate:
+            return ()
+        return in_pieces.sizes(size * self.request.sequence)
+
+    def smaller(self, size: int) -> Iterator[Door]:
+        """For micro-batches of so many samples, itself, and what takes less and less memory: with updates in pieces,
+        and with layers, where it is the device's that is short.
+        """
+        scarce = replace(self, layer_updates=SCARCE_UPDATES)
+        yield self
+        yield scarce
+        for problem in in_pieces.smaller(scarce.problem(size)):
+            assert problem.layer_tokens, "it is in pieces"
+            yield self.cut(problem.layer_tokens)
+            yield scarce.cut(problem.layer_tokens)
+
     def searched(self) -> list[Found]:
         """The micro-batch sizes that fit, until two larger ones have brought nothing; first the one with the highest
-        throughput, of equals the smallest batch. Where nothing else fits updates are in pieces, which take less memory.
+        throughput, of equals the smallest batch. Where nothing fits so, what takes less memory is tried.
         """
-        try:
-            return self._searched()
-        except NoFitError:
-            return replace(self, layer_updates=SCARCE_UPDATES)._searched()
+        refusals: list[NoFitError] = []
+        for door in self.smaller(self.request.sizes[0]):
+            try:
+                return door._searched()
+            except NoFitError as error:
+                refusals.append(error)
+        raise refusals[-1]
 
     def _searched(self) -> list[Found]:
         found: list[Found] = []

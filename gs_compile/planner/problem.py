@@ -62,6 +62,8 @@ class Problem:
         and the request say.
     whole: the step is going to run: a large one is not left with its micro-batches in bundles.
     whole_masters: gives the same problem with masters that are whole, where these are split because nobody has said.
+    in_pieces: gives the same problem with layers that run on so many tokens at a time, by their number, the largest
+        first; empty where there is nothing to choose. layer_tokens: that was chosen so.
     masters: of narrow parameters, where there is a choice. layer_updates: as in `Decision`.
     apart: each stack has ratios of its own; otherwise all have the same.
     counted: what is known of the same model at another micro-batch size.
@@ -76,6 +78,8 @@ class Problem:
     device_nbytes: int | None = None
     whole: bool = False
     whole_masters: Callable[[], Problem] | None = None
+    in_pieces: Mapping[int, Callable[[], Problem]] = field(default_factory=dict, compare=False, repr=False)
+    layer_tokens: int | None = None
     masters: Masters | None = None
     layer_updates: int = 1
     apart: bool = True
@@ -151,6 +155,14 @@ class Problem:
         return (
             self if request == self.request and not changes else replace(self, request=request, counted=None, **changes)
         )
+
+    def like(self, other: Problem) -> Problem:
+        """This problem, for as many micro-batches as another one, and asked for the same."""
+        return replace(self, builder=self.at(other.builder.layout.num_micro_batches)).asked(other.request)
+
+    def cut(self, size: int) -> Problem:
+        """With layers that run on so many tokens at a time, of those in `in_pieces`."""
+        return self.in_pieces[size]().like(self)
 
     def at(self, number: int) -> StepBuilder:
         """What lays out steps of so many micro-batches."""

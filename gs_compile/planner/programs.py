@@ -158,7 +158,7 @@ class StepPrograms:
         """What consecutive steps of a kind take on this machine, by the simulator."""
         program = replace(self.builder, shape=shape if shape.training else self.first_shape).usual(placement)
         run = self.run
-        problem = run.problem(self.planned.masters)
+        problem = run.problem(self.planned.masters, placement.decision.layer_tokens)
         workload = problem.wider.workload if placement.shares else problem.workload
         budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": self.device_nbytes}
         return predict(program, placement, workload, run.profile, **budgets)

@@ -37,7 +37,9 @@ ALLOWED: Mapping[str, tuple[Any, ...]] = {  # what fields of words may say
     "clipping": (None, *get_args(Clipping)),
     "frozen": (None, *get_args(Frozen)),
 }
-NUMBERS = ("sequence", "batch_size", "micro_batch_size", "num_micro_batches", "lora")  # 1 or more
+OF_EXPERTS = ("alpha", "ratios", "schedule", "recompute", "masters", "layer_tokens")
+SIZES = ("sequence", "batch_size", "micro_batch_size", "num_micro_batches", "lora")
+NUMBERS = {**dict.fromkeys(SIZES, 1), "layer_tokens": 0}  # and the least that each may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Request:
     states: what AdamW's moments are stored in.
     lora: the rank of the adapters that alone are trained, PEFT's LoRA on all linear layers of blocks, of a model that
         is named or a config; None: the model as it is. frozen: as in `Options`, of what is not trained.
+    layer_tokens: as in `Expert`.
     """
 
     machine: str | Path | Profile | None = None
@@ -87,15 +90,16 @@ class Request:
     network: str | float | None = None
     lora: int | None = None
     frozen: Frozen | None = None
+    layer_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, words in ALLOWED.items():
             if (value := getattr(self, name)) not in words:
                 raise PlanError(f"{name} is {value!r}; there are {' and '.join(filter(None, words))}")
-        for name in NUMBERS:
+        for name, least in NUMBERS.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, Integral) or value < 1):
-                raise PlanError(f"{name} is {value!r}; it is 1 or more, and whole")
+            if value is not None and (not isinstance(value, Integral) or value < least):
+                raise PlanError(f"{name} is {value!r}; it is {least} or more, and whole")
         for name in ("alpha", "wear_years"):
             value = getattr(self, name)
             if not isinstance(value, Real | None):
@@ -139,7 +143,7 @@ class Request:
             precision=options.precision,
             frozen=options.frozen,
             durability=options.durability,
-            **{name: getattr(expert, name) for name in ("alpha", "ratios", "schedule", "recompute", "masters")},
+            **{name: getattr(expert, name) for name in OF_EXPERTS},
         )
 
     # How updates run --------------------------------------------------------------------------------------------------
@@ -285,5 +289,5 @@ def contradicts_alpha(
 
 
 # What a workload says itself, as a request that is silent of it.
-ITSELF: Mapping[str, Any] = {"masters": None, "states": "fp32", "lora": None, "frozen": None}
+ITSELF: Mapping[str, Any] = {"masters": None, "states": "fp32", "lora": None, "frozen": None, "layer_tokens": None}
 FIELDS = tuple(each.name for each in fields(Request))

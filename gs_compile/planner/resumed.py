@@ -19,6 +19,7 @@ from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
 from gs_compile.planner.cost.workload import activations
+from gs_compile.planner.in_pieces import SIZES
 from gs_compile.planner.problem import Problem, fits
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import StepShape
@@ -99,6 +100,8 @@ def _check(decision: Decision, builder: StepBuilder) -> None:
     is_near = all(0 <= each <= most for each in stages)
     if not (0 <= decision.alpha <= 1 and is_near and decision.layer_updates in (1, SCARCE_UPDATES)):
         raise ValueError("a number is out of range")
+    if decision.layer_tokens not in (None, *SIZES):
+        raise ValueError("pieces that no plan has")
     if decision.own is not None or not units.issuperset(decision.carried):
         raise ValueError("units that there are not")
 

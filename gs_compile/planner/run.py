@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from operator import itemgetter
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gs_compile.errors import MemoryBudgetError, OptionError
+from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, parse_bytes, usable_memory
 from gs_compile.options import Masters, Options
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -24,11 +25,12 @@ from gs_compile.placement.boundaries import total
 from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.placement.workload import UnitSize, Workload
+from gs_compile.planner import in_pieces
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed, with_products
 from gs_compile.planner.cost.workload import activations, workload_of
-from gs_compile.planner.decide import decide, undecided
+from gs_compile.planner.decide import decide, remedies, undecided
 from gs_compile.planner.measure.machines import Where, named, remembered_code
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
@@ -114,7 +116,8 @@ class Run:
         self.num_calls = model.num_calls
         self.device_nbytes: int | None = None if None in devices else min(devices)
         self.levels = self._levels()
-        self.problem, self._priced = cache(self._problem), cache(self._price)  # of this run: they go with it
+        # Of this run: they go with it.
+        self.problem, self._priced, self._timed = cache(self._problem), cache(self._price), cache(self._time)
 
     # What is given ----------------------------------------------------------------------------------------------------
 
@@ -141,20 +144,30 @@ class Run:
         )
         return StepBuilder(sizes=sizes, layout=layout, shape=shape)
 
-    def _problem(self, masters: Masters) -> Problem:
+    def _problem(self, masters: Masters, layer_tokens: int | None = None) -> Problem:
         others = [each for each in self.model.sizes if each != masters]
+        has_others = others and masters == self.masters
         return Problem(
             builder=self.builder(masters),
             request=self.request,
             machine=lambda: self.profile,
-            code=partial(self._priced, masters),
-            saving=self.levels,
+            code=partial(self._priced, masters, layer_tokens),
+            saving=self.levels if layer_tokens is None else None,
             host_nbytes=self.host_nbytes,
             device_nbytes=self.device_nbytes,
             whole=True,
-            whole_masters=partial(self.problem, others[0]) if others and masters == self.masters else None,
+            whole_masters=partial(self.problem, others[0], layer_tokens) if has_others else None,
+            in_pieces={} if layer_tokens else {each: partial(self.problem, masters, each) for each in self._pieces},
+            layer_tokens=layer_tokens,
             masters=masters,
         )
+
+    @cached_property
+    def _pieces(self) -> Sequence[int]:
+        """The tokens on which layers may run at a time, where the planner chooses that."""
+        if self.request.layer_tokens is not None or not has_own_memory(self.model.device):
+            return ()
+        return in_pieces.sizes(self.model.layouts[0].num_tokens)
 
     @cached_property
     def profile(self) -> Profile:
@@ -168,12 +181,22 @@ class Run:
             )
         return found
 
-    @cached_property
+    @property
     def workload(self) -> Workload:
-        """What the layers' code costs here, timed once, with the units as they are tried first."""
-        layout, builder = self.model.layouts[0], self.builder(self.masters)
+        """What the layers' code costs here, on all tokens at a time."""
+        return self._timed(None)
+
+    def _time(self, layer_tokens: int | None) -> Workload:
+        """The same on so many tokens at a time, timed once, with the units as they are tried first.
+
+        Raises `NoFitError` where the device has no memory for that.
+        """
+        layout, builder = self.model.layouts[0].in_pieces(layer_tokens), self.builder(self.masters)
         workload = workload_of(layout, builder.sizes)
-        return replace(timed(workload, layout, self.times), shape=builder.shape, world=builder.layout.world)
+        with suppress(torch.OutOfMemoryError):  # whose frames hold what there was room for
+            return replace(timed(workload, layout, self.times), shape=builder.shape, world=builder.layout.world)
+        needed = format_bytes(workload.workspace_nbytes)
+        raise NoFitError(f"the device has no room for what a unit computes with, {needed}: {remedies(self.request)}")
 
     @cached_property
     def times(self) -> KnownTimes:
@@ -185,7 +208,8 @@ class Run:
 
     def measure_again(self, profile: Profile | None = None) -> None:
         """Let what was timed be timed again when it is asked for, on this machine or as a profile says."""
-        vars(self).pop("workload", None)
+        self.times.forget()
+        self._timed.cache_clear()
         self._priced.cache_clear()
         self.problem.cache_clear()
         self.levels = self._levels()
@@ -196,7 +220,7 @@ class Run:
         is_compiled = self.options.expert.compiler != "eager"
         return LayerLevels(self.model.layouts, lambda: self.workload, self.times, compiled=is_compiled)
 
-    def _price(self, masters: Masters) -> Workload:
+    def _price(self, masters: Masters, layer_tokens: int | None) -> Workload:
         """The workload with what updates of these units take on this machine."""
         sizes = self.model.sizes[masters]
         if not named(self.options.machine):
@@ -204,7 +228,7 @@ class Run:
         if beside_slab(self.model.sizes):
             sizes = with_products(sizes, self.profile)
         is_narrow = any(size.itemsize < size.gradient_itemsize for size in sizes)
-        return replace(self.workload, sizes=sizes, masters=masters if is_narrow else None)
+        return replace(self._timed(layer_tokens), sizes=sizes, masters=masters if is_narrow else None)
 
     # What is decided --------------------------------------------------------------------------------------------------
 

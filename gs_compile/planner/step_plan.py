@@ -131,6 +131,11 @@ class StepPlan:
         return self.bound.seconds
 
     @property
+    def layer_tokens(self) -> int | None:
+        """That layers run on at a time, all but their attention, where that was chosen or is asked for."""
+        return self.decision.layer_tokens or self.problem.request.layer_tokens
+
+    @property
     def schedule(self) -> Schedule:
         return self.placement.schedule
 

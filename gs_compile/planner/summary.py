@@ -48,9 +48,10 @@ def settings(plan: StepPlan) -> str:
     where = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     masters = f", {workload.masters} masters" if workload.masters else ""
     saved = f", {plan.saved:.0%} of activations saved" if plan.shares else ""
+    pieces = f", layers on {plan.layer_tokens} tokens at a time" if plan.layer_tokens else ""
     return (
         f"{plan.schedule}: {number} of {samples} of {workload.sequence} tokens{where}, alpha {plan.alpha:g}"
-        f"{masters}{saved}"
+        f"{masters}{saved}{pieces}"
     )
 
 

@@ -54,7 +54,8 @@ class ModelSpec:
     sequence: tokens of a sample. symbols: symbolic sizes beside the batch.
     num_layers: may be more than were captured: they are alike then. A layer may be a part of a block, and a
         micro-batch the whole batch, as the schedule has it. frozen: as in `Options`.
-    costs: those counted so far, by micro-batch size: the code is the same whatever masters and codecs are.
+    costs: those counted so far, by micro-batch size and tokens of pieces: the code is the same whatever masters and
+        codecs are.
     """
 
     name: str
@@ -64,7 +65,9 @@ class ModelSpec:
     num_layers: int = 0
     moments: tuple[torch.dtype | None, ...] = (None, None)
     frozen: Frozen | None = None
-    costs: dict[int, Mapping[Unit, UnitCost]] = field(default_factory=dict, compare=False, repr=False)
+    costs: dict[tuple[int, int | None], Mapping[Unit, UnitCost]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -134,21 +137,24 @@ class ModelSpec:
         """The workload of this model with the levels of its layers."""
         return levelled(workload, self.specialized(workload.micro_batch_size))
 
-    def workload(self, micro_batch_size: int, masters: Masters | None = None) -> Workload:
+    def workload(
+        self, micro_batch_size: int, masters: Masters | None = None, layer_tokens: int | None = None
+    ) -> Workload:
         """The model at one micro-batch size, the memory inside its units' code counted at this size.
 
-        masters: None: as the specification says.
+        masters: None: as the specification says. layer_tokens: as in `Decision`.
         """
-        specialized = self.specialized(micro_batch_size)
+        specialized = self.specialized(micro_batch_size).in_pieces(layer_tokens)
         pairs = (masters or self.compilation.options.expert.masters) != "whole"
         types = stored_types(self.moments, pairs=pairs)
         captured = self.compilation.captured
         codecs = encoded(specialized.split, captured, self.frozen)
         layout = arrange(specialized.split, captured, types, codecs=codecs)
         tied = tied_units(specialized.split, layout.spans)
-        if micro_batch_size not in self.costs:
-            self.costs[micro_batch_size] = unit_costs(specialized)
-        found = workload_of(specialized, layout.sizes, tied=tied, costs=self.costs[micro_batch_size])
+        key = micro_batch_size, layer_tokens
+        if key not in self.costs:
+            self.costs[key] = unit_costs(specialized)
+        found = workload_of(specialized, layout.sizes, tied=tied, costs=self.costs[key])
         kinds = {each.is_pair for each in layout.types.values() if each.has_master}
         masters = ("split" if kinds.pop() else "whole") if kinds else None
         found = replace(found, name=self.name, sequence=self.sequence, masters=masters)

@@ -1,0 +1,67 @@
+"""in_pieces: whether layers run on some tokens at a time (`codegen.pieces`), so that they compute in less memory.
+
+    whole layers do not fit     the largest pieces with which a step does
+    they fit                    pieces, if the device memory that whole layers compute in is worth that much to values
+
+Layers in pieces compute a little more and save nothing but their inputs, which the plan of each size counts. Only a
+device with memory of its own has some for them to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gs_compile.errors import NoFitError
+from gs_compile.machine import format_bytes
+
+if TYPE_CHECKING:
+    from gs_compile.planner.problem import Problem
+    from gs_compile.planner.step_plan import StepPlan
+
+SIZES = (8192, 2048, 512)  # tokens: what depends on them falls to a quarter each time
+WORTH = 0.95  # of the time with whole layers: what it takes to launch more, smaller operations is not counted
+
+
+def sizes(num_tokens: int) -> tuple[int, ...]:
+    """Those to be tried for micro-batches of so many tokens, the largest first."""
+    return tuple(size for size in SIZES if size < num_tokens)
+
+
+def smaller(problem: Problem) -> Iterator[Problem]:
+    """The problem with layers in smaller and smaller pieces, where whole ones do not fit and these may."""
+    if problem.in_pieces and not problem.request.saves and may_fit(problem):
+        yield from map(problem.cut, problem.in_pieces)
+
+
+def may_fit(problem: Problem) -> bool:
+    """Whether a step would fit the budgets if its code computed in no device memory."""
+    try:
+        workload = problem.workload
+    except NoFitError:  # which is said of that alone, before code is timed
+        return True
+    number = problem.builder.layout.num_micro_batches or problem.request.number(workload.micro_batch_size) or 1
+    return problem.of(workload.scaled(workspace=0.0)).solved(number) is not None
+
+
+def faster(problem: Problem, plan: StepPlan) -> Iterator[Problem]:
+    """The problem of a plan with layers in pieces, where the memory that they save could make a step faster."""
+    if problem.in_pieces and not problem.request.saves:
+        bound = problem.of(problem.workload.scaled(workspace=0.0)).solved(plan.num_micro_batches)
+        if bound and bound.seconds < WORTH * plan.bound_seconds:
+            yield from map(problem.cut, problem.in_pieces)
+
+
+def told(plan: StepPlan) -> StepPlan:
+    """The plan whose decision says how many tokens its layers run on, if it is to, and what that is for."""
+    size = plan.problem.layer_tokens
+    if size is None:
+        return plan
+    why = f"layers run on {size} tokens at a time, and compute in {format_bytes(plan.workload.workspace_nbytes)} so"
+    return replace(
+        plan,
+        decision=replace(plan.decision, layer_tokens=size),
+        placement=plan.placement.decided(layer_tokens=size),
+        notes=(*plan.notes, why),
+    )
