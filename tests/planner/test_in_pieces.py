@@ -107,7 +107,7 @@ def test_a_device_without_room_to_time_whole_layers(monkeypatch):
     layout = SimpleNamespace(in_pieces=lambda size: size, split=SimpleNamespace(num_layers=1))
     monkeypatch.setattr(run, "timed", timed)
     monkeypatch.setattr(run, "workload_of", lambda layout, sizes: WORKLOAD)
-    one = SimpleNamespace(model=SimpleNamespace(layouts=[layout]), masters="split", request=Request())
+    one = SimpleNamespace(model=SimpleNamespace(layouts=[layout]), times=None, masters="split", request=Request())
     one.builder = lambda masters: SimpleNamespace(sizes=(), shape=None, layout=SimpleNamespace(world=1))
     with pytest.raises(NoFitError, match=r"no room for what a unit computes with, 68\.0 MiB"):
         Run._time(one, 512)
