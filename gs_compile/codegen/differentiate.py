@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import sha256
@@ -32,6 +32,7 @@ from gs_compile.capture.flops import count_flops
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
 from gs_compile.capture.memory import peak_nbytes
+from gs_compile.capture.nondeterministic import Nondeterministic, Watch
 from gs_compile.capture.partition import CannotSaveError
 from gs_compile.codegen.factor import Form, assemble, factor
 from gs_compile.codegen.levels import Cut, JointGraph, SavedLevel, cuts
@@ -257,12 +258,22 @@ class Differentiated:
             inputs = [*kept, *cut.level.specs, *gradients]
         return self._generator.trace(partial(cut.graph(name), *self._lengths), inputs)
 
-    def _traced(self, name: str) -> fx.GraphModule:
+    def _traced(self, name: str, watch: Watch | None = None) -> fx.GraphModule:
         functions = {"forward": self._run, "backward": self._backward, "both": self._both, "joint": self._joint}
         run = Resized(self.unit.module, self._sizes).run if self._sizes else self.unit.module
-        return self._generator.trace(
-            lambda *inputs: functions[name](run, *inputs[len(self._symbols) :]), self._arguments(name), self._sizes
-        )
+
+        def function(*inputs: Any) -> Tensors:
+            with watch or nullcontext():
+                return functions[name](watch.run if watch else run, *inputs[len(self._symbols) :])
+
+        return self._generator.trace(function, self._arguments(name), self._sizes)
+
+    @cached_property
+    def nondeterministic(self) -> tuple[Nondeterministic, ...]:
+        """What of its code in a training step may give other bits in another run on a GPU."""
+        watch = Watch(self.unit.module)
+        self._traced(self.last_name, watch)
+        return tuple(watch.found)
 
     @property
     def _symbols(self) -> Collection[Any]:

@@ -24,6 +24,7 @@ from torch import fx
 
 from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
 from gs_compile.capture.internals import add_artifact
+from gs_compile.capture.nondeterministic import Nondeterministic
 from gs_compile.codegen.compiled import Compilation, Step, compilations_of
 from gs_compile.codegen.pieces import InPieces
 from gs_compile.errors import InspectionError
@@ -33,6 +34,8 @@ from gs_compile.program.ir import EPILOGUE, PROLOGUE, Program, StepShape, Unit, 
 from gs_compile.program.text import timetable
 
 log = logging.getLogger(__name__)
+
+ANSWERS = {"replaced": "takes another kernel", "refused": "raises", "unknown": "nothing, as it is not torch's"}
 
 
 def inspect(model: torch.nn.Module) -> Inspection:
@@ -187,14 +190,7 @@ class Inspection:
 
     def report(self, after: str | None = None) -> str:
         """Sizes, classes, the derivation of the loss, times, and the program after the pass `after` or all passes."""
-        layer = self._layer.removesuffix("-layer")
-        joints = self._model.split.joints
-        layers = [
-            "joint" if joints.issuperset(each.units) else f"{layer} of class {index}"
-            for index, each in enumerate(self.classes)
-        ]
-        names = ["embedding", *layers, "head"]
-        rows = zip(names, self._unit_classes, strict=True)
+        rows = zip(self._names, self._unit_classes, strict=True)
         return "\n".join(
             [
                 self.headline,
@@ -205,6 +201,8 @@ class Inspection:
                 self.uniformity,
                 "loss of the whole batch:",
                 indent(self.derivation, "  "),
+                "what may give other bits in another run on a GPU, and what deterministic=True does:",
+                indent("\n".join(self._nondeterministic) or "nothing that torch knows of", "  "),
                 f"seconds: {self.seconds_in_passes:.2f} in passes, {self.seconds_in_code:.2f} in compiling code",
                 "tiers:",
                 indent(self.tiers, "  "),
@@ -228,10 +226,40 @@ class Inspection:
             ],
             "differences": list(self._model.uniform.differences),
             "loss": [asdict(term) for term in self.loss_terms],
+            "nondeterministic": {
+                name: [each._asdict() for each in found] for name, found in self.nondeterministic.items()
+            },
             "shape": {key: _in_order(value) for key, value in asdict(self.shape).items()},
             "programs": {program.made_by: str(program) for program in self.programs},
             "seconds": {"passes": self.seconds_in_passes, "code": self.seconds_in_code},
         }
+
+    @property
+    def nondeterministic(self) -> dict[str, tuple[Nondeterministic, ...]]:
+        """By class of units, as `report` names it, the operators that may give other bits in another run on a GPU.
+
+        With the model's line, and what the option `deterministic` does about it: has another kernel, or raises.
+        """
+        return {name: each.code.nondeterministic for name, each in zip(self._names, self._unit_classes, strict=True)}
+
+    @property
+    def _nondeterministic(self) -> list[str]:
+        """The same as text."""
+        return [
+            f"{name}: {each.operator}: {ANSWERS[each.answer]}; {each.where.rpartition('site-packages/')[2]}"
+            for name, found in self.nondeterministic.items()
+            for each in found
+        ]
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the classes of units."""
+        layer, joints = self._layer.removesuffix("-layer"), self._model.split.joints
+        layers = [
+            "joint" if joints.issuperset(each.units) else f"{layer} of class {index}"
+            for index, each in enumerate(self.classes)
+        ]
+        return ["embedding", *layers, "head"]
 
     @property
     def _checkpoints(self) -> str:

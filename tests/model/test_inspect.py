@@ -69,6 +69,8 @@ loss of the whole batch:
     sum_1: total: made from the inputs alone: counted over the whole batch
     loss: sum: cross_entropy(mean) = cross_entropy(sum) / total, the counted labels of the whole batch
     div: sum: micro-batches add
+what may give other bits in another run on a GPU, and what deterministic=True does:
+  layer of class 0: scaled_dot_product_attention backward: takes another kernel; /tests/zoo.py:_: x_BTD = x_BTD + functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
 seconds: _ in passes, _ in compiling code
 tiers:
   everything is on the device
