@@ -121,6 +121,8 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec) -> str:
         return "pairs the samples of the batch with each other"
     if name == "embedding" and arguments_of(node)["scale_grad_by_freq"]:
         return "divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)"
+    if name.startswith("masked_scatter") and not has_samples(node.all_input_nodes[-1]):
+        return "deals the entries of a tensor without samples out to those of the batch, one after another"
     if node.meta.get("uneven"):
         return "takes a part of the samples"
     if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:

@@ -73,6 +73,10 @@ REFUSALS = {
         lambda p, y: torch.cat([p.mean((0, 1))[None], p[:, 0]]).exp().sum(),
         "`cat` of values reduced over the batch is not a sum of shares",
     ),
+    "a tensor dealt out": (
+        lambda p, y: p.masked_scatter(y[..., None] > 3, torch.arange(1000.0)).mean(),
+        "(masked_scatter) deals the entries of a tensor without samples out to those of the batch",
+    ),
     "a loss of batch means": (
         lambda p, y: functional.cross_entropy(p.mean(0), torch.zeros(TOKENS, dtype=torch.long)),
         "`cross_entropy` of values reduced over the batch is not a sum of shares",
