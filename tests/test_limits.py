@@ -139,7 +139,10 @@ LIMITS: dict[str, list[Case]] = {
         ("faults/test_setups.py", "sparse_gradients", "leave sparse=True out"),
         ("capture/test_loss_refusals.py", "", "leave scale_grad_by_freq=True out"),
     ],
-    "Losses that do not separate": [("capture/test_loss_refusals.py", "", "pairs the samples of the batch")],
+    "Losses that do not separate": [
+        ("capture/test_loss_refusals.py", "", "pairs the samples of the batch"),
+        ("capture/test_loss_refusals.py", "", "deals the entries of a tensor without samples out"),
+    ],
     "The second length of sequences": [
         ("end_to_end/test_batches.py", "test_where_lengths_cannot_be_symbolic", "pad_to_multiple_of"),
     ],
