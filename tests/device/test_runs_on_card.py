@@ -19,6 +19,7 @@ from zoo import small
 import gs_compile
 from gs_compile.errors import DeviceError, MemoryBudgetError
 from gs_compile.model.first_call import where_of
+from gs_compile.planner import in_pieces
 from gs_compile.planner.measure.machines import Where, free_nbytes
 from gs_compile.runtime import issue, lanes, stream
 from gs_compile.runtime.issue import TieredExecutor
@@ -97,6 +98,23 @@ def test_units_in_pieces(tmp_path):
     given = {**MIXED, "piece_tokens": 5, "layer_tokens": 7}
     found = harness_on("card:1", width=16).train(adamw, options(tmp_path / "card", **given), 3)
     expected = harness_on("cpu", width=16).train(adamw, options(tmp_path / "cpu", **given), 3)
+    assert_same(found, expected)
+
+
+def test_layers_that_do_not_fit_run_in_pieces(tmp_path, monkeypatch):
+    """Planned by what there is for what code computes with; the bits are those of pieces that are asked for."""
+    monkeypatch.setattr(in_pieces, "SIZES", (7,))
+    sizes, head, number = {"num_layers": 2, "width": 16}, {"piece_tokens": 5}, 40
+    asked = {**options(tmp_path / "cpu", layer_tokens=7, **head), "micro_batch_size": 20}
+    expected = harness_on("cpu", **sizes).train(adamw, asked, 3, batch_size=number)
+    given = {**options(tmp_path / "card", device_memory=400_000, **head), "machine": "rtx4090", "micro_batch_size": 20}
+    with model_on("card:0", given, **sizes) as (model, optimizer):
+        losses = [step(model, optimizer, tokens(each, number)) for each in range(3)]
+        plan, choice = optimizer.engine.planning.planned.plan, optimizer.engine.placement.decision.layer_tokens
+        found = outcome(model, optimizer, losses, expected.norms)
+        assert "runs on 7 tokens at a time" in str(gs_compile.inspect(model))
+    assert (choice, plan.layer_tokens) == (7, 7)
+    assert plan.peaks["device"] + plan.workload.workspace_nbytes <= 400_000
     assert_same(found, expected)
 
 
