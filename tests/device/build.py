@@ -18,7 +18,7 @@ from torch.utils import cpp_extension
 
 TRIED = ("2.13",)  # the interfaces of C++ that it stands on change from release to release
 NAME = "greedysnake_card"
-SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
+SOURCE = Path(__file__).parent / "csrc" / "card.cpp"
 
 
 def missing() -> str:
@@ -43,8 +43,6 @@ def load() -> ModuleType:
         before = os.environ["PATH"]
         os.environ["PATH"] = os.pathsep.join([before, scripts])
         try:
-            return cpp_extension.load(
-                NAME, [str(path) for path in SOURCES], extra_cflags=["-O1", "-g0"], build_directory=str(folder)
-            )
+            return cpp_extension.load(NAME, [str(SOURCE)], extra_cflags=["-O0", "-g0"], build_directory=str(folder))
         finally:
             os.environ["PATH"] = before

@@ -18,10 +18,11 @@ from gs_compile.errors import MemoryBudgetError
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "WARM_STEPS", 1)
+    monkeypatch.setitem(gpu.SIZES, "tiny", replace(gpu.SIZES["tiny"], layers=2, sequence=8))
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # a model on the card keeps its parameters, and ties
     yield gpu.Setting(
-        case=replace(gpu.SIZES["tiny"], layers=2, sequence=8, device="card:0"),
+        case=replace(gpu.SIZES["tiny"], device="card:0"),
         micro_batches=(2,),
         steps=1,
         host_share=3.0,

@@ -38,6 +38,13 @@ def on_card(info):
         yield f"card:{info.rank}"
 
 
+@pytest.fixture(scope="module")
+def pair(built):
+    """Two ranks of processes that have made no backward before there is a card."""
+    with Fleet(2, initialize=False, fresh=True) as fleet:
+        yield fleet
+
+
 def learns(info, tmp_path, device):
     def run(where):
         from carded import to
@@ -61,11 +68,8 @@ def learns(info, tmp_path, device):
         return *found, card.take_touches(1 - info.rank)
 
 
-def test_two_ranks_with_a_device_each(built, tmp_path):
-    with Fleet(2) as fleet:
-        expected = fleet.run(learns, tmp_path, device="cpu")
-    with Fleet(2, initialize=False, fresh=True) as fleet:
-        found = fleet.run(learns, tmp_path, device="card")
+def test_two_ranks_with_a_device_each(pair, tmp_path):
+    found, expected = (pair.run(learns, tmp_path, device=device) for device in ("card", "cpu"))
     for (losses, norm, values), (found_losses, found_norm, found_values, touches) in zip(expected, found, strict=True):
         assert found_losses == pytest.approx(losses, rel=1e-6)
         assert found_norm == pytest.approx(norm, rel=1e-6)
@@ -85,11 +89,10 @@ def is_killed(info, tmp_path):
         learner.train(1)
 
 
-def test_a_rank_that_is_killed_ends_the_other(built, tmp_path):
+def test_a_rank_that_is_killed_ends_the_other(pair, tmp_path):
     """Its kernels never end, and whoever waits for them hears why."""
-    with Fleet(2, initialize=False, fresh=True) as fleet:
-        fleet.begin(is_killed, tmp_path)
-        fleet.wait_for(tmp_path, "*.begun")
-        first, _ = fleet.end(tmp_path, 60)
+    pair.begin(is_killed, tmp_path)
+    pair.wait_for(tmp_path, "*.begun")
+    first, _ = pair.end(tmp_path, 60)
     assert "rank 1 has failed: it was killed, or its machine is gone" in first.failure
     assert "RankError" in first.failure

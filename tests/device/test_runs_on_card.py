@@ -232,7 +232,7 @@ def model_on(where, given, **sizes):
 def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds):
     """Nothing but ratios is given. What is reserved comes to values and what code computes with, and the batch."""
     card.delays(copy=delay_seconds)
-    sizes = {"num_layers": 6, "width": 128}
+    sizes = {"num_layers": 4, "width": 128}
     with model_on("card:0", options(tmp_path, **MIXED), **sizes) as (model, optimizer):
         losses = [step(model, optimizer, tokens(0))]
         engine = optimizer.engine
@@ -301,7 +301,7 @@ def test_parameters_in_one_memory_leave_it_once():
 
 
 def test_a_model_built_on_storage_that_the_device_cannot_hold(tmp_path):
-    build, losses = partial(gpt2, num_layers=10), []
+    build, losses = partial(gpt2, num_layers=6), []
     nbytes = sum(parameter.nbytes for parameter in build().parameters())
     card.set_limit(nbytes * 3 // 4)
     for where in ("cpu", "card"):

@@ -272,7 +272,7 @@ Memory& memory() {
 }
 
 namespace {
-[[maybe_unused]] const bool is_set = (c10::SetAllocator(TYPE, &memory()), true);
+[[maybe_unused]] const bool memory_is_set = (c10::SetAllocator(TYPE, &memory()), true);
 }
 
 }  // namespace card

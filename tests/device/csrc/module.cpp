@@ -46,7 +46,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-[[maybe_unused]] const bool is_set = (at::RegisterPrivateUse1HooksInterface(new Hooks()), true);
+[[maybe_unused]] const bool hooks_are_set = (at::RegisterPrivateUse1HooksInterface(new Hooks()), true);
 
 }  // namespace
 }  // namespace card

@@ -7,7 +7,7 @@
 namespace card {
 namespace {
 
-constexpr int POISON = 0xFE;
+constexpr int PINNED_POISON = 0xFE;
 constexpr size_t PAGE = 4096;
 
 void release_range(void* context) {
@@ -33,7 +33,7 @@ at::DataPtr Pinned::allocate(size_t nbytes) {
   void* found = nullptr;
   nbytes = std::max<size_t>(nbytes, 1);
   TORCH_CHECK(posix_memalign(&found, PAGE, nbytes) == 0, "card: no pinned memory");
-  std::memset(found, POISON, nbytes);
+  std::memset(found, PINNED_POISON, nbytes);
   ranges_[static_cast<char*>(found)] = {nbytes, true, {}};
   return {found, found, &release_range, at::kCPU};
 }
@@ -50,7 +50,7 @@ void Pinned::free_unused() {
   auto used = [](auto& entry) {
     auto& [address, range] = entry;
     if (!std::all_of(range.uses.begin(), range.uses.end(), is_done)) return true;
-    std::memset(address, POISON, range.nbytes);
+    std::memset(address, PINNED_POISON, range.nbytes);
     std::free(address);
     return false;
   };
@@ -111,7 +111,7 @@ Pinned& pinned() {
 }
 
 namespace {
-[[maybe_unused]] const bool is_set = (at::setHostAllocator(TYPE, &pinned()), true);
+[[maybe_unused]] const bool pinned_is_set = (at::setHostAllocator(TYPE, &pinned()), true);
 }
 
 }  // namespace card
