@@ -17,7 +17,7 @@ from gs_compile.passes.save import save
 from gs_compile.passes.shard import shard
 from gs_compile.passes.snake import snake
 from gs_compile.placement.placement import Marks, Placement
-from gs_compile.placement.verify import verify
+from gs_compile.placement.verify import Known, verify
 from gs_compile.program.ir import Program, Schedule, StepShape, Value
 
 Pass = Callable[[Program], Program]  # a pure function. It keeps the meaning: loss, gradients and outputs
@@ -122,8 +122,9 @@ def _snapshots(program: Program, step: StepSpec, *, verified: bool) -> list[Prog
     """`program`, if there is anything in it to verify, and what each pass makes of it."""
     snapshots = [program]
     snapshots += [program := rewrite(program) for rewrite in passes(step)]
+    known: Known = {}
     for snapshot in snapshots if verified else ():
         if snapshot.ops:
             expected: Marks = {"copies": step.copies and step.shape.training, "seals": step.seals, "warm": step.warm}
-            verify(snapshot, step.placement, late=step.late, redo=step.redo, **expected)
+            verify(snapshot, step.placement, late=step.late, redo=step.redo, known=known, **expected)
     return snapshots

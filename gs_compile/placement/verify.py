@@ -17,6 +17,7 @@ from gs_compile.program.verbs import JOINING, LAWS, SIGNATURES
 
 _Place = tuple[int, float]
 _Law = Callable[[Op], Iterator[str]]
+Known = dict[object, set[int]]  # `id` of operations, by the sizes of the step
 
 
 def verify(
@@ -25,6 +26,7 @@ def verify(
     *,
     late: bool = False,
     redo: bool = True,
+    known: Known | None = None,
     **marks: Unpack[Marks],
 ) -> None:
     """Raise ProgramError unless `program` is well-formed; the error says pass, line, operation and value:
@@ -36,6 +38,9 @@ def verify(
     gradients, `redo`: those of speculative updates too) holds too, from the phase on in which a program has it: what is
     there at the start and at the end, each part of a unit updated once, before its forward or after its gradient, what
     makes a step durable, and planned peaks that are true.
+
+    known: the operations that snapshots of the same step have had before: what holds of one by itself is asked once.
+    Those that are new here are added. Whoever gives it keeps the snapshots.
     """
     phase = program.phase
     placement = placement if phase != "compute" else None
@@ -46,8 +51,10 @@ def verify(
     stores = phase in ("tiers", "freed")
     copies, seals = marks.get("copies", False), marks.get("seals", False)
     sealing = Seals(placement, waiting, copies=copies, seals=seals) if placement and stores else None
-    laws: list[_Law] = [stages.breaks, partial(_numbers, program)]
-    laws += [partial(_signature, program, program.joints), updates.breaks]
+    sizes = program.num_layers, program.num_micro_batches, program.joints
+    asked = ({} if known is None else known).setdefault(sizes, set())
+    by_itself: list[_Law] = [partial(_numbers, program), partial(_signature, program, program.joints)]
+    laws: list[_Law] = [stages.breaks, partial(_once, by_itself, asked), updates.breaks]
     laws += [partial(_saved, placement)] if placement else []
     laws += [*([sealing.breaks] if sealing else []), Collectives().breaks]
     laws += [*([Gathers().breaks] if placement and phase == "freed" else []), lifetimes.breaks]
@@ -60,6 +67,14 @@ def verify(
         raise ProgramError(f"after {program.made_by}: stage {stage} is missing")
     for complaint in at_the_end(program, sealing, updates, lifetimes) if sealing and phase == "freed" else ():
         raise ProgramError(f"after {program.made_by}: at the end, {complaint}")
+
+
+def _once(laws: Sequence[_Law], asked: set[int], op: Op) -> Iterator[str]:
+    """What an operation breaks of laws that speak of it alone."""
+    if id(op) not in asked:
+        for law in laws:
+            yield from law(op)
+        asked.add(id(op))
 
 
 def _error(program: Program, index: int, complaint: str) -> ProgramError:
