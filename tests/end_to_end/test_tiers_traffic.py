@@ -12,8 +12,7 @@ from tiered import LENGTH, adamw, moved, options, shared, step, tokens
 
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.planner.step_plan import nbytes_by_home
-from gs_compile.runtime.storage.folder import LOCK
-from gs_compile.runtime.storage.manifest import NAME
+from gs_compile.runtime.storage.folder import LOCK, OTHERS
 
 KEEPS_CAPTURES = True
 WIDTH, MICRO_BATCH = 32, 2
@@ -54,7 +53,7 @@ def measured(harness, directory, num_micro_batches, **chosen):
 
 def stored_in(directory):
     """The bytes of all files of parameters and states."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (LOCK, NAME))
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (LOCK, *OTHERS))
     return sum(path.stat().st_size for path in files if not re.search(r"x\d+_\d+-", path.name))
 
 
