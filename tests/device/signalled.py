@@ -44,8 +44,8 @@ def main(storage: str, kind: str = "") -> None:
             optimizer.commit()
         loss = loss_of(model, tokens(number + 1))
         card.delays(copy=0.5, operator=0.02)
-        threading.Timer(0.3, lambda: say("in the backward")).start()
         try:
+            threading.Timer(0.3, lambda: say("in the backward")).start()
             loss.backward()
         except BaseException as error:
             card.delays()

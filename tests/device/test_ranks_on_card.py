@@ -17,7 +17,6 @@ from rank_learner import Learner
 from tiered import gpt2
 
 KEEPS_CAPTURES = True  # each process captures its own
-SECONDS = 10.0  # docs/ranks.md
 
 
 @contextmanager

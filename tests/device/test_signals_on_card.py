@@ -17,7 +17,7 @@ from signalled import DURABLE
 from tiered import Harness, adamw, files_in, gpt2, options, outcome, step, tokens
 
 HERE = Path(__file__).parent
-SECONDS = 20.0  # a signal is answered at once; what is more is a wait for the backward
+SECONDS = 60.0  # a signal is answered at once; what is more is a wait for the backward
 
 
 @contextmanager
