@@ -84,7 +84,7 @@ def measured(monkeypatch):
 def slow_code(monkeypatch):
     """The computation binds, and what levels save of it follows from their operations."""
 
-    def timed(workload, _):
+    def timed(workload, *_):
         costs = {
             unit: replace(cost, forward_seconds=1.0, backward_seconds=3.0) for unit, cost in workload.costs.items()
         }

@@ -209,7 +209,7 @@ def test_a_machine_from_a_file(harness, storage, tmp_path):
 
 @pytest.mark.parametrize(
     ("broken", "error"),
-    [("problem.Problem.search", NoFitError("nothing fits")), ("decide.choose", MemoryBudgetError("no program fits"))],
+    [("problem.Problem.search", NoFitError("nothing fits")), ("apart.choose", MemoryBudgetError("no program fits"))],
     ids=["infeasible", "no program"],
 )
 def test_what_fits_runs_where_the_linear_program_finds_nothing(harness, storage, monkeypatch, caplog, broken, error):
