@@ -7,6 +7,7 @@ A fork that fails or lasts too long costs time alone: this process compiles what
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from gs_compile.machine import available_memory, num_ranks, usable_cores
 from gs_compile.progress import stage
 
 NBYTES = 1 << 30  # of memory that a fork with its C++ compiler may take
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PATIENCE = 60.0, 3.0  # seconds that a fork may take, and times those of this process with its own part
 
 
@@ -100,15 +102,24 @@ def _has_ended(pid: int) -> bool:
 
 
 def _fork(share: Sequence[Wanted]) -> int:
+    parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this process has threads, whose locks the fork asks for nowhere
         pid = os.fork()
     if pid == 0:
         try:
+            _end_with(parent)
             _compile_quietly(share)
         finally:
             os._exit(0)
     return pid
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this fork with its parent, whose locks on the storage it holds too."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before that
+        os._exit(0)
 
 
 def _compile_quietly(share: Sequence[Wanted]) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import figures
 import pytest
 
 from gs_compile.codegen import side_by_side
 from gs_compile.codegen.side_by_side import Wanted, compile_all
+from gs_compile.planner.measure.machines import ENVIRONMENT as MACHINE
 
 pytestmark = pytest.mark.skipif(side_by_side.sys.platform != "linux", reason="processes are forked on Linux alone")
 
@@ -109,6 +113,95 @@ def test_where_this_process_fails_no_fork_is_left(tmp_path):
         compile_all(wanted(code))
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_no_fork_outlives_a_process_that_is_killed(tmp_path):
+    """It holds the locks of the process on its storage, which the next run waits for."""
+    forked = tmp_path / "forked"
+
+    def of_forks(name):
+        forked.write_text(str(os.getpid()))
+        time.sleep(1000)
+
+    middle = os.fork()
+    if middle == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        code = Code(tmp_path, of_forks=of_forks)
+        with side_by_side._forked([wanted(code)]) as wait:
+            wait()
+        os._exit(0)
+    until(lambda: forked.exists() and forked.read_text())
+    os.kill(middle, signal.SIGKILL)
+    os.waitpid(middle, 0)
+    until(lambda: has_ended(int(forked.read_text())))
+
+
+def has_ended(pid):
+    """Also where nobody has asked for its exit status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def until(holds):
+    end = time.monotonic() + 240
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+COLD = """
+import torch
+import gs_compile
+from gs_compile.capture.inductor import num_cache_misses
+from gs_compile.codegen import side_by_side
+from torch._dynamo.utils import counters
+
+side_by_side._most_processes = lambda: 3
+forks, fork = [], side_by_side._fork
+side_by_side._fork = lambda share: forks.append(len(share)) or fork(share)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + torch.nn.functional.gelu(self.linear(x))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+model = Model()
+optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
+expert = {"compiler": "inductor", "recompute": "all"}
+model.compile(backend="greedysnake", options={"outputs": "all", "storage": STORAGE, "expert": expert})
+model(torch.randn(2, 8, 32)).square().mean().backward()
+optimizer.step()
+print(len(forks), sum(forks), num_cache_misses(), counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_what_forks_have_compiled_is_in_inductors_cache(tmp_path):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), MACHINE: str(figures.MACHINE)}
+    program = COLD.replace("STORAGE", repr(str(tmp_path / "storage")))
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=600
+    )
+    num_forks, of_forks, misses, hits = map(int, ran.stdout.split()[-4:])
+    assert num_forks == 2
+    assert hits == of_forks, "each that a fork has compiled is found"
+    assert misses >= 2, "and this process has compiled its own part"
 
 
 @pytest.mark.usefixtures("cold")
