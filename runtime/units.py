@@ -127,12 +127,11 @@ class CompiledUnits:
     ) -> tuple[Any, ...]:
         """What a unit has not saved again, and its backward."""
         graph, inputs = self._inputs(unit, micro_batch, reads)
-        specs = [graph.result_specs[index] for index in graph.differentiated]
         taps = self._taps_of(graph, micro_batch)
         of_taps = [self._tap_gradients.pop(tap, None) for tap in taps]
         for tap in taps:
             self.taps.pop(tap, None)
-        gradients = zip(_arrived(graph, reads, of_taps), specs, strict=True)
+        gradients = zip(_arrived(graph, reads, of_taps), graph.gradient_specs, strict=True)
         saved = reads["a"].tensors if "a" in reads else ()
         held = [*inputs, *saved, *(laid_out(gradient, spec) for gradient, spec in gradients)]
         outcome = self._run("backward", unit, micro_batch, held, level)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import sympy
@@ -64,6 +65,16 @@ class Length(int):
         found.symbols = {symbol: values[symbol] for symbol in expression.free_symbols}
         return found
 
+    @staticmethod
+    def product(left: int, right: int) -> int:
+        """Of two sizes; a length where one of them is."""
+        own = [each for each in (left, right) if isinstance(each, Length)]
+        if not own:
+            return left * right
+        expression = sympy.prod([each.expression if isinstance(each, Length) else int(each) for each in (left, right)])
+        values = {symbol: value for each in own for symbol, value in each.symbols.items()}
+        return Length.of(int(left) * int(right), expression, values)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -83,6 +94,14 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def of_gradient(self) -> TensorSpec:
+        """That of its gradient, which has memory for each entry, also where several share theirs here (`expand`)."""
+        if all(stride != 0 or size == 1 for size, stride in zip(self.shape, self.stride, strict=True)):
+            return replace(self, requires_grad=False)
+        strides = tuple(accumulate(reversed(self.shape[1:]), Length.product, initial=1))
+        return replace(self, stride=strides[::-1], requires_grad=False)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -170,6 +189,11 @@ class UnitGraph:
             for index, (kind, spec) in enumerate(zip(self.results, self.result_specs, strict=True))
             if spec.requires_grad and (kind != "y" or self.unit == EPILOGUE)
         )
+
+    @property
+    def gradient_specs(self) -> tuple[TensorSpec, ...]:
+        """Of the gradients that the backward takes, of the results `differentiated`."""
+        return tuple(self.result_specs[index].of_gradient for index in self.differentiated)
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,9 +281,7 @@ class Differentiated:
         return self._sizes.symbols if self._sizes else ()
 
     def _arguments(self, name: str) -> tuple[TensorSpec, ...]:
-        results = [self.unit.result_specs[index] for index in self.unit.differentiated]
-        gradients = [replace(spec, requires_grad=False) for spec in results if name in ("backward", "joint")]
-        return (*self.unit.specs, *gradients)
+        return (*self.unit.specs, *(self.unit.gradient_specs if name in ("backward", "joint") else ()))
 
     def _compiled(self, name: str, whole: fx.GraphModule) -> Function:
         if name == "forward":

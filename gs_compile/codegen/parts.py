@@ -127,8 +127,8 @@ class OnAll:
         if not self.is_trained:
             return
         graph, given = self.part.graph, []
-        for index in graph.differentiated:
-            gradient, spec = gradients.pop(self.part.outputs[index], None), graph.result_specs[index]
+        for index, spec in zip(graph.differentiated, graph.gradient_specs, strict=True):
+            gradient = gradients.pop(self.part.outputs[index], None)
             given.append(_zeros(spec.shape, spec) if gradient is None else _laid_out(gradient, spec))
         taken = [_laid_out(values[name], spec) if name in values else None for name, spec in self.part.taken]
         if self.saves:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import sympy
 import torch
 from captured import Tiny, batch, captured, leaves, run
 from hypothesis import given, settings
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from gs_compile.capture.graph import TensorSpec
+from gs_compile.capture.graph import Length, TensorSpec
 
 
 def node_of(module, name):
@@ -157,3 +160,20 @@ def test_specialized_equals_the_model_on_the_micro_batch(kind, size, micro_batch
     case = captured(model, x, dynamic=dynamic)
     found = run(case.specialized(micro_batch_size), case.named(0, micro_batch_size))
     torch.testing.assert_close(leaves(found), leaves(model(x[:micro_batch_size])), rtol=0, atol=1e-6)
+
+
+def test_the_gradient_of_what_is_expanded_has_memory_for_each_entry():
+    """Lengths stay lengths in its strides: the code for one length is that for others."""
+    length = sympy.Symbol("length")
+    tokens = Length.of(5, 2 * length + 1, {length: 2})
+    kind = {"dtype": torch.float32, "device": torch.device("cpu"), "requires_grad": True, "batch_dims": (0,)}
+    dense = TensorSpec(shape=(2, tokens, 3), stride=(3, 6, 1), **kind)
+    assert dense.of_gradient == replace(dense, requires_grad=False)
+    alone = TensorSpec(shape=(1, 3), stride=(0, 1), **kind)
+    assert alone.of_gradient.stride == (0, 1), "where there is one entry nothing is shared"
+    found = TensorSpec(shape=(2, tokens, 3), stride=(0, 3, 1), **kind).of_gradient
+    assert found.stride == (15, 3, 1)
+    assert isinstance(found.stride[0], Length)
+    assert found.stride[0].expression == 6 * length + 3
+    assert found.stride[0].symbols == {length: 2}
+    assert not isinstance(found.stride[1], Length)

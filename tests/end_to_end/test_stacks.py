@@ -216,6 +216,21 @@ class Bare(nn.Module):
         return x
 
 
+class Query(Model):
+    """What the first layer takes in is one row, expanded to the batch: its gradient has memory for each."""
+
+    def __init__(self):
+        super().__init__([Feed() for _ in range(2)])
+        self.query = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+
+    def stack(self, x, ids):
+        read = x.flip(1)
+        x = self.query.expand(len(ids), -1, -1)
+        for f in self.blocks:
+            x = x + f(x + read)
+        return x
+
+
 class Encoder(Model):
     def __init__(self):
         super().__init__()
@@ -262,6 +277,7 @@ CASES = [
     (SharedBias, "012", 0),
     (Narrowing, "0 1 2 3 4", 0),
     (Bare, "012", 0),
+    (Query, "0 1", 0),  # what the first reads has other strides
     (Encoder, "012", 0),
     (Decoder, "012", 0),
     (EncoderDecoder, "01 2 345", 0),

@@ -1,8 +1,8 @@
 """timing: how long the code of a model's units takes on the device it was captured on.
 
 Every class of units runs once to warm up, then a few times on random numbers, as in a step: with the sum over
-micro-batches of what it gives as gradients. Parameters are made up too, of one unit at a time,
-so that nothing of the model is read and little memory is needed. What layers may save is timed when a plan asks for it.
+micro-batches of what it gives as gradients. Parameters are made up too, of one unit at a time, so that nothing of the
+model is read and little memory is needed. What layers may save is timed when a plan asks for it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def timed(workload: Workload, layout: SpecializedModel, known: KnownTimes | None
     found: dict[Hashable, UnitCost] = {}
     for (key, unit), (ahead, back) in zip(classes.items(), rows, strict=True):
         found[key] = replace(costs[unit.unit], forward_seconds=ahead, backward_seconds=back)
-    return replace(workload, costs={unit.unit: found[key] for unit, key in _keyed(layout)})
+    return _with_costs(workload, layout, found)
 
 
 def timed_levels(
@@ -104,21 +104,26 @@ def timed_levels(
     chosen = {unit: sorted({min(level, last) for level in levels}) for unit, last in most.items()}
     share = SECONDS / (2 * (1 + len(levels)) * len(set(layout.uniform.layer_classes)))
 
+    def time_one(unit: UnitGraph) -> Row:
+        return _timed_levels(layout, unit, costs[unit.unit], chosen[unit.unit], share)
+
     def measure() -> Rows:
         _compile(layout, workload.shape, {unit: (0, *own) for unit, own in chosen.items()})
         return _each(classes.values(), time_one, "timing the code of saved activations")
 
-    def time_one(unit: UnitGraph) -> Row:
-        return _timed_levels(layout, unit, costs[unit.unit], chosen[unit.unit], share)
-
     rows = known.get_or(f"{layout.fingerprint} {sorted(levels)}", len(classes), measure)
-    found = dict(costs)
+    found: dict[Hashable, UnitCost] = {}
     for (key, unit), row in zip(classes.items(), rows, strict=True):
         each = zip(costs[unit.unit].levels, row[::2], row[1::2], strict=True)
         own = tuple(replace(level, forward_seconds=ahead, backward_seconds=back) for level, ahead, back in each)
-        made = replace(costs[unit.unit], levels=own)
-        found |= {other.unit: made for other, its in _keyed(layout) if its == key}
-    return replace(workload, costs=found)
+        found[key] = replace(costs[unit.unit], levels=own)
+    return _with_costs(workload, layout, found)
+
+
+def _with_costs(workload: Workload, layout: SpecializedModel, found: Mapping[Hashable, UnitCost]) -> Workload:
+    """With those of some classes of units; others keep theirs."""
+    new = {unit.unit: found[key] for unit, key in _keyed(layout) if key in found}
+    return replace(workload, costs={**workload.costs, **new})
 
 
 def _keyed(layout: SpecializedModel) -> Iterable[tuple[UnitGraph, Hashable]]:
@@ -145,6 +150,7 @@ def _each(units: Collection[UnitGraph], time_one: Callable[[UnitGraph], Row], wo
 def _compile(
     layout: SpecializedModel, shape: StepShape, levels: Mapping[Unit, Iterable[int]] = MappingProxyType({})
 ) -> None:
+    """By a function of its own, which does nothing where the seconds of code are given."""
     layout.compile_code(shape, levels)
 
 
@@ -290,7 +296,7 @@ class _Trial:
                 self._reads["x"] = tensor
             elif source.kind != "fraction":
                 self._reads["w" if source.kind == "input" else source.kind][source.index] = tensor
-        self._gradients = [_random(unit.result_specs[index], most, generator) for index in unit.differentiated]
+        self._gradients = [_random(spec, most, generator) for spec in unit.gradient_specs]
         self._sums = self._zeros()
         self._saved: dict[str, Any] = {}
         self._units = CompiledUnits([MicroBatch(layout.split, layout.codes, {}, fraction, {})], SEED)
