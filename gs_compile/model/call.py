@@ -242,7 +242,7 @@ class Call:
             describe = partial(self.engine.planning.describe, executor.program)
             self.compilation.latest = Step(models[0], self.shape, self.engine.programs, describe)
         placement = executor.placement if isinstance(executor, TieredExecutor) else None
-        for specialized in models:
+        for specialized in {id(each): each for each in models}.values():  # of most micro-batches the same
             specialized.compile_code(self.shape, placement.levels_in_use if placement else {})
         executor.wanted = self.outputs.inner
         if is_first:

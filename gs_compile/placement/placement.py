@@ -262,7 +262,7 @@ class Placement:
         share = self.share_of(value)
         return None if share is None else self.levels[_item(value)[0]][share.level - 1]
 
-    @property
+    @cached_property
     def levels_in_use(self) -> Mapping[Unit, frozenset[int]]:
         """The levels that each layer has, for one micro-batch or another; empty: all save their input alone."""
         numbers = range(len(self.x_nbytes))
