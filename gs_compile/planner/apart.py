@@ -22,7 +22,7 @@ from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import RATIO_OF
 
 
-def solved(problem: Problem, found: Search) -> StepPlan:
+def plan_stacks(problem: Problem, found: Search) -> StepPlan:
     """The plan that the search's best becomes, with whatever layers save; its stacks are apart where that is faster.
 
     Raises `MemoryBudgetError` where no program keeps the budgets.

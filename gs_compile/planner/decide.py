@@ -24,7 +24,7 @@ from gs_compile.options import Ratios
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
-from gs_compile.planner.apart import solved
+from gs_compile.planner.apart import plan_stacks
 from gs_compile.planner.boundary import carrying
 from gs_compile.planner.builder import SCARCE_UPDATES, peak
 from gs_compile.planner.choose import highest
@@ -106,7 +106,7 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
     if sizes != problem.builder.sizes:
         problem = replace(problem, builder=replace(problem.builder, sizes=sizes))
     number = problem.builder.layout.num_micro_batches
-    chosen = solved(problem, found or problem.search(number))
+    chosen = plan_stacks(problem, found or problem.search(number))
     is_settled = request.clipping is not None or request.alpha is not None or request.accumulate
     if not request.clip or is_settled:
         return chosen
