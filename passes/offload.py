@@ -60,7 +60,7 @@ class _Units:
         self.copies = copies  # of what early updates make; of what late ones do where the step before is sealed
         self.seals = any(op.verb == "seal" for op in program.ops)
         self.carries = TIED in placement.carried and any(op.verb in NORMS for op in program.ops)
-        self.fresh = {  # parts of parameters that a late update has made, or were carried, until their unit is gathered
+        self.fresh = {  # parts of parameters that a late update has made, or stay, until their unit is gathered
             (value.unit, value.part)
             for op in program.ops
             if op.verb == "update" and op.stage == FILL
@@ -85,8 +85,7 @@ class _Units:
         whole, stage = op.results[0], op.stage
         stored = [unit.value("w", part) for part in unit.w.values()]
         yield from _fetch((v for v in stored if v.tier == "ssd" and (v.unit, v.part) not in self.fresh), stage)
-        until_head = self.carries and unit.unit == TIED and stage.phase == "forward" and stage.unit != EPILOGUE
-        change = self.fresh.update if until_head else self.fresh.difference_update
+        change = self.fresh.update if self._stays(unit, stage) else self.fresh.difference_update
         change((value.unit, value.part) for value in stored)
         parts = tuple(_on(value, "host") for value in stored if value.tier != "device")
         if not self.placement.separate:
@@ -96,6 +95,12 @@ class _Units:
         for piece in pieces:
             yield Op("prefetch", parts, stage, (piece,))
         yield Op("gather", (*pieces, *(value for value in stored if value.tier == "device")), stage, (whole,))
+
+    def _stays(self, unit: UnitPlacement, stage: Stage) -> bool:
+        """Whether a unit's parts stay in memory after a gathering, until they are gathered next."""
+        is_forward, is_head = stage.phase == "forward", stage.unit == EPILOGUE
+        until_head = self.carries and unit.unit == TIED and is_forward and not is_head
+        return until_head or (unit.unit in self.placement.retained and (is_forward or is_head))
 
     def _leave(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         """The gradient leaves the device, once; early parts where there is a way to go."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.program.ir import Value
@@ -23,7 +24,6 @@ Form = dict[tuple[str, str], int]
 # prologue as a layer once forward and once backward, the epilogue once, as its backward follows at once, and what
 # prologue and epilogue share with each of them.
 LOADS = {"e": 2, "h": 1, "t": 3}
-SPARED = {"t": 2}  # loads of a unit that is kept for the next step; of others one
 STATE = {"model": 8, "split": 10, "whole": 12}  # bytes of AdamW's moments, and of bf16's masters or their rests
 ITEMSIZE = {"model": 4, "split": 2, "whole": 2}
 
@@ -51,9 +51,15 @@ def _whole(numel: int, quantum: int) -> int:
     return -(-numel // quantum) * quantum
 
 
-def spared(units: Units, kept: Any) -> int:
-    """Elements that a step need not read, as the one before has kept them."""
-    return sum(units[unit] * SPARED.get(unit, 1) for unit in kept)
+def spared_nbytes(placement: Placement) -> int:
+    """What a step need not read, as the one before has kept it, or its own forward."""
+    stay = Counter([*placement.carried_values, *placement.retained_values])
+    return sum(nbytes_of(placement, value) * _loads_spared(value, number) for value, number in stay.items())
+
+
+def _loads_spared(value: Value, number: int) -> int:
+    """Of a unit that stays once or twice; what prologue and epilogue share stays between these, too."""
+    return number + (value.unit == "t")
 
 
 def vertical(
@@ -103,12 +109,12 @@ def horizontal(units: Units, x: int, n: int, *, masters: str, gradient: float, s
     return form
 
 
-def of_a_rank(units: Units, x: int, n: int, num_ranks: int, kept: Any) -> Form:
+def of_a_rank(units: Units, x: int, n: int, num_ranks: int, spared: int) -> Form:
     """Of a rank's shares, in one memory, all updates early: what it reads, the others get from it."""
     form = vertical(units, x, n, alpha=0.0, separate_device=False)
     form["net", "w"] = form["ssd_read", "w"] * (num_ranks - 1)
     form["net", "dw"] = sum(units.values()) * 4 * (num_ranks - 1)
-    form["ssd_read", "w"] -= spared(units, kept) * 4
+    form["ssd_read", "w"] -= spared
     return form
 
 

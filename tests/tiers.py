@@ -50,6 +50,7 @@ class Options:
     world: int = 1
     layer_updates: int = 1
     carried: tuple[Unit, ...] = ()
+    retained: tuple[Unit, ...] = ()
     ahead: int = 0
     lookahead: int = 0
     shares: tuple[Share, ...] = ()
@@ -88,6 +89,7 @@ def options(draw: st.DrawFn) -> Options:
         layer_updates=draw(st.sampled_from((1, 4))),
         device_checkpoint=on_device,
         carried=("t", "e", 0, 1)[: draw(st.sampled_from((0, 1, 4)))],
+        retained=draw(st.sampled_from(((), (1,), (2, 1, 0, "t")))),
         ahead=draw(st.sampled_from((0, 1, 4))),
         lookahead=draw(st.sampled_from((0, 0, 1, 4))),
         shares=tuple(share for share in saved if share.part),
@@ -179,6 +181,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         speculative=options.speculative,
         layer_updates=options.layer_updates,
         carried=options.carried,
+        retained=options.retained,
         ahead=options.ahead,
         lookahead=options.lookahead,
     )

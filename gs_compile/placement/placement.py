@@ -98,6 +98,7 @@ class Decision:
     layer_tokens: that a layer's code runs on at a time, all but its attention; None: as the options say.
     carried: units whose early parameters, stored on SSD, also stay in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
+    retained: units whose parameters, stored on SSD, stay in host memory from the forward to their backward.
     ahead: so many stages earlier than others, the states of updates after the last backward are read.
     lookahead: so many stages earlier than they would have to be, where computation hid them, all are read from SSD.
     own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
@@ -110,6 +111,7 @@ class Decision:
     layer_updates: int = 1
     layer_tokens: int | None = None
     carried: tuple[Unit, ...] = ()
+    retained: tuple[Unit, ...] = ()
     ahead: int = 0
     lookahead: int = 0
     own: object | None = None
@@ -117,7 +119,8 @@ class Decision:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; `of` is the inverse."""
         ratios, shares = [each.given() for each in self.ratios], [list(share) for share in self.shares]
-        return {**asdict(self), "ratios": ratios, "shares": shares, "carried": list(self.carried)}
+        units = {"carried": list(self.carried), "retained": list(self.retained)}
+        return {**asdict(self), "ratios": ratios, "shares": shares, **units}
 
     def stacks(self, layout: Layout) -> Stacks:
         """What its ratios are of."""
@@ -128,8 +131,9 @@ class Decision:
         """The decision that a dict describes; raises KeyError, TypeError, ValueError or OptionError for another's."""
         known = {each.name: values[each.name] for each in fields(cls)}
         ratios = tuple(Ratios(**each) for each in known.pop("ratios"))
-        shares, carried = Shares(Share(*each) for each in known.pop("shares")), tuple(known.pop("carried"))
-        return cls(ratios=ratios, shares=shares, carried=carried, **known)
+        shares = Shares(Share(*each) for each in known.pop("shares"))
+        known |= {name: tuple(known[name]) for name in ("carried", "retained")}
+        return cls(ratios=ratios, shares=shares, **known)
 
 
 @dataclass(frozen=True)
@@ -320,9 +324,13 @@ class Placement:
     def carried_values(self) -> frozenset[Value]:
         """The copies in host memory of what `carried` says; of a unit that no early update makes there are none."""
         units = [unit for unit in self.units if unit.unit in self.carried and unit.trained("early")]
-        groups = ((unit, group) for unit in units for group in unit.groups if group.when != "late")
-        parts = ((unit, part) for unit, group in groups for part in group.w if part.tier == "ssd")
-        return frozenset(unit.value("w", part, "host") for unit, part in parts)
+        return _from_ssd((unit, group) for unit in units for group in unit.groups if group.when != "late")
+
+    @cached_property
+    def retained_values(self) -> frozenset[Value]:
+        """The copies in host memory of what `retained` says."""
+        units = (unit for unit in self.units if unit.unit in self.retained)
+        return _from_ssd((unit, group) for unit in units for group in unit.groups)
 
     def homes(self, *, late: bool, redo: bool = True, warm: bool = False) -> frozenset[Value]:
         """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones;
@@ -426,6 +434,10 @@ class Placement:
         return self.decision.carried
 
     @property
+    def retained(self) -> tuple[Unit, ...]:
+        return self.decision.retained
+
+    @property
     def ahead(self) -> int:
         return self.decision.ahead
 
@@ -472,6 +484,12 @@ class Placement:
 def _checkpoints(ratios: Ratios) -> dict[Tier, float]:
     """Of the items of a stack, how many have their layers' inputs in memory, by tier."""
     return {"host": ratios.checkpoint or 0.0, "device": ratios.device_checkpoint or 0.0}
+
+
+def _from_ssd(groups: Iterable[tuple[UnitPlacement, Group]]) -> frozenset[Value]:
+    """The copies in host memory of parameters that are stored on SSD."""
+    parts = ((unit, part) for unit, group in groups for part in group.w if part.tier == "ssd")
+    return frozenset(unit.value("w", part, "host") for unit, part in parts)
 
 
 def _item(value: Value) -> Item:

@@ -1,8 +1,11 @@
-"""boundary: between two steps nothing waits for drives, as far as there is room in host memory.
+"""boundary: where a step begins, turns and ends drives do not read again what has just been in host memory.
 
 A step's last updates are of what the next one reads first: the embedding, tied to the head or not, and the first
 layers. Read again from where they have just been written, they are what the next step waits for. Carried in memory they
 take little that was not free: the peak of a step is elsewhere, or the update that makes them is in it already.
+
+The last layers of the forward are the first ones of the backward. Their parameters are retained in memory that
+gradients and states take later: the topmost are free again when the backward has begun.
 
 The head and its loss compute for as long as several layers. Reads that are issued a layer ahead pause meanwhile; issued
 some stages ahead they do not, and their values are in memory for as much longer.
@@ -13,17 +16,19 @@ worth at a time while it is updated, and nothing else computes; or it is all the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import PROLOGUE, TIED, Unit
+from gs_compile.program.ir import PROLOGUE, TIED, Unit, Value
 
 Ladder = Sequence[Placement]
 
 MOST_LOOKAHEAD = 4  # stages
 FIRST: tuple[Unit, ...] = (TIED, PROLOGUE, 0, 1)  # read before the first layers have hidden anything
+BOUNDARY: Mapping[str, Any] = {"carried": (), "retained": (), "ahead": 0, "lookahead": 0}  # of a decision: none
 
 
 def carrying(plain: Placement) -> Ladder:
@@ -32,6 +37,15 @@ def carrying(plain: Placement) -> Ladder:
         return ()
     every = (plain.decided(carried=FIRST[:number]) for number in range(1, len(FIRST) + 1))
     return list({each.carried_values: each for each in every if each.carried_values}.values())
+
+
+def retaining(plain: Placement) -> Ladder:
+    """More and more of the topmost layers retained, and after them what the head shares with the embedding."""
+    if SCHEDULES[plain.schedule].as_published:
+        return ()
+    order: tuple[Unit, ...] = (*reversed(range(plain.num_layers)), TIED)
+    every = (plain.decided(retained=order[:number]) for number in range(1, len(order) + 1))
+    return list({each.retained_values: each for each in every if each.retained_values}.values())
 
 
 def earlier(plain: Placement) -> Ladder:
@@ -55,11 +69,19 @@ def without(planned: Placement, home_nbytes: int) -> Ladder:
     home_nbytes: of what lives on in the run, which stays mapped.
     """
     none = planned.decided(carried=()).laid_out(home_nbytes=home_nbytes) if planned.carried else planned
-    return list(
-        dict.fromkeys((planned, planned.decided(ahead=0, lookahead=0), none, none.decided(ahead=0, lookahead=0)))
-    )
+    alone = {name: default for name, default in BOUNDARY.items() if name != "carried"}
+    return list(dict.fromkeys((planned, planned.decided(**alone), none, none.decided(**alone))))
 
 
 def carried_nbytes(placement: Placement) -> int:
     """The parameters that stay in memory from one step to the next."""
-    return sum(nbytes_of(placement, value) for value in placement.carried_values)
+    return _nbytes(placement, placement.carried_values)
+
+
+def retained_nbytes(placement: Placement) -> int:
+    """The parameters that stay in memory from the forward to the backward."""
+    return _nbytes(placement, placement.retained_values)
+
+
+def _nbytes(placement: Placement, values: Iterable[Value]) -> int:
+    return sum(nbytes_of(placement, value) for value in values)

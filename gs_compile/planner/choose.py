@@ -9,8 +9,9 @@ stands between two steps in the program.
 Of placements that may be faster, those that keep the budgets are simulated too. A ladder is what one idea proposes:
 placements, each of which takes no less memory than the one before. The last one that keeps the budgets is a candidate.
 
-    boundary    parameters stay in memory from one step to the next; the last states of a step are read earlier, or all
-                that is read from SSD, as the head computes for as long as several layers
+    boundary    parameters stay in memory from one step to the next, or from the forward to the backward; the last
+                states of a step are read earlier, or all that is read from SSD, as the head computes for as long as
+                several layers
     saved       the topmost layers save activations in memory that gradients and states need later
 """
 
@@ -26,7 +27,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.boundary import Ladder, carried_nbytes, carrying, deeper, earlier
+from gs_compile.planner.boundary import Ladder, carried_nbytes, carrying, deeper, earlier, retained_nbytes, retaining
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import NOTHING, Problem
@@ -86,6 +87,7 @@ def choose(problem: Problem, found: Search) -> StepPlan:
     simulation = fastest(steps, chosen.simulation, ([each] for each in carrying(chosen.placement)), chosen.spare)
     simulation = fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
     if number * problem.workload.num_layers <= SMALL and _waits_for_drives(simulation):
+        simulation = fastest(steps, simulation, [retaining(simulation.placed)], chosen.spare)
         simulation = fastest(steps, simulation, deeper(simulation.placed), chosen.spare)
     rows = [(number, solution.seconds) for number, solution in found.history if solution is not None]
     return StepPlan(
@@ -147,11 +149,14 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
 
 def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
     """What is carried from a step to the next, what is read earlier, and what that brings; none where nothing is."""
-    nbytes, ahead, all_ahead = carried_nbytes(chosen.placed), chosen.placed.ahead, chosen.placed.lookahead
-    carried = f"{format_bytes(nbytes)} of parameters that the next step reads first stay in host memory until then"
+    placed, ahead, all_ahead = chosen.placed, chosen.placed.ahead, chosen.placed.lookahead
+    carried, retained = (f"{format_bytes(of(placed))} of parameters" for of in (carried_nbytes, retained_nbytes))
+    carried += " that the next step reads first stay in host memory until then"
+    retained += " stay in host memory from the forward to the backward"
     read = f"states of the updates after the last backward are read {ahead} layer{'s' * (ahead > 1)} earlier"
     deep = f"all that is read from SSD is read {all_ahead} stage{'s' * (all_ahead > 1)} earlier"
-    words = "; ".join([carried] * bool(nbytes) + [read] * bool(ahead) + [deep] * bool(all_ahead))
+    said = {carried: placed.carried_values, retained: placed.retained_values, read: ahead, deep: all_ahead}
+    words = "; ".join(text for text, is_so in said.items() if is_so)
     return (f"{words[0].upper()}{words[1:]}: {plain.seconds / chosen.seconds - 1:.1%} faster.",) if words else ()
 
 

@@ -25,7 +25,7 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.planner.apart import plan_stacks
-from gs_compile.planner.boundary import carrying
+from gs_compile.planner.boundary import Ladder, carrying, retaining
 from gs_compile.planner.builder import SCARCE_UPDATES, peak
 from gs_compile.planner.choose import highest
 from gs_compile.planner.in_pieces import WORTH, faster, smaller, told
@@ -39,6 +39,7 @@ from gs_compile.planner.variants import with_variant
 from gs_compile.program.ir import Tier
 
 HOST_CLASSES = (*CLASSES, "gradient")
+NEXT_TO_NO_MORE = 1.02  # times the host memory of a step, for what nobody has asked for
 FASTER = 0.99  # of the time with split masters: less is what two timings of the same code differ by
 
 log = logging.getLogger(__name__)
@@ -164,16 +165,16 @@ def _settled(problem: Problem) -> StepPlan | None:
     smallest, largest = (_placed(steps, part) for part in (0.0, 1.0))
     may_save = is_open(request) and problem.wider is not problem
     if smallest == largest and len(request.alphas) == 1 and not may_save:
-        return _made(problem, _carried_for_free(steps, smallest), "ratios and alpha are given: nothing was planned")
+        return _made(problem, _boundary_for_free(steps, smallest), "ratios and alpha are given: nothing was planned")
     given = _ratios(problem, 1.0).given()
     moves_nothing = all(given[name] == 1.0 for name in given.keys() & set(HOST_CLASSES))
     if separate or not _fits(steps, largest) or (may_save and not moves_nothing):
         return None
     reason = "all that may be in host memory fits there: nothing was planned"
     if not may_save:
-        return _made(problem, _carried_for_free(steps, largest), reason)
+        return _made(problem, _boundary_for_free(steps, largest), reason)
     wider = _steps(problem.wider)
-    chosen = _carried_for_free(wider, _filled(wider, largest))
+    chosen = _boundary_for_free(wider, _filled(wider, largest))
     words = saved_text(chosen.shares, problem.builder.layout.num_items)
     return _made(problem.wider, chosen, "; ".join([reason, *words]))
 
@@ -190,13 +191,20 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
     return min([plain, *found], key=lambda each: computed(workload, each.shares))
 
 
-def _carried_for_free(problem: Problem, plain: Placement) -> Placement:
-    """As much is carried as takes no more host memory, and needs no plan: less is moved, and nothing waits."""
-    if not (every := carrying(plain)):
-        return plain
-    most = {"host": peak(problem.builder.program(plain), "host")}
+def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
+    """As much stays in memory as takes next to no more of it, and needs no plan: less is moved, and nothing waits."""
+    for ladder in (carrying, retaining):
+        plain = _last_for_free(problem, plain, ladder(plain))
+    return plain
 
-    found = highest([every], lambda each: fits(problem.builder.programs(each), most))
+
+def _last_for_free(problem: Problem, plain: Placement, ladder: Ladder) -> Placement:
+    """The last of a ladder that takes no more host memory than `plain`, or next to no more within the budget."""
+    if not ladder:
+        return plain
+    needed = peak(problem.builder.program(plain), "host")
+    most = {"host": max(needed, min(int(needed * NEXT_TO_NO_MORE), problem.host_budget))}
+    found = highest([ladder], lambda each: fits(problem.builder.programs(each), most))
     return next((each for each, _ in found), plain)
 
 

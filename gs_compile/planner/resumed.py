@@ -17,6 +17,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import UnitSize
+from gs_compile.planner.boundary import BOUNDARY
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
 from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.in_pieces import SIZES
@@ -102,13 +103,13 @@ def _check(decision: Decision, builder: StepBuilder) -> None:
         raise ValueError("a number is out of range")
     if decision.layer_tokens not in (None, *SIZES):
         raise ValueError("pieces that no plan has")
-    if decision.own is not None or not units.issuperset(decision.carried):
+    if decision.own is not None or not units.issuperset((*decision.carried, *decision.retained)):
         raise ValueError("units that there are not")
 
 
 def _fitting(builder: StepBuilder, decision: Decision, most: Mapping[str, int | None]) -> Placement | None:
     """What was decided, if there is room for it; with nothing between two steps (`boundary`) where that fits alone."""
-    for each in dict.fromkeys((decision, replace(decision, carried=(), ahead=0, lookahead=0))):
+    for each in dict.fromkeys((decision, replace(decision, **BOUNDARY))):
         placement = builder.placement(each)
         if fits(builder.programs(placement), most):
             return placement

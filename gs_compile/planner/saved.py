@@ -21,6 +21,7 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
+from gs_compile.planner.boundary import BOUNDARY
 from gs_compile.planner.choose import choose, fastest
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.problem import Problem
@@ -75,7 +76,7 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     def placed(shares: Shares) -> Placement:
         left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0
         rest = (share._replace(part=left * share.part) for share in others)
-        beside = {name: getattr(chosen, name) for name in ("carried", "ahead", "lookahead")}
+        beside = {name: getattr(chosen, name) for name in BOUNDARY}
         return steps.placed(replace(plan.decision, shares=Shares((*shares, *rest)), **beside), number)
 
     ladders = topmost(problem.workload.worthwhile, here)

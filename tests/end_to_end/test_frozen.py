@@ -8,13 +8,12 @@ from itertools import product
 import expecttest
 import pytest
 import torch
-from closed_forms import SPARED, units_of
+from closed_forms import spared_nbytes, units_of
 from tiered import BATCH, Harness, adamw, gpt2_with_frozen, moved, options, outcome, step, tokens
 
 from gs_compile.errors import OptionError
 from gs_compile.model.residency import residency_of
 from gs_compile.options import Options
-from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.runtime.codecs import CODECS
 
@@ -85,7 +84,7 @@ def test_the_bytes_of_every_lane(place, skipped, tmp_path):
         step(own.model, optimizer, tokens(1))
         found = moved(own.model, optimizer, tokens(2))
         placement = optimizer.engine.placement
-        kept = sum(nbytes_of(placement, value) * SPARED.get(value.unit, 1) for value in placement.carried_values)
+        kept = spared_nbytes(placement)
     assert found.traced == found.planned
     others = {unit: 4 * numel for unit, numel in units_of(own.model).items() if not isinstance(unit, int)}
     n = -(-BATCH // 2) if place == "horizontal" else 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from captured import captured
-from closed_forms import units_of_parts, vertical
+from closed_forms import spared_nbytes, units_of_parts, vertical
 from tiered import LENGTH, VOCABULARY, Block, Harness, Output, adamw, moved, options, sgd, step, tokens
 from torch import nn
 from torch.nn import functional
@@ -18,7 +18,6 @@ import gs_compile
 from benchmarks.zoo.registry import CASES
 from benchmarks.zoo.trial import run
 from gs_compile.options import Ratios
-from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.run import Run
 
@@ -142,7 +141,7 @@ def test_a_step_moves_what_it_has_to(harness, separate_device, tmp_path):
             step(harness.model, optimizer, tokens(each, MICRO_BATCH * number))
         found = moved(harness.model, optimizer, tokens(3, MICRO_BATCH * number))
         engine = optimizer.engine
-        kept = sum(nbytes_of(engine.placement, value) for value in engine.placement.carried_values)
+        kept = spared_nbytes(engine.placement)
         layers = {unit.unit: unit.numel for unit in engine.placement.units}
     assert layers == units_of_parts(harness.model, PARTS)
     assert found.traced == found.planned

@@ -1,11 +1,10 @@
-"""What a step keeps in memory for the next one is read less often, and changes nothing else, whatever comes between.
+"""What a step keeps in memory, for the next one or its backward, is read less often, and changes nothing else.
 
 That it changes no bit in any other setting, test_same_bits.py has.
 """
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
@@ -83,19 +82,20 @@ def test_whatever_comes_between_two_steps(harness, storage, between):
     assert seen.warm[-1]
 
 
-def test_it_is_read_once_less(storage):
-    """And what the head shares with the embedding twice: from there to the head it stays."""
+@pytest.mark.parametrize(("how", "kept"), [("carried", FIRST), ("retained", (1, 0, "t"))])
+def test_it_is_read_once_less(how, kept, storage):
+    """And what the head shares with the embedding twice: between these it stays, too."""
     harness, found = shared("bf16"), {}
-    for kept in ((), FIRST):
-        with saving(carried=kept), harness.fresh(adamw, options(storage, alpha=0.0)) as optimizer:
+    for units in ((), kept):
+        with saving(**{how: units}), harness.fresh(adamw, options(storage, alpha=0.0)) as optimizer:
             for number in range(2):
                 step(harness.model, optimizer, tokens(number))
-            found[kept] = moved(harness.model, optimizer, tokens(2))
-            units = optimizer.engine.placement.by_unit
-        assert found[kept].traced == found[kept].planned
-        assert found[kept].traced["ssd_read", "w"] == found[kept].asked["ssd_read", "w"]
-    saved = sum(units[unit].numel * units[unit].itemsize for unit in itertools.chain(FIRST, ["t"]) if unit in units)
-    more, less = (dict(found[kept].traced) for kept in ((), FIRST))
+            found[units] = moved(harness.model, optimizer, tokens(2))
+            placed = optimizer.engine.placement.by_unit
+        assert found[units].traced == found[units].planned
+        assert found[units].traced["ssd_read", "w"] == found[units].asked["ssd_read", "w"]
+    saved = sum(placed[unit].numel * placed[unit].itemsize for unit in (*kept, "t") if unit in placed)
+    more, less = (dict(found[units].traced) for units in ((), kept))
     assert more.pop(("ssd_read", "w")) - less.pop(("ssd_read", "w")) == saved
     assert more == less
 

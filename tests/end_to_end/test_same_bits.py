@@ -83,6 +83,7 @@ PLACE = {  # the first of each is the reference's
     "masters": ("whole", "split"),
     "saved": tuple(SHARES),
     "carried": ((), FIRST),
+    "retained": ((), (1, 0, "t")),
     "room": (0.0, 0.4, 1.0),  # of `lifetime`
     "separate_device": (False, True),
     "durability": ("off", "step"),
@@ -116,7 +117,7 @@ def _meets(row: Row) -> bool:
         and (not saves or (can_be("checkpoint", 0.0) and schedule != "lifetime"))
         and (schedule in BY_MICRO_BATCH or can_be("gradient", 1.0))
         and (schedule == "lifetime" or can_be("room", 0.0))
-        and (not SCHEDULES[schedule].as_published or can_be("carried", ()))
+        and (not SCHEDULES[schedule].as_published or (can_be("carried", ()) and can_be("retained", ())))
     )
 
 
@@ -154,7 +155,7 @@ def train(task: Task, row: Mapping[str, Any], folder: Path) -> Trained:
     norms, rolled_back, warm = [], [], []
     torch.manual_seed(1)
     with (
-        saving(*SHARES[row["saved"]], carried=row["carried"]),
+        saving(*SHARES[row["saved"]], carried=row["carried"], retained=row["retained"]),
         with_room(row["room"]) if task.schedule == "lifetime" else nullcontext(),
         spoiling(SPOILED if task.spoiled else {}, losses),
         harness_of(task).fresh(make, given_of(task, row, folder)) as optimizer,

@@ -6,11 +6,10 @@ import re
 from itertools import product
 
 import pytest
-from closed_forms import ITEMSIZE, SPARED, STATE, units_of, vertical
+from closed_forms import ITEMSIZE, STATE, spared_nbytes, units_of, vertical
 from pairs import covering
 from tiered import LENGTH, adamw, moved, options, shared, step, tokens
 
-from gs_compile.placement.kinds import nbytes_of
 from gs_compile.planner.step_plan import nbytes_by_home
 from gs_compile.runtime.storage.folder import LOCK, OTHERS
 
@@ -44,7 +43,7 @@ def measured(harness, directory, num_micro_batches, **chosen):
         found = moved(harness.model, optimizer, tokens(3, MICRO_BATCH * num_micro_batches))
         placement = optimizer.engine.placement
         assert {unit.unit: unit.numel for unit in placement.units} == units_of(harness.model)
-        kept = sum(nbytes_of(placement, value) * SPARED.get(value.unit, 1) for value in placement.carried_values)
+        kept = spared_nbytes(placement)
         assert stored_in(directory) == optimizer.engine.planning.ssd_nbytes - checkpoints_on_ssd(optimizer)
     assert found.traced == found.planned
     assert {key: nbytes for key, nbytes in found.traced.items() if key[0].startswith("ssd")} == found.asked

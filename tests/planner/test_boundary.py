@@ -10,10 +10,10 @@ from planned import A100, gpt, problem, ratios
 
 from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.placement.placement import Decision
-from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier
+from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, retaining
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.choose import fastest
-from gs_compile.planner.decide import _carried_for_free
+from gs_compile.planner.decide import _boundary_for_free
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import as_before, facts_of
 from gs_compile.planner.step_plan import StepPlan
@@ -24,12 +24,17 @@ NOTHING = Decision(ratios=(ratios(0.0, 0.0, 0.0),))
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "single", "horizontal"])
-def test_nothing_that_is_kept_raises_the_peak(schedule):
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_what_stays_takes_next_to_no_memory(schedule, is_scarce):
+    """And none at all where the budget is what the step needs."""
     given = problem(WORKLOAD, CPU, 1, request=Request(schedule=schedule))
     builder, plain = given.builder, given.builder.placement(NOTHING)
-    found = _carried_for_free(given, plain)
-    assert peak(builder.program(found), "host") <= peak(builder.program(plain), "host")
-    assert bool(found.carried_values) == (schedule != "horizontal")
+    needed = peak(builder.program(plain), "host")
+    if is_scarce:
+        given = problem(WORKLOAD, CPU, 1, host_nbytes=needed, request=Request(schedule=schedule))
+    found = _boundary_for_free(given, plain)
+    assert max(peak(program, "host") for program in builder.programs(found)) <= needed * (1 if is_scarce else 1.02)
+    assert bool(found.carried_values) == bool(found.retained_values) == (schedule != "horizontal")
 
 
 def test_the_faster_one_that_fits_is_chosen():
@@ -47,6 +52,25 @@ def test_the_faster_one_that_fits_is_chosen():
         assert fastest(given, before, [carrying(plain)], spare) is before
         moved, less = before.moved_nbytes, found.moved_nbytes
         assert moved - less >= sum(size.numel * size.itemsize for size in WORKLOAD.sizes if size.unit == "t") * 2
+
+
+def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
+    """From the forward to the backward: their parameters are read once, and what the head shares with them last."""
+    workload = gpt(8, 256, vocabulary=20000)
+    builder = StepBuilder.of(workload, 1, separate=False)
+    plain = builder.placement(NOTHING).decided(carried=FIRST)
+    every = retaining(plain)
+    assert [each.retained for each in every] == [(7, 6, 5, 4, 3, 2, 1, 0, "t")[:number] for number in range(1, 10)]
+    peaks = [max(peak(program, "host") for program in builder.programs(each)) for each in (plain, *every)]
+    assert peaks[0] == peaks[1] < peaks[-1]
+    sizes = {size.unit: size.numel * size.itemsize for size in workload.sizes}
+    before = problem(workload, CPU, 1).predicted(plain)
+    for host_nbytes in (peaks[0], peaks[-1]):
+        given = problem(workload, CPU, 1, host_nbytes=host_nbytes)
+        found = fastest(given, before, [every])
+        assert found.seconds < before.seconds
+        assert before.moved_nbytes - found.moved_nbytes == sum(sizes[unit] for unit in found.placed.retained)
+    assert found.placed.retained == every[-1].retained
 
 
 def test_the_last_states_are_read_while_the_backward_computes():
