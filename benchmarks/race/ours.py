@@ -3,10 +3,11 @@
     python -m benchmarks.race.ours --case 110m --settings '{"schedule": "vertical", "home": "ssd", "compiler": "eager"}'
 
 home      ssd: parameters, checkpoints and optimizer states are on SSD; host: all in host memory; mixed: half of each
+          parameters: these are in host memory, all else on SSD
           half, quarter, or a number: planned, with that part of the bytes of parameters and states as `host_memory`
-memory    that part of these bytes as `host_memory`, where home is ssd, mixed or host
+memory    that part of these bytes as `host_memory`, where home is ssd, mixed, host or parameters
 compiler  of the layers' code: eager, as the peers run it, or inductor
-alpha     the part of every update that waits for the next forward; left out, it is the planner's (0 on ssd and host)
+alpha     the part of every update that waits for the next forward; left out, the planner's (0 where homes are given)
 recompute what of the layers runs again in the backward: auto (the planner's), all or none
 
 Beside what every contestant answers: `describe` (where everything lives), `predict [MACHINE]` (seconds of a step,
@@ -29,7 +30,7 @@ from gs_compile.model.backend import greedysnake
 from gs_compile.options import Options
 from gs_compile.planner.measure.profile import Profile
 
-RATIOS = {"ssd": 0.0, "mixed": 0.5, "host": 1.0}
+RATIOS = {"ssd": (0.0, 0.0, 0.0), "mixed": (0.5, 0.5, 0.5), "host": (1.0, 1.0, 1.0), "parameters": (1.0, 0.0, 0.0)}
 PARTS = {"half": 0.5, "quarter": 0.25}
 DEFAULTS = {
     "schedule": "vertical",
@@ -112,7 +113,7 @@ class GreedySnake(Contestant):
             "expert": expert,
         }
         if home in RATIOS:
-            expert["ratios"] = dict.fromkeys(("parameter", "checkpoint", "optimizer"), RATIOS[home])
+            expert["ratios"] = dict(zip(("parameter", "checkpoint", "optimizer"), RATIOS[home], strict=True))
             alpha = 0.0 if alpha is None else alpha
         else:
             memory = PARTS.get(home) or float(home)

@@ -7,6 +7,7 @@ group's states being read and the last one's being written.
 
 What was chosen, and why (all in SETTINGS; `--settings` changes any):
 
+- `parameters`: nvme, or cpu, in host memory.
 - `max_in_cpu` 0: by default 1e9 parameters stay in memory, which would be every model of this race.
 - `optimizer_buffers` 12: parameter, gradient and two moments for the group being read, updated and written. Each is as
   large as the largest group, so groups are one block (`sub_group_blocks`); a group is never less than one parameter.
@@ -50,6 +51,7 @@ from benchmarks.race.registry import meeting_place
 from benchmarks.race.zero_breakdown import parts, spent
 
 SETTINGS: dict[str, Any] = {
+    "parameters": "nvme",
     "block_size": 1 << 20,
     "queue_depth": 32,
     "intra_op_parallelism": 1,
@@ -95,8 +97,9 @@ class ZeroInfinity(Contestant):
         config = configuration(self.case, self.storage, settings)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self.model = model
-        for folder in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][folder]["nvme_path"] = "a folder of its own"
+        for offload in ("offload_param", "offload_optimizer"):
+            settled = config["zero_optimization"][offload]
+            settled |= {"nvme_path": "a folder of its own"} if "nvme_path" in settled else {}
         return {**settings, "config": config, "threads": torch.get_num_threads()}
 
     def step(self, ids: torch.Tensor) -> float:
@@ -134,6 +137,12 @@ def configuration(case: Case, storage: Path, settings: dict[str, Any]) -> dict[s
     block = 12 * case.hidden**2
     largest = max(case.vocabulary * case.hidden, 4 * case.hidden**2)
     nvme = {"device": "nvme", "nvme_path": str(storage), "pin_memory": True}
+    on_nvme = {
+        **nvme,
+        "buffer_count": settings["parameter_buffers"],
+        "buffer_size": largest,
+        "max_in_cpu": settings["max_in_cpu"],
+    }
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.micro_batch_size,
         "gradient_accumulation_steps": case.micro_batches,
@@ -144,12 +153,7 @@ def configuration(case: Case, storage: Path, settings: dict[str, Any]) -> dict[s
         },
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {
-                **nvme,
-                "buffer_count": settings["parameter_buffers"],
-                "buffer_size": largest,
-                "max_in_cpu": settings["max_in_cpu"],
-            },
+            "offload_param": on_nvme if settings["parameters"] == "nvme" else {"device": "cpu", "pin_memory": True},
             "offload_optimizer": {
                 **nvme,
                 "buffer_count": settings["optimizer_buffers"],
