@@ -24,6 +24,8 @@ signal.signal(
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
 capture_cheaply()
 
+FROZEN = 4  # modules whose captures wait to be collected together: that is a search through all objects
+
 settings.register_profile("any speed", deadline=None, max_examples=12)  # other examples in every run
 settings.register_profile("many", deadline=None, max_examples=100)  # of `make slow`
 settings.load_profile("any speed")
@@ -46,8 +48,10 @@ def captures_of_a_module(request):
 
     What modules before it have left for good is passed over by the collections that a model's first call makes.
     """
-    if Harness.are_kept:
-        gc.unfreeze()  # what the module before has kept is garbage now
+    Harness.num_frozen += Harness.are_kept
+    if Harness.num_frozen == FROZEN:
+        gc.unfreeze()  # what modules before have kept is garbage now
+        Harness.num_frozen = 0
     Harness.are_kept = getattr(request.module, "KEEPS_CAPTURES", False)
     Harness.forget_captures()
     gc.collect()

@@ -268,6 +268,7 @@ class Harness:
     """
 
     are_kept: ClassVar[bool] = False  # captures, in this module
+    num_frozen: ClassVar[int] = 0  # modules that kept theirs and whose objects no collection has seen since
     _all: ClassVar[weakref.WeakSet[Harness]] = weakref.WeakSet()
 
     def __init__(self, build: Callable[[], torch.nn.Module], precision: str = "model") -> None:
@@ -308,7 +309,6 @@ class Harness:
             num_before = len(self.compilations)
             self.compilations = compilations_of.get(next(self.model.parameters()), [])
             if self.are_kept and len(self.compilations) > num_before:
-                gc.collect()
                 gc.freeze()  # the collection that each first call makes passes over what is kept
             same = [compilation.options == Options.of(self.given) for compilation in self.compilations]
             if optimizer.engine is not None:
