@@ -1,10 +1,7 @@
 """Everything this package knows of Dynamo: how a model becomes one graph whose batch dimension is free.
 
-Dynamo first calls a backend with static shapes. To run micro-batches of any size from one capture, the batch
-dimension of every batch input has to be symbolic. So the first call names these inputs in
-``torch.compiler.config.dynamic_sources`` and raises the exception by which a backend may ask Dynamo to trace the
-frame again; the second call gets the symbols. The settings are global, so they are put back when Dynamo's compile
-of the frame ends, however it ends.
+`free_batch` makes the batch dimension symbolic. Where a trace is not what it has to be, the backend raises the
+exception by which it may ask Dynamo to trace the frame again.
 
 Facts of Dynamo that this file rests on are each under a test in ``tests/capture/test_capture.py``.
 """
@@ -15,7 +12,6 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -30,7 +26,6 @@ from torch import fx
 from gs_compile.capture.adapters import trace_adapters, trace_recorders
 from gs_compile.capture.graph import Captured, Input, Role
 from gs_compile.errors import ABSENT, CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
-from gs_compile.progress import stage
 
 OLDEST_TORCH = (2, 11)
 BACKEND = "greedysnake"  # the name of its function
@@ -48,16 +43,15 @@ def check_torch(version: str = torch.__version__) -> None:
 check_torch()
 
 try:
-    from torch._dynamo import callback_handler as callback_handler
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
     from torch._dynamo.exc import Unsupported as Unsupported
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
-    from torch._dynamo.variables import builder as dynamo_builder
     from torch._guards import CompileContext
-    from torch.fx.experimental import _config as symbolic_config
+
+    from gs_compile.capture.free_batch import free, is_freed
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
         f"torch {torch.__version__} moved what greedysnake's capture rests on ({error}); "
@@ -77,14 +71,12 @@ def capture(
 ) -> Captured:
     """The captured graph with its inputs named and its batch dimension free.
 
-    `detach` gets the parameters of a graph that can be used, and returns whether it changed what is in their place:
-    then Dynamo traces again.
+    `detach` gets the parameters of a graph that can be used, and returns whether it changed what the graph computes
+    with: then Dynamo traces again.
 
     Raises an exception of Dynamo's when the frame has to be traced again, and `CaptureError` (graph break, no batch
     input, inputs on several devices) when the graph cannot be used.
     """
-    if current_compile_id() is not None:
-        guard_memory()
     nodes = module.graph.find_nodes(op="placeholder")
     inputs = [_input(node, example) for node, example in zip(nodes, example_inputs, strict=True)]
     _refuse_graph_break(module)
@@ -94,13 +86,17 @@ def capture(
     symbols = _symbols(shapes[node][0] for node in batch)
     others = _symbols(chain.from_iterable(shape[1:] for shape in shapes.values()))
     entries = zip(inputs, example_inputs, strict=True)
-    moved = detach([example for entry, example in entries if entry.role == "parameter"])
-    if not _retracing():
+    is_another = detach([example for entry, example in entries if entry.role == "parameter"])
+    if current_compile_id() is not None:
+        guard_memory()
+    sources = [_source(node) for node in batch]
+    if not is_freed(sources, map(_source, nodes)):
         fixed = not symbols and any(int(shapes[node][0]) > 1 for node in batch)
         if fixed or symbols & others or _has_float_symbols(module):
-            _trace_again(map(_source, batch))
-    if moved:
-        raise _TraceAgain(restart_reason="greedysnake: parameters moved to the tiers")
+            free(sources)
+            raise _TraceAgain(restart_reason="greedysnake: symbolic batch dimension")
+    if is_another:
+        raise _TraceAgain(restart_reason="greedysnake: parameters have another dtype on the tiers")
     if symbols:  # Dynamo has shown which sizes were the batch's only by coincidence: they are fixed, or another's
         symbols -= others
         if not symbols:
@@ -120,7 +116,7 @@ def is_foreign() -> bool:
 
 
 def guard_memory() -> None:
-    """Have Dynamo guard the strides that parameters have in memory, where they said to have others as it traced.
+    """Have Dynamo guard the strides that parameters have in memory now, where it has traced them with others.
 
     Called by a backend.
     """
@@ -367,37 +363,3 @@ def _refuse_mixed_devices(inputs: Sequence[Input], examples: Sequence[Any]) -> N
     if len(first) > 1:
         found = ", ".join(f"{path} on {device}" for device, path in first.items())
         raise MixedDeviceError(f"inputs and parameters are on several devices: {found}; move all of them to one device")
-
-
-# Tracing again --------------------------------------------------------------------------------------------------------
-
-
-def _retracing() -> bool:
-    """Whether a retrace is under way: Dynamo has its end among its callbacks."""
-    return any(isinstance(getattr(callback, "__self__", None), _Retrace) for callback in callback_handler.end_callbacks)
-
-
-def _trace_again(sources: Iterable[str]) -> None:
-    """Ask Dynamo to trace the frame again with dimension 0 of `sources` symbolic and floats constant."""
-    per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # else the whole source becomes symbolic
-    entries = [f"{re.escape(source)}:0" if per_dimension else source for source in sources]
-    named = ",".join(filter(None, [torch.compiler.config.dynamic_sources, *entries]))
-    settings: tuple[tuple[Any, str, Any], ...] = (
-        (torch.compiler.config, "dynamic_sources", named),
-        (dynamo_config, "specialize_float", True),
-        (symbolic_config, "use_duck_shape", False),  # two dimensions of one size are not one symbol
-    )
-    retrace = _Retrace()
-    for config, name, value in settings:
-        retrace.enter_context(config.patch(name, value))
-    retrace.enter_context(stage("tracing the model"))
-    callback_handler.register_end_callback(retrace.end)
-    raise _TraceAgain(restart_reason="greedysnake: symbolic batch dimension")
-
-
-class _Retrace(ExitStack):
-    """The global settings of a retrace; they are put back when Dynamo's compile of the frame ends, however it ends."""
-
-    def end(self, _: object) -> None:
-        callback_handler.remove_end_callback(self.end)
-        self.close()

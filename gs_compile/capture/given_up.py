@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import sys
 import warnings
-from types import FrameType
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gs_compile.capture.dynamo import Unsupported, callback_handler, remedy
+from gs_compile.capture.dynamo import Unsupported, remedy
+from gs_compile.capture.free_batch import callback_handler, compiled_for, free_from_the_start
 from gs_compile.errors import UncapturedWarning
 
 
 def watch() -> None:
     """The backend is asked for something, or may be from now on. A watch is among Dynamo's callbacks until a reset."""
+    free_from_the_start()
     owners = map(_owner, callback_handler.end_callbacks)
     watches = [each for each in owners if isinstance(each, _Watch)]
     for each in watches:
@@ -39,7 +40,7 @@ class _Watch:
     def end(self, _: object) -> None:
         """A compilation ends, well or badly."""
         error = sys.exc_info()[1]
-        if not isinstance(error, Unsupported) or not _is_ours(sys._getframe()):
+        if not isinstance(error, Unsupported) or not compiled_for()[0].startswith("gs_compile."):
             return
         stack = getattr(error, "real_stack", None)
         where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
@@ -66,13 +67,3 @@ class _Watch:
 
 def _owner(callback: Any) -> object:
     return getattr(callback, "__self__", None)
-
-
-def _is_ours(frame: FrameType | None) -> bool:
-    """Whether the compilation that these frames are of is for this package's backend."""
-    while frame is not None and "compiler_fn" not in frame.f_locals:
-        frame = frame.f_back
-    backend: Any = frame.f_locals["compiler_fn"] if frame is not None else None
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        backend = backend._torchdynamo_orig_backend
-    return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")).startswith("gs_compile.")

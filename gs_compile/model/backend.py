@@ -212,9 +212,10 @@ def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
 
 
 def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
-    """Stash parameters that go to the tiers before they are captured: what is captured are placeholders.
+    """Stash parameters that go to the tiers while they are captured: what Dynamo guards are placeholders.
 
-    So the model is captured once, not once more when its parameters have left. Returns whether there were any.
+    So the model is captured once, not once more when its parameters have left. Returns whether any has another dtype
+    there, with which it is to be captured.
     """
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
@@ -223,10 +224,10 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
         return False
     changed = False
     for parameter in parameters:
-        dtype = kept_dtype(parameter, options)
-        if not is_offloaded(parameter) or parameter.dtype != dtype:
+        before, dtype = parameter.dtype, kept_dtype(parameter, options)
+        if not is_offloaded(parameter) or before != dtype:
             stash(parameter, dtype)
-            changed = True
+            changed |= before != dtype
     return changed
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
+import tiered
 import torch
 import zoo
 from torch import nn
@@ -18,6 +20,8 @@ from torch.fx.experimental import _config as symbolic_config
 from torch.nn import functional
 from zoo import GPT, VOCAB, WIDTH, Block, assert_same_gradients, compile_model, gradients, train
 
+import gs_compile
+from gs_compile.capture.free_batch import free_from_the_start
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import UniformityError
 from gs_compile.model.backend import greedysnake
@@ -47,6 +51,8 @@ def settings_are_put_back():
 class Spy:
     """The backend, which notes the settings of each trace."""
 
+    __module__ = greedysnake.__module__  # by which it is known as this package's
+
     def __init__(self):
         self.traces = []
 
@@ -65,7 +71,84 @@ def roles(model):
     return {entry.path: entry.role for entry in captured(model).inputs if entry.role not in ("parameter", "size")}
 
 
-# Tracing again ---------------------------------------------------------------------------------------------------------
+# The first trace, and another -------------------------------------------------------------------------------------------
+
+
+def test_the_first_trace_has_its_own_settings_and_is_the_only_one():
+    free_from_the_start()
+    model, spy = GPT(), Spy()
+    model.compile(backend=spy, options=OPTIONS)
+    with torch.compiler.config.patch(dynamic_sources="L['another']"):
+        train(model, *batch())
+        train(model, *batch(4))
+        assert torch.compiler.config.dynamic_sources == "L['another']"
+    (symbolic,) = spy.traces
+    assert symbolic["dynamic_sources"].split(",") == ["L['another']", r"L\['ids'\]:0", r"L\['labels'\]:0"]
+    assert symbolic["specialize_float"] is True
+    assert symbolic["use_duck_shape"] is False
+    assert captured(model).batch_symbols
+
+
+def test_other_backends_are_compiled_for_as_without_this_package():
+    free_from_the_start()
+    before, seen = settings(), []
+
+    def another(module, example_inputs):
+        seen.append(settings())
+        return module.forward
+
+    model = GPT()
+    model.compile(backend=another)
+    train(model, *batch())
+    assert seen
+    assert all(each == before for each in seen)
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_parameters_that_leave_in_the_first_trace_are_not_captured_once_more(precision, tmp_path):
+    """But for those that have another dtype on the tiers."""
+    model, spy = GPT(), Spy()
+    optimizer = gs_compile.AdamW(model.parameters())
+    model.compile(backend=spy, options=tiered.options(tmp_path, precision=precision))
+    for size in (5, 4):
+        ids, labels = batch(size)
+        model(ids, labels)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(spy.traces) == (1 if precision == "model" else 2)
+    optimizer.engine.tiers.close()
+
+
+@dataclass
+class Passed:
+    """Tensors that are found in an object."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_what_is_found_in_an_object_is_known_after_the_first_trace():
+    free_from_the_start()
+    model, spy = Called(lambda passed: (passed.ids, passed.labels, SHIFT)), Spy()
+    reference = copy.deepcopy(model)
+    model.compile(backend=spy, options=OPTIONS)
+    for each in (model, reference):
+        each(Passed(batch()[0], WEIGHTS)).backward()
+    assert_same_gradients(gradients(model), gradients(reference))
+    assert len(spy.traces) == 2
+
+
+def test_what_is_no_batch_is_fixed_after_the_first_trace():
+    """The first tensor of two dimensions that the frame has is not the first that the model reads."""
+    free_from_the_start()
+    model, spy = Called(lambda shift_TD, ids, weights: (ids, weights, shift_TD)), Spy()
+    reference = copy.deepcopy(model)
+    model.compile(backend=spy, options=OPTIONS)
+    for each in (model, reference):
+        each(SHIFT.repeat(zoo.TOKENS, 1), batch()[0], WEIGHTS).backward()
+    assert_same_gradients(gradients(model), gradients(reference))
+    assert len(spy.traces) == 2
+    assert sorted(roles(model).values()) == ["batch", "batch", "constant"]
 
 
 def test_the_retrace_happens_once_and_under_its_own_settings():
@@ -140,6 +223,13 @@ def test_releases_that_cannot_name_a_dimension(monkeypatch):
 # What an input is ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["in the first trace", "in another trace"])
+def freed(request):
+    """When the batch dimension is symbolic."""
+    if request.param == "in the first trace":
+        free_from_the_start()
+
+
 def check(model, *args, **kwargs):
     """The gradients on greedysnake are those of plain PyTorch; returns the compiled model."""
     reference = copy.deepcopy(model)
@@ -171,6 +261,7 @@ SHIFT = torch.linspace(-1, 1, WIDTH)  # the same for every sample
 WEIGHTS = torch.arange(1.0, 6.0)
 
 
+@pytest.mark.usefixtures("freed")
 @pytest.mark.parametrize(
     ("read", "args", "kwargs"),
     [
@@ -189,6 +280,7 @@ def test_forms_of_a_call(read, args, kwargs):
     assert sorted(roles(model).values()) == ["batch", "batch", "constant"]
 
 
+@pytest.mark.usefixtures("freed")
 def test_a_sequence_as_long_as_the_batch_is_large():
     """Equal sizes are not one symbol, so a later batch may have another."""
     model = compile_model(GPT(), 2)
@@ -200,12 +292,14 @@ def test_a_sequence_as_long_as_the_batch_is_large():
     assert roles(model) == {"ids": "batch", "labels": "batch"}
 
 
+@pytest.mark.usefixtures("freed")
 def test_a_batch_of_vectors():
     """Without any input of two dimensions, the first of one dimension has the batch."""
     model = Called(lambda tokens, weights: (tokens[:, None], weights, 0.0))
     assert list(roles(check(model, torch.arange(5), WEIGHTS)).values()) == ["batch", "batch"]
 
 
+@pytest.mark.usefixtures("freed")
 def test_floats_of_the_model_are_constants_with_dynamic_shapes():
     class Scaled(Block):
         scale = 0.5

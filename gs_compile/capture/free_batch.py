@@ -1,0 +1,121 @@
+"""free_batch: the settings of Dynamo under which the batch dimension of what a model is called with is symbolic.
+
+By itself Dynamo traces a frame with static shapes first. To run micro-batches of any size from one capture, dimension 0
+of every batch input has to be symbolic. So as Dynamo begins to compile a frame for this backend, the tensors that the
+frame was called with are looked at, and those of the batch are named in ``torch.compiler.config.dynamic_sources``: the
+first trace is the only one. Inputs that are not found so, in an object for example, or that turn out to be no batch,
+are known after the first trace, and Dynamo is asked for another one. The settings are global, so they are put back when
+Dynamo's compile of the frame ends, however it ends.
+
+Facts of Dynamo that this file rests on are each under a test in ``tests/capture/test_capture.py``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._dynamo import callback_handler as callback_handler
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.variables import builder as dynamo_builder
+from torch.fx.experimental import _config
+
+from gs_compile.progress import stage
+
+compiler_config: Any = torch.compiler.config
+symbolic_config: Any = _config
+
+
+def free_from_the_start() -> None:
+    """Frames that Dynamo compiles from now on for this backend have a free batch dimension; until a reset."""
+    if _begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_begin)
+
+
+def is_freed(batch: Sequence[str], sources: Iterable[str]) -> bool:
+    """Whether this trace has had dimension 0 of `batch` symbolic, and of none of the other `sources`."""
+    current = _current()
+    return current is not None and current.sources.intersection(sources) == set(batch)
+
+
+def free(batch: Sequence[str]) -> None:
+    """Have the next trace of this frame treat dimension 0 of these sources as symbolic, and floats as constants."""
+    settings = _current() or _Settings()
+    settings.name(batch)
+
+
+def compiled_for() -> tuple[str, Mapping[str, Any]]:
+    """The module of the backend that Dynamo compiles a frame for, and what that frame was called with.
+
+    Among the callers there is Dynamo's compile of the frame.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not {"compiler_fn", "locals"} <= frame.f_locals.keys():
+        frame = frame.f_back
+    if frame is None:
+        return "", {}
+    backend: Any = frame.f_locals["compiler_fn"]
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")), frame.f_locals["locals"]
+
+
+def _begin(_: object) -> None:
+    """Dynamo begins to compile a frame."""
+    module, arguments = compiled_for()
+    if module.startswith("gs_compile."):
+        given = dict(_tensors("L", {name: each for name, each in arguments.items() if name != "self"}))
+        first = max(given.values(), key=lambda each: each.dim() > 1, default=None)
+        if first is not None and first.shape[0] > 1:
+            free([source for source, each in given.items() if each.shape[0] == first.shape[0]])
+
+
+def _tensors(source: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors with dimensions in `value`, each with Dynamo's name for where it comes from."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 0:
+            yield source, value
+    elif type(value) is dict:
+        for key, each in value.items():
+            yield from _tensors(f"{source}[{key!r}]", each)
+    elif type(value) in (list, tuple):
+        for index, each in enumerate(value):
+            yield from _tensors(f"{source}[{index}]", each)
+
+
+def _current() -> _Settings | None:
+    """The settings of the frame that is being compiled: Dynamo has their end among its callbacks."""
+    owners = (getattr(callback, "__self__", None) for callback in callback_handler.end_callbacks)
+    return next((each for each in owners if isinstance(each, _Settings)), None)
+
+
+class _Settings(ExitStack):
+    """Of a frame's traces; put back when Dynamo's compile of the frame ends, however it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: set[str] = set()
+        self._before = compiler_config.dynamic_sources
+        self.enter_context(dynamo_config.patch(specialize_float=True))
+        self.enter_context(
+            symbolic_config.patch("use_duck_shape", False)
+        )  # two dimensions of one size are not one symbol
+        self.enter_context(stage("tracing the model"))
+        callback_handler.register_end_callback(self.end)
+
+    def name(self, sources: Sequence[str]) -> None:
+        """Of these sources, and of no others of ours, dimension 0 is symbolic from now on."""
+        self.sources = set(sources)
+        per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # else the whole source becomes symbolic
+        entries = [f"{re.escape(source)}:0" if per_dimension else source for source in sources]
+        named = ",".join(filter(None, [self._before, *entries]))
+        self.enter_context(compiler_config.patch(dynamic_sources=named))
+
+    def end(self, _: object) -> None:
+        callback_handler.remove_end_callback(self.end)
+        self.close()
