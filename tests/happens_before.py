@@ -1,4 +1,5 @@
-"""A run on the CPU twin of a device, with a record of which accesses to memory are ordered, and by what.
+"""A run on the CPU twin of a device, or on the CPU itself, with a record of which accesses to memory are ordered, and by
+what.
 
 Every thread and every stream has a vector clock. Waits for tickets and events, and launches, order what comes after
 them behind what came before. Two accesses to the same bytes, one of which writes, must be ordered; else a run on a GPU
@@ -13,16 +14,21 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from stream_twin import Twin, span_of
+import torch
+from stream_twin import Twin, TwinTensor, span_of
+from torch.utils._pytree import tree_leaves
 
 from gs_compile.runtime import coordinators, stream, tiers
 from gs_compile.runtime.commits import Commits
-from gs_compile.runtime.coordinators import Parameters
+from gs_compile.runtime.coordinators import Activations, Parameters
+from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep
+from gs_compile.runtime.slab import Block
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Extent
-from gs_compile.runtime.values import Gradient
+from gs_compile.runtime.trace import name_of
+from gs_compile.runtime.values import Gradient, Saved, flat_of
 
 Clock = dict[Any, int]
 
@@ -86,6 +92,19 @@ class Checker:
                 kept.append(Access(name, actor, clock[actor], is_write, start, stop))
                 self.accesses[memory] = kept
 
+    def foresee(self, name: str, content: Any, tickets: Sequence[Ticket], *, is_write: bool) -> None:
+        """Whoever uses memory of the twin next, behind `tickets`, comes after what was computed there so far."""
+        computing = self.twin.current_stream()
+        with self.lock:
+            clock = dict(self.clock())
+            for ticket in tickets:
+                self.join(clock, self.marks.get(ticket.event, {}))
+            for start, stop in (span_of(each) for each in _tensors(content) if isinstance(each, TwinTensor)):
+                for old in self.accesses.get("memory", []):
+                    is_alike = old.actor is computing and old.start < stop and start < old.stop
+                    if is_alike and (is_write or old.is_write) and clock.get(computing, 0) < old.time:
+                        self.races.add(f"{old.name} and who comes after {name}")
+
     # What the twin tells ---------------------------------------------------------------------------------------------
 
     def launched(
@@ -121,6 +140,12 @@ class Checker:
             self.access(name, spans, is_write=is_write)
 
 
+def _tensors(content: Any) -> list[torch.Tensor]:
+    if isinstance(content, Gradient | Saved):
+        return [flat_of(content)] if isinstance(content, Gradient) else list(content.tensors)
+    return [each for each in tree_leaves(content) if isinstance(each, torch.Tensor)]
+
+
 def _memory(content: Any) -> tuple[Any, int, int]:
     if isinstance(content, Extent):
         return content.label, 0, content.nbytes
@@ -136,10 +161,27 @@ def on_twin(seed: int = 0, delay_seconds: float = 1e-3) -> Iterator[Checker]:
         patched.setattr(stream, "DEVICES", {"cpu": lambda _: twin})
         _watch_threads(checker, patched)
         _watch_lanes(checker, patched)
+        _watch_launches(checker, patched)
         try:
             yield checker
         finally:
             twin.close()
+    assert not checker.races, "nothing orders " + "; ".join(sorted(checker.races)[:5])
+
+
+@contextmanager
+def on_host() -> Iterator[Checker]:
+    """Every run inside the block computes on the CPU; accesses to its slab that nothing orders fail the block, by name.
+
+    Nobody sees that an operation is done: a wait orders, and not what lanes happen to have come to.
+    """
+    checker = Checker()
+    with pytest.MonkeyPatch.context() as patched:
+        _watch_threads(checker, patched)
+        patched.setattr(Ticket, "done", False)
+        _watch_lanes(checker, patched)
+        _watch_computation(checker, patched)
+        yield checker
     assert not checker.races, "nothing orders " + "; ".join(sorted(checker.races)[:5])
 
 
@@ -178,7 +220,7 @@ def _watch_threads(checker: Checker, patched: Any) -> None:
 
 def _watch_lanes(checker: Checker, patched: Any) -> None:
     transfer, update, commit, home = coordinators.transfer, OptimizerStep.update, Parameters.commit, tiers.Tiers.at_home
-    seal = Commits._make
+    seal, scale = Commits._make, TieredExecutor.scale
 
     def watched_transfer(reads: Sequence[Any], targets: Sequence[Any]) -> None:
         checker.work(threading.current_thread().name, reads, targets)
@@ -205,8 +247,68 @@ def _watch_lanes(checker: Checker, patched: Any) -> None:
         seal(self, manifest_of, writes, issued)
         checker.named = {extent.label for extent in issued.values()}
 
+    def watched_scale(self: TieredExecutor, factor: Any) -> None:
+        scale(self, factor)
+        scaled = [value for value in self.env if value.kind in ("dw", "dside", "dx") and value.tier == "host"]
+        if not self.placement.by_micro_batch:
+            checker.work("scale", [], [self.env[value] for value in scaled])
+
+    patched.setattr(TieredExecutor, "scale", watched_scale)
     patched.setattr(Commits, "_make", watched_seal)
     patched.setattr(coordinators, "transfer", watched_transfer)
     patched.setattr(OptimizerStep, "update", watched_update)
     patched.setattr(Parameters, "commit", watched_commit)
     patched.setattr(tiers.Tiers, "at_home", watched_home)
+
+
+def _watch_launches(checker: Checker, patched: Any) -> None:
+    """What is computed with is known to those who come after, on whatever stream they are."""
+    compute, scale = TieredExecutor._compute, TieredExecutor.scale
+
+    def foresee(self: TieredExecutor, name: str, values: Sequence[Any]) -> None:
+        for value in values:
+            for tickets, is_write in ((self._users(value).ready(value), False), (self._users(value).idle(value), True)):
+                checker.foresee(name, self._content(value), tickets, is_write=is_write)
+
+    def watched_compute(self: TieredExecutor, op: Any) -> None:
+        compute(self, op)
+        foresee(self, name_of(op), (*op.reads, *op.into, *op.results))
+
+    def watched_scale(self: TieredExecutor, factor: Any) -> None:
+        scale(self, factor)
+        foresee(self, "scale", [value for value in self.env if value.kind in ("dw", "dside", "dx")])
+
+    patched.setattr(TieredExecutor, "_compute", watched_compute)
+    patched.setattr(TieredExecutor, "scale", watched_scale)
+
+
+def _watch_computation(checker: Checker, patched: Any) -> None:
+    """What the thread that issues does itself in the slab; what else it computes with is in nobody else's hands."""
+    results, keep, init = TieredExecutor._results, Activations.keep, Block.__init__
+    slabs: list[tuple[int, int]] = []
+
+    def watched_block(self: Block, start: int, nbytes: int, device: Any) -> None:
+        init(self, start, nbytes, device)
+        slabs.append(span_of(self._memory))
+
+    def in_slab(contents: Sequence[Any]) -> list[torch.Tensor]:
+        spans = {tensor: span_of(tensor) for content in contents for tensor in _tensors(content)}
+        return [
+            tensor
+            for tensor, (start, stop) in spans.items()
+            if any(first <= start and stop <= last for first, last in slabs)
+        ]
+
+    def watched_results(self: TieredExecutor, op: Any) -> Any:
+        reads, into = ([self._content(value) for value in values] for values in (op.reads, op.into))
+        checker.work(name_of(op), in_slab(reads), in_slab(into))
+        return results(self, op)
+
+    def watched_keep(self: Activations, value: Any, source: Any, memory: Any) -> Any:
+        kept = keep(self, value, source, memory)
+        checker.work(f"alias {value}", [], in_slab([] if kept is source else [kept]))
+        return kept
+
+    patched.setattr(Block, "__init__", watched_block)
+    patched.setattr(TieredExecutor, "_results", watched_results)
+    patched.setattr(Activations, "keep", watched_keep)

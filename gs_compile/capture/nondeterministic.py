@@ -1,7 +1,8 @@
 """nondeterministic: operators of a unit's code that may give other bits in another run on a GPU.
 
 They are those of torch's documentation of `torch.use_deterministic_algorithms`: threads add to one place in memory in
-any order, or write to it. torch marks none of them, so the table is here.
+any order, or write to it. torch marks none of them, so the table is here. The gradient of an embedding is not among
+them; inductor's code for it is: it adds to rows in any order.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ REFUSED = frozenset(
     "reflection_pad2d_backward reflection_pad3d_backward upsample_bicubic2d_backward upsample_bilinear2d_backward "
     "upsample_linear1d_backward upsample_trilinear3d_backward".split()
 )
+EMBEDDING = torch.ops.aten.embedding_dense_backward.default
 ATTENTION = "scaled_dot_product_attention"  # its backward; which kernel it is follows from the device
 TORCHS = frozenset(("aten", "prim", "prims"))
 
@@ -65,6 +67,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[Nondeterministic, None] = {}
         self._line = ""
+        self._embeddings: list[str] = []  # the lines whose gradients were computed, in this order
         self._lines = _Lines(module, self._begin, self._end)
 
     def run(self, *inputs: torch.Tensor) -> Any:
@@ -74,10 +77,20 @@ class Watch(TorchDispatchMode):
         answer = _answer(func, args, kwargs or {})
         if answer is not None:
             self._note(_name(func), answer)
+        if func is EMBEDDING:
+            self._embeddings.append(self._line)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, operator: str, answer: Answer) -> None:
-        self.found[Nondeterministic(operator, self._line, answer)] = None
+    def note_embeddings(self, traced: fx.GraphModule, compiled: fx.GraphModule) -> None:
+        """Those whose gradient is left to inductor, of what was traced under this and then compiled in part."""
+        left = {node.name for node in compiled.graph.find_nodes(op="call_function", target=EMBEDDING)}
+        known = traced.graph.find_nodes(op="call_function", target=EMBEDDING)
+        for node, line in zip(known, self._embeddings, strict=False):
+            if node.name in left:
+                self._note(_name(EMBEDDING), "replaced", line)
+
+    def _note(self, operator: str, answer: Answer, line: str | None = None) -> None:
+        self.found[Nondeterministic(operator, self._line if line is None else line, answer)] = None
 
     def _begin(self, line: str, *_: Any) -> None:
         self._line = line

@@ -25,6 +25,8 @@ LITTLE_NBYTES = 4 << 30  # torch and a layer's activations take this much
 NEWEST_TORCH = (2, 13)  # that the tests have run with
 OLD_SECONDS = 90 * 86400.0  # drives age and machines change
 PIN_NBYTES = 64 << 20  # more than the usual limit of locked memory
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 class Check(NamedTuple):
@@ -97,7 +99,7 @@ def memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> Check:
 
 
 def cuda(*, proc: Path = PROC) -> Check:
-    """The devices that torch sees, and whether host memory can be pinned for them, beyond its limit too."""
+    """The devices that torch sees, how it takes their memory, and whether the host's is pinned beyond its limit."""
     from gs_compile.runtime.stream import accelerators, pinned_block
 
     devices = ", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in accelerators())
@@ -113,7 +115,9 @@ def cuda(*, proc: Path = PROC) -> Check:
     except RuntimeError as error:
         found = f"{devices}; {format_bytes(PIN_NBYTES)} cannot be pinned ({str(error).splitlines()[0]}); {limited}"
         return Check(found, "ulimit -l unlimited; for docker, --ulimit memlock=-1", is_bad=True)
-    return Check(f"{devices}; {format_bytes(PIN_NBYTES)} pinned; {limited}")
+    is_expandable = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
+    advice = f"layers of several sizes leave gaps in a device's memory: export {EXPANDABLE} before a run"
+    return Check(f"{devices}; {format_bytes(PIN_NBYTES)} pinned; {limited}", "" if is_expandable else advice)
 
 
 def waiting_threads() -> Check:

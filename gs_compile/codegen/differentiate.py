@@ -272,7 +272,9 @@ class Differentiated:
     def nondeterministic(self) -> tuple[Nondeterministic, ...]:
         """What of its code in a training step may give other bits in another run on a GPU."""
         watch = Watch(self.unit.module)
-        self._traced(self.last_name, watch)
+        whole = self._traced(self.last_name, watch)
+        if self._generator.compiler == "inductor" and self.last_name != "forward":
+            watch.note_embeddings(whole, self.factored(self.last_name, whole)[0])
         return tuple(watch.found)
 
     @property

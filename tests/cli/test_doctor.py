@@ -135,8 +135,13 @@ def test_cuda_and_pinned_memory(monkeypatch):
     monkeypatch.setattr(stream, "pinned_block", pinned.append)
     monkeypatch.setattr(stream, "accelerators", lambda: [("H200", 141 * GiB), ("A100", 80 * GiB)])
     devices = "H200 with 141.0 GiB, A100 with 80.0 GiB"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    found = doctor.cuda()
+    assert (found.state, "PYTORCH_ALLOC_CONF=expandable_segments:True" in found.advice) == ("warn", True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
     assert doctor.cuda() == Check(f"{devices}; 64.0 MiB pinned; {limit}")
-    assert pinned == [64 << 20]
+    assert pinned == 2 * [64 << 20]
     monkeypatch.setattr(stream, "pinned_block", fails(RuntimeError("CUDA error: invalid argument\nmore")))
     refused = doctor.cuda()
     assert refused.found == f"{devices}; 64.0 MiB cannot be pinned (CUDA error: invalid argument); {limit}"

@@ -1,7 +1,7 @@
-"""network: what moves the card's memory between ranks: a collective is a kernel on a stream, as NCCL's are.
+"""network: what moves the card's memory between ranks: a collective is a kernel on a stream of its group, as NCCL's are.
 
-It begins when the stream comes to it, and the stream goes on when all ranks have taken part. `wait` returns at once.
-Where a rank is gone the kernel never ends, until the group is aborted.
+It begins when the stream that it was launched from comes to it, and that stream goes on beside it, unless it waits:
+`wait` returns at once. Where a rank is gone the kernel never ends, until the group is aborted.
 
 What is in host memory goes to gloo, by functions of Python too: torch has a group that Python derives keep Python's
 lock while it enters gloo's queue, and gloo's thread, which keeps the queue as it frees a tensor, may wait for that lock.
@@ -23,7 +23,12 @@ NAME = "cardnet"
 class _Launched(dist._Work):
     """The stream waits for it, and the host does not."""
 
+    def __init__(self, end: torch.Event) -> None:
+        super().__init__()
+        self._end = end
+
     def wait(self, timeout: Any = None) -> bool:
+        torch.accelerator.current_stream(self._end.device).wait_event(self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -35,6 +40,7 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self._own = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._own)
+        self._stream: torch.Stream | None = None
         self._promises: list[Any] = []
         self._is_aborted = False
         self._turn = threading.Lock()  # as collectives are launched, so they are done
@@ -90,15 +96,18 @@ class Group(dist.ProcessGroup):
         self._own.allgather([everyone], [own.contiguous()]).wait()
 
     def _launch(self, tensor: torch.Tensor, run: Callable[[], None]) -> _Launched:
-        stream = torch.accelerator.current_stream(tensor.device)
-        begun = torch.Event(tensor.device)
-        begun.record(stream)
-        promise = card.native().promise(tensor.device.index)
+        begun, end = torch.Event(tensor.device), torch.Event(tensor.device)
+        begun.record(torch.accelerator.current_stream(tensor.device))
+        self._stream = self._stream or torch.Stream(tensor.device)
+        self._stream.wait_event(begun)
+        with self._stream:
+            promise = card.native().promise(tensor.device.index)
+        end.record(self._stream)
         self._promises.append(promise)
         before, self._before = self._before, threading.Event()
         given = begun, promise, before, self._before, run
         threading.Thread(target=self._carry_out, args=given, name=NAME, daemon=True).start()
-        return _Launched()
+        return _Launched(end)
 
     def _carry_out(
         self, begun: Any, promise: Any, before: threading.Event, after: threading.Event, run: Callable[[], None]

@@ -76,6 +76,21 @@ def test_two_ranks_with_a_device_each(pair, tmp_path):
         assert touches == 0, "the other rank's device"
 
 
+def goes_on_at_once(info, tmp_path):
+    with on_card(info) as where, pytest.MonkeyPatch.context() as patched:
+        import network
+        from carded import to
+
+        patched.setattr(network._Launched, "wait", lambda *_: True)
+        learner = Learner(info, tmp_path / str(info.rank), build=lambda seed: to(gpt2(seed=seed), where))
+        learner.train(0)
+
+
+def test_a_stream_that_does_not_wait_for_the_network_computes_with_poison(pair, tmp_path):
+    with pytest.raises(AssertionError, match="NonFiniteWarning: the loss is not finite: step 1 was skipped"):
+        pair.run(goes_on_at_once, tmp_path)
+
+
 def is_killed(info, tmp_path):
     with on_card(info) as where:
         from carded import to

@@ -23,10 +23,11 @@ from gs_compile.planner import in_pieces
 from gs_compile.planner.measure.machines import Where, free_nbytes
 from gs_compile.runtime import issue, lanes, stream
 from gs_compile.runtime.issue import TieredExecutor
-from gs_compile.runtime.lanes import Lane, Ticket
+from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.muon import Orthogonalizer
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.stream import Accelerator, _Arrival, device_of
+from gs_compile.runtime.trace import Trace
 from gs_compile.runtime.values import Held, ValueTable
 
 KEEPS_CAPTURES = True
@@ -199,6 +200,20 @@ def test_without_it_the_card_shows_it(learned, tmp_path, monkeypatch, mutation):
     is_right = found is not None and set(found.differences(expected)) <= {"norms"}
     is_right = is_right and found.norms == pytest.approx(expected.norms, rel=1e-6)
     assert not is_right or waits or card.take_touches(0)
+
+
+@pytest.mark.parametrize("patience", [lanes.PATIENCE_SECONDS, 0.0])
+def test_a_lane_that_is_closed_has_no_copies_under_way(monkeypatch, patience):
+    """So what they copy from and to may be unmapped; without patience they are."""
+    monkeypatch.setattr(lanes, "PATIENCE_SECONDS", patience)
+    device = Card(torch.device("card", 0))
+    memory, target = map_memory(64, device), device.empty((64,), torch.uint8)
+    card.delays(copy=0.2)
+    lane = Lane("h2d", Failure(), Trace(), device=device, stream=device.new_stream())
+    ticket = lane.submit("copy", partial(device.copy, target, memory))
+    lane.close()
+    assert ticket.done == (patience > 0)
+    device.synchronize()
 
 
 def test_a_type_that_no_accelerator_has_is_refused():

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
-from happens_before import on_twin
+from happens_before import on_host, on_twin
 from learner import distance, same_tensors
+from lines import without
 from tiered import Harness, adamw, gpt2, options, sgd, tokens, two_groups
 from torch.nn import functional
 
@@ -24,6 +26,7 @@ from gs_compile.errors import (
     StepOrderError,
 )
 from gs_compile.model.residency import residency_of
+from gs_compile.runtime.tiers import Tiers
 
 KEEPS_CAPTURES = True
 TOLERANCE = 2e-6  # of a gradient: sums of micro-batches in fp32 in another order; two steps of it
@@ -235,6 +238,15 @@ def test_on_a_device_every_access_is_ordered(loop, harness, tmp_path):
     with on_twin():
         found = learned(harness, sgd, loop, options(tmp_path / "twin", **{**given, "separate_device": False}))
     assert_same(found, (losses, values, pytest.approx(norm, rel=1e-6)))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_gradient_from_outside_waits_for_the_models_own(harness, tmp_path, monkeypatch, waits):
+    """Which may be on its way to its sum."""
+    if not waits:
+        monkeypatch.setattr(Tiers, "at_home", without(Tiers, "at_home", "ticket.wait()"))
+    with nullcontext() if waits else pytest.raises(AssertionError, match=r"nothing orders .*dw"), on_host():
+        learned(harness, sgd, penalized, options(tmp_path, **PLACES["gradients on SSD"]))
 
 
 @pytest.mark.parametrize("loop", [pytest.param(accumulated, marks=pytest.mark.slow), a_sum])

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import time
 from functools import partial
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lines import without
 from tiered import adamw, loss_of, options, shared, step, tokens
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.planner.builder import peak
-from gs_compile.runtime import slab
+from gs_compile.runtime import coordinators, slab
+from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.slab import map_memory
+from gs_compile.runtime.tiers import Tiers
 
 KEEPS_CAPTURES = True
 NUM_LAYERS, NUM_MICRO_BATCHES = 3, 3
@@ -62,6 +66,28 @@ def test_the_planned_memory_is_enough(storage, precision, clip, alpha, separate_
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= planned
         assert optimizer.engine.tiers.slab.has_block(optimizer.engine.programs[-1])  # the steps have left nothing
+
+
+@pytest.mark.parametrize("line", ["", "self.synchronize()"], ids=["", "without it"])
+def test_what_lanes_work_on_is_over_before_a_larger_step_is_mapped(storage, monkeypatch, line):
+    """Else they would have its memory beside that of the step."""
+    harness, tickets, under_way = harness_of(), [], []
+    submit, transfer = Lane.submit, coordinators.transfer
+    monkeypatch.setattr(Lane, "submit", lambda *given, **more: tickets.append(submit(*given, **more)) or tickets[-1])
+    monkeypatch.setattr(coordinators, "transfer", lambda *given: time.sleep(2e-3) or transfer(*given))
+    if line:
+        monkeypatch.setattr(Tiers, "block", without(Tiers, "block", line))
+
+    def mapped(nbytes, device):
+        under_way.append([each for each in tickets if not each.done])
+        return map_memory(nbytes, device)
+
+    with harness.fresh(adamw, options(storage, alpha=0.0, ratios={"checkpoint": 1.0})) as optimizer:
+        step(harness.model, optimizer, tokens(0, 2))
+        monkeypatch.setattr(slab, "map_memory", mapped)
+        step(harness.model, optimizer, tokens(1, 99))
+    assert len(under_way) == 1
+    assert bool(under_way[0]) == bool(line)
 
 
 @pytest.mark.parametrize("clip", [None, "speculative"])

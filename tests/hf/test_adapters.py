@@ -39,7 +39,7 @@ def adapted(config=LORA, model=None):
     return peft.get_peft_model((model or small("llama")).train(), copy.deepcopy(config))  # PEFT keeps and changes it
 
 
-def trained(model, folder, *, checkpointing=True, save_steps=0, resume=None, **options):
+def trained(model, folder, *, checkpointing=True, save_steps=0, resume=None, use_cpu=True, **options):
     """Trainer with a model, after 4 steps; with options, on the tiers."""
     torch._dynamo.reset()
     args = TrainingArguments(
@@ -53,7 +53,7 @@ def trained(model, folder, *, checkpointing=True, save_steps=0, resume=None, **o
         report_to=[],
         save_strategy="steps" if save_steps else "no",
         save_steps=save_steps or 500,
-        use_cpu=True,
+        use_cpu=use_cpu,
     )
     model.enable_input_require_grads()
     trainer = Trainer(model, args, train_dataset=samples(), data_collator=padded)

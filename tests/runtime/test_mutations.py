@@ -5,15 +5,16 @@ runtime it does not.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+import time
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
 import torch
-from happens_before import on_twin
+from happens_before import on_host, on_twin
 from lines import without
-from stream_twin import Twin, TwinStream
-from tiered import adamw, gpt2, options, step, tokens, two_groups
+from stream_twin import Twin, TwinStream, TwinTensor
+from tiered import adamw, gpt2, loss_of, options, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import MemoryBudgetError
@@ -68,9 +69,32 @@ LINES = [  # each by itself; more of them in device/test_runs_on_card.py
     (TieredExecutor, "_launched", "ticket.event = self._device.record(stream)"),
     (TieredExecutor, "_made", "former += users if is_new else ()"),
     (TieredExecutor, "_compute", "self._users(value).change(value, ticket)"),
+    (TieredExecutor, "_compute", "self._users(value).use(value, ticket)"),
     (ValueTable, "free", "place.end(users)"),
 ]
-MUTATIONS |= {f"{owner.__name__}.{name}: {line}": (owner, name, line) for owner, name, line in LINES}
+
+
+def named(mutation):
+    owner, name, line = mutation
+    return f"{owner.__name__}.{name}: {line}"
+
+
+MUTATIONS |= {named(each): each for each in LINES}
+
+ON_HOST = [  # where a CPU computes: in the slab, beside the lanes
+    (TieredExecutor, "_made", "join_all(former, None)  # a checkpoint is copied here and now"),
+    (TieredExecutor, "_define", "after += former"),
+    (TieredExecutor, "_compute", "join_all(self._awaited(op.reads, op.into), stream)"),
+    (lanes.Lane, "_carry_out", "join_all(task.after, self._stream)"),
+    (TieredExecutor, "_submit", "self._users(value).use(value, ticket)"),
+    (TieredExecutor, "_submit", "self._users(value).change(value, ticket)"),
+    (ValueTable, "free", "place.end(users)"),
+]
+
+SCALE = [  # lines of `TieredExecutor.scale`, and a size of micro-batches with which nothing else waits
+    ("join_all(self.values.users.idle(value), None)", 2),
+    ("self.values.users.change(value, ticket)", 5),
+]
 
 TAKE_MORE = {
     "what is held is never let go of": (Held, "let_go", nothing),
@@ -182,3 +206,49 @@ def test_without_it_the_device_takes_more_than_is_planned(harness, tmp_path, mon
     monkeypatch.setattr(*TAKE_MORE[mutation])
     with on_twin() as checker, pytest.raises(AssertionError, match="<="):
         harness.train(adamw, options(tmp_path, **CHOSEN), 2, look=partial(has_what_is_planned, checker.twin))
+
+
+@pytest.fixture(scope="module")
+def host_memory_of_a_cpu(harness, tmp_path_factory):
+    """The least, where a CPU computes in it."""
+    with pytest.raises(MemoryBudgetError) as refusal:
+        harness.train(adamw, options(tmp_path_factory.mktemp("refused"), host_memory=1, **CHOSEN), 1)
+    return int(re.findall(r"\((\d+) bytes\) of it at least", str(refusal.value))[0])
+
+
+def test_where_a_cpu_computes_every_access_is_ordered(harness, host_memory_of_a_cpu, tmp_path):
+    with on_host() as checker:
+        harness.train(adamw, options(tmp_path, host_memory=host_memory_of_a_cpu, **CHOSEN), 2)
+    assert len(checker.accesses["memory"]) > 9
+
+
+@pytest.mark.parametrize("mutation", ON_HOST, ids=named)
+def test_without_it_something_is_not_ordered_where_a_cpu_computes(
+    harness, host_memory_of_a_cpu, tmp_path, monkeypatch, mutation
+):
+    owner, name, line = mutation
+    monkeypatch.setattr(owner, name, without(owner, name, line))
+    with suppress(Exception), on_host() as checker:
+        harness.train(adamw, options(tmp_path, host_memory=host_memory_of_a_cpu, **CHOSEN), 2)
+    assert checker.races
+
+
+@pytest.mark.parametrize(("line", "micro_batch_size"), [("", 2), *SCALE], ids=lambda each: str(each))
+def test_a_loss_that_is_scaled(harness, tmp_path, monkeypatch, line, micro_batch_size):
+    """Between the halves of a step, while copies are under way."""
+    copy = Twin.copy
+
+    def slow(twin, target, source):
+        if not isinstance(target, TwinTensor):
+            twin.current_stream().launch(partial(time.sleep, 0.05))
+        copy(twin, target, source)
+
+    monkeypatch.setattr(Twin, "copy", slow)
+    if line:
+        monkeypatch.setattr(TieredExecutor, "scale", without(TieredExecutor, "scale", line))
+    given = options(tmp_path, micro_batch_size=micro_batch_size, **CHOSEN)
+    outcome = pytest.raises(AssertionError) if line else nullcontext()
+    with outcome, on_twin() as checker, harness.fresh(adamw, given) as optimizer:
+        (loss_of(harness.model, tokens(0)) * 0.5).backward()
+        optimizer.step()
+    assert bool(checker.races) == bool(line)
