@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from gs_compile.codegen.layout import may_be_encoded
 from gs_compile.errors import OptionError
+from gs_compile.hf.packed import Packed
 from gs_compile.model.files import leave_memory
 from gs_compile.model.offloaded import placeholder
 from gs_compile.model.residency import residency_of, stash
@@ -47,9 +49,10 @@ Tensor = torch.Tensor
 class FrozenConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """What `from_pretrained` gives transformers in the place of a quantization config."""
 
-    def __init__(self, options: Options, files: NewTensorsInFiles) -> None:
+    def __init__(self, options: Options, files: NewTensorsInFiles, packed: Packed | None = None) -> None:
+        """packed: how the weights of the checkpoint are, where they are decoded as they are read."""
         self.quant_method = METHOD
-        self.options, self.files = options, files
+        self.options, self.files, self.packed = options, files, packed
         self.stored: dict[str, Tensor] = {}  # by name of a parameter
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -81,10 +84,11 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
         return _Encode(self.quantization_config)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
+        config: FrozenConfig = self.quantization_config
         if not self.pre_quantized:
             return []
-        names = NAMES[str(self.quantization_config.options.frozen)]
-        return [WeightConverter([*names, "weight"], "weight", [_Read(self)])]
+        names = config.packed.names if config.packed else NAMES[str(config.options.frozen)]
+        return [WeightConverter([*names, "weight"], "weight", [_Decode(self) if config.packed else _Read(self)])]
 
     def is_serializable(self) -> bool:
         return False
@@ -128,6 +132,28 @@ class _Read(ConversionOps):  # type: ignore[misc]
         return {"weight": config.keep(full_layer_name, stored, like)}
 
 
+class _Decode(ConversionOps):  # type: ignore[misc]
+    """Makes values of the tensors of a packed weight, in a file, and encodes them where that is asked for."""
+
+    def __init__(self, hf_quantizer: FrozenQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict: Mapping[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> Any:
+        config: FrozenConfig = self.hf_quantizer.quantization_config
+        like, owner = model.get_parameter(full_layer_name), model.get_submodule(full_layer_name.rpartition(".")[0])
+        tensors = {name: given[0] if isinstance(given, list) else given for name, given in input_dict.items()}
+        if "weight" in tensors:
+            values = tensors["weight"].to(like.dtype)
+        else:
+            assert config.packed is not None
+            values = torch.empty(like.shape, dtype=like.dtype)
+            with config.files.aside():
+                config.packed.decode(tensors, values.T if isinstance(owner, Conv1D) else values)
+        found = {full_layer_name: values}
+        is_encoded = config.options.frozen and self.hf_quantizer.param_needs_quantization(model, full_layer_name)
+        return _Encode(config).convert(found) if is_encoded else found
+
+
 def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint as a codec names them."""
     found = {name.removeprefix("weight."): values for name, values in tensors.items()}
@@ -152,7 +178,7 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
     if left and model.hf_quantizer.pre_quantized:
         raise OptionError(
             f"of {min(left)} and {len(left) - 1} more the model has no parameter alone, as transformers puts them "
-            "together (experts), or leaves them out: these are not read in their codec. Have transformers decode the "
+            "together (experts), or leaves them out: these are not read as they are. Have transformers decode the "
             "checkpoint, as by quantization_config=FineGrainedFP8Config(dequantize=True), and with frozen= they are "
             "encoded in the first call"
         )
