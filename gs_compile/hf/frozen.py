@@ -38,9 +38,11 @@ NAMES = {  # of the tensors that quantized checkpoints have beside a weight
         "weight.nested_quant_map",
         "weight.quant_state.bitsandbytes__nf4",
     ],
+    "nf4_single": ["weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"],
     "int8": ["SCB", "weight_format"],
     "fp8": ["weight_scale_inv"],
 }
+NF4: Mapping[Any, Frozen] = {("nf4", True): "nf4", ("nf4", False): "nf4_single"}  # by type, and double quantization
 
 Tensor = torch.Tensor
 
@@ -88,7 +90,7 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             return []
         names = config.packed.names if config.packed else NAMES[str(config.options.frozen)]
-        return [WeightConverter([*names, "weight"], "weight", [_Decode(self) if config.packed else _Read(self)])]
+        return [WeightConverter([*names, "weight"], "weight", [_Read(self)])]
 
     def is_serializable(self) -> bool:
         return False
@@ -116,50 +118,39 @@ class _Encode(ConversionOps):  # type: ignore[misc]
 
 
 class _Read(ConversionOps):  # type: ignore[misc]
-    """Takes the tensors of an encoded parameter as they are."""
+    """Takes the tensors of an encoded parameter as they are; those of a packed one it decodes, into a file."""
 
     def __init__(self, hf_quantizer: FrozenQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
 
     def convert(self, input_dict: Mapping[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> Any:
-        if len(input_dict) == 1:  # not quantized
-            return input_dict
         config: FrozenConfig = self.hf_quantizer.quantization_config
         tensors = {name: given[0] if isinstance(given, list) else given for name, given in input_dict.items()}
-        like, codec = model.get_parameter(full_layer_name), CODECS[str(config.options.frozen)]
-        with config.files.aside():
-            stored = codec.packed(_in_codec(tensors), like.shape)
-        return {"weight": config.keep(full_layer_name, stored, like)}
-
-
-class _Decode(ConversionOps):  # type: ignore[misc]
-    """Makes values of the tensors of a packed weight, in a file, and encodes them where that is asked for."""
-
-    def __init__(self, hf_quantizer: FrozenQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    def convert(self, input_dict: Mapping[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> Any:
-        config: FrozenConfig = self.hf_quantizer.quantization_config
         like, owner = model.get_parameter(full_layer_name), model.get_submodule(full_layer_name.rpartition(".")[0])
-        tensors = {name: given[0] if isinstance(given, list) else given for name, given in input_dict.items()}
-        if "weight" in tensors:
+        if len(tensors) == 1:  # neither
             values = tensors["weight"].to(like.dtype)
-        else:
-            assert config.packed is not None
+        elif config.packed:
             values = torch.empty(like.shape, dtype=like.dtype)
             with config.files.aside():
                 config.packed.decode(tensors, values.T if isinstance(owner, Conv1D) else values)
+        else:
+            with config.files.aside():
+                stored = CODECS[str(config.options.frozen)].packed(_in_codec(tensors), like.shape)
+            return {full_layer_name: config.keep(full_layer_name, stored, like)}
         found = {full_layer_name: values}
-        is_encoded = config.options.frozen and self.hf_quantizer.param_needs_quantization(model, full_layer_name)
-        return _Encode(config).convert(found) if is_encoded else found
+        is_meant = config.packed and config.options.frozen
+        if is_meant and self.hf_quantizer.param_needs_quantization(model, full_layer_name):
+            return _Encode(config).convert(found)
+        return found
 
 
 def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint as a codec names them."""
     found = {name.removeprefix("weight."): values for name, values in tensors.items()}
     if (state := found.pop("quant_state.bitsandbytes__nf4", None)) is not None:
-        offset = json.loads(bytes(state.tolist()))["nested_offset"]
+        offset = json.loads(bytes(state.tolist())).get("nested_offset", 0.0)
         found["nested_offset"] = torch.tensor(offset, dtype=torch.float32)
+        found["weight"] = found["weight"].view(torch.uint8)  # whatever dtype bnb_4bit_quant_storage has
     return found
 
 
@@ -194,9 +185,9 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
 
 def known(config: Mapping[str, Any]) -> Frozen | None:
     """The codec that a quantization config of transformers, as a dict, means; None: none of them."""
-    of_4_bits = config.get("bnb_4bit_quant_type"), config.get("bnb_4bit_use_double_quant")
+    of_4_bits = config.get("bnb_4bit_quant_type"), bool(config.get("bnb_4bit_use_double_quant"))
     if config.get("load_in_4bit"):
-        return "nf4" if of_4_bits == ("nf4", True) else None
+        return NF4.get(of_4_bits)
     if config.get("load_in_8bit"):
         return "int8"
     is_fp8 = config.get("quant_method") == "fp8" and config.get("scale_fmt") in (None, "float")
@@ -229,5 +220,6 @@ def asked(frozen: Frozen | None, skip: Any, config: Any) -> tuple[Frozen | None,
     raise OptionError(
         f"quantization_config asks for {getattr(method, 'value', method)}, of a form not stored here. These are: "
         'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True), which is '
-        'frozen="nf4"; BitsAndBytesConfig(load_in_8bit=True), frozen="int8"; and FineGrainedFP8Config(), frozen="fp8"'
+        'frozen="nf4" (without bnb_4bit_use_double_quant "nf4_single"); BitsAndBytesConfig(load_in_8bit=True), '
+        'frozen="int8"; and FineGrainedFP8Config(), frozen="fp8"'
     )
