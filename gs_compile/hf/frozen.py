@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from gs_compile.codegen.layout import may_be_encoded
 from gs_compile.errors import OptionError
+from gs_compile.hf.encoded import EncodedFolder
 from gs_compile.hf.packed import Packed
 from gs_compile.model.files import leave_memory
 from gs_compile.model.offloaded import placeholder
@@ -51,10 +52,10 @@ Tensor = torch.Tensor
 class FrozenConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """What `from_pretrained` gives transformers in the place of a quantization config."""
 
-    def __init__(self, options: Options, files: NewTensorsInFiles, packed: Packed | None = None) -> None:
+    def __init__(self, options: Options, files: NewTensorsInFiles, packed: Packed | None, kept: EncodedFolder) -> None:
         """packed: how the weights of the checkpoint are, where they are decoded as they are read."""
         self.quant_method = METHOD
-        self.options, self.files, self.packed = options, files, packed
+        self.options, self.files, self.packed, self.kept = options, files, packed, kept
         self.stored: dict[str, Tensor] = {}  # by name of a parameter
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -62,8 +63,8 @@ class FrozenConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return getattr(self, name, default)
 
     def keep(self, name: str, stored: Tensor, like: Tensor) -> Tensor:
-        """Put the bytes of a parameter to a file; gives what transformers has in its place."""
-        self.stored[name] = stored.clone()
+        """Keep the bytes of a parameter, which are in a file; gives what transformers has in its place."""
+        self.stored[name] = stored
         return placeholder(like.dtype, torch.device("cpu")).expand(like.shape)
 
     def __deepcopy__(self, memo: Any) -> FrozenConfig:
@@ -107,13 +108,15 @@ class _Encode(ConversionOps):  # type: ignore[misc]
         self.config = config
 
     def convert(self, input_dict: Mapping[str, Any], **_: Any) -> dict[str, Tensor]:
-        found = {}
+        found, config = {}, self.config
         for name, given in input_dict.items():
             values = given[0] if isinstance(given, list) else given
-            with self.config.files.aside():
-                stored = CODECS[str(self.config.options.frozen)].encode(values)
-            leave_memory(values.untyped_storage())
-            found[name] = self.config.keep(name, stored, values)
+            if (stored := config.kept.find(name)) is None:
+                with config.files.aside():
+                    encoded = CODECS[str(config.options.frozen)].encode(values)
+                leave_memory(values.untyped_storage())
+                stored = config.kept.put(name, encoded)
+            found[name] = config.keep(name, stored, values)
         return found
 
 
@@ -127,6 +130,8 @@ class _Read(ConversionOps):  # type: ignore[misc]
         config: FrozenConfig = self.hf_quantizer.quantization_config
         tensors = {name: given[0] if isinstance(given, list) else given for name, given in input_dict.items()}
         like, owner = model.get_parameter(full_layer_name), model.get_submodule(full_layer_name.rpartition(".")[0])
+        if (stored := config.kept.find(full_layer_name)) is not None:
+            return {full_layer_name: config.keep(full_layer_name, stored, like)}
         if len(tensors) == 1:  # neither
             values = tensors["weight"].to(like.dtype)
         elif config.packed:
@@ -136,7 +141,7 @@ class _Read(ConversionOps):  # type: ignore[misc]
         else:
             with config.files.aside():
                 stored = CODECS[str(config.options.frozen)].packed(_in_codec(tensors), like.shape)
-            return {full_layer_name: config.keep(full_layer_name, stored, like)}
+            return {full_layer_name: config.keep(full_layer_name, stored.clone(), like)}
         found = {full_layer_name: values}
         is_meant = config.packed and config.options.frozen
         if is_meant and self.hf_quantizer.param_needs_quantization(model, full_layer_name):

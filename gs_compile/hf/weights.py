@@ -55,15 +55,16 @@ def from_pretrained(
     checkpoint misses or has beside is reported by transformers.
 
     frozen, frozen_skip: as in `Options`; matrices of layers are frozen and encoded as they are read, and nothing else
-    of them comes to storage. A quantization_config of transformers that says the same does, too. Checkpoints that are
-    quantized in a way that is one of `frozen` are read as they are; those in GPTQ, AWQ or packed by compressed-tensors
-    are decoded into the model's dtype, and with `frozen` encoded again, as they are read; others as transformers turns
-    them into that dtype, if a quantization_config says so (`Mxfp4Config(dequantize=True)`), and with `frozen` are
-    encoded in the first call.
+    of them comes to storage, where the next run finds them (docs/frozen.md). A quantization_config of transformers that
+    says the same does, too. Checkpoints that are quantized in a way that is one of `frozen` are read as they are; those
+    in GPTQ, AWQ or packed by compressed-tensors are decoded into the model's dtype, and with `frozen` encoded again, as
+    they are read; others as transformers turns them into that dtype, if a quantization_config says so
+    (`Mxfp4Config(dequantize=True)`), and with `frozen` are encoded in the first call.
 
     Raises OptionError for weights that are quantized otherwise, and for settings that place the model elsewhere;
     InitialisationError and StorageFullError as `init_on_storage` does.
     """
+    from gs_compile.hf.encoded import EncodedFolder, about
     from gs_compile.hf.frozen import FrozenConfig, asked, decodes, finish, skipped
     from gs_compile.hf.packed import packed
 
@@ -78,9 +79,11 @@ def from_pretrained(
         frozen, frozen_skip = _as_stored(name_or_path, stored, frozen), (*skipped(stored), *frozen_skip)
     own |= {"frozen": frozen, "frozen_skip": frozen_skip} if frozen else {}
     options = Options.of(own)
-    cache_nbytes = min(CACHE_NBYTES, host_budget(options) // 4)
-    with NewTensorsInFiles(directory(options.storage[0]), cache_nbytes) as files, _read_in_order():
-        encoding = FrozenConfig(options, files, form) if (frozen or form) and not is_decoded else None
+    cache_nbytes, folder = min(CACHE_NBYTES, host_budget(options) // 4), directory(options.storage[0])
+    is_encoded = frozen and not is_decoded and (stored is None or form)
+    source = about(model_class, name_or_path, given, frozen, frozen_skip) if is_encoded else None
+    with EncodedFolder(folder, source) as kept, NewTensorsInFiles(folder, cache_nbytes) as files, _read_in_order():
+        encoding = FrozenConfig(options, files, form, kept) if (frozen or form) and not is_decoded else None
         if encoding is not None and stored is None:
             given["quantization_config"] = encoding
         elif encoding is not None:
