@@ -248,6 +248,12 @@ class Door:
             yield self.cut(problem.layer_tokens)
             yield scarce.cut(problem.layer_tokens)
 
+    def extremes(self, size: int) -> Iterator[Door]:
+        """Of those of `smaller` the first, and the one that takes the least memory."""
+        scarce, pieces = replace(self, layer_updates=SCARCE_UPDATES), self._pieces(size)
+        yield self
+        yield scarce.cut(pieces[-1]) if pieces and in_pieces.may_help(scarce.problem(size)) else scarce
+
     def searched(self) -> list[Found]:
         """The micro-batch sizes that fit, until two larger ones have brought nothing; first the one with the highest
         throughput, of equals the smallest batch. Where nothing fits so, what takes less memory is tried.
