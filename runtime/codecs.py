@@ -2,6 +2,7 @@
 
     nf4     4 bits of a table of 16 quantiles of the normal distribution, a scale for every 64 elements, 8 bits with a
             scale of their own for every 256 of them: 4.127 bits an element (QLoRA, arXiv 2305.14314, section 3)
+            nf4_single: the scales of 64 in 32 bits instead (without double quantization): 4.5 bits an element
     int8    8 bits, and a scale for each row (LLM.int8(), arXiv 2208.07339, section 3.1)
     fp8     e4m3, and a scale for each block of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3)
 
@@ -103,12 +104,16 @@ class Nf4(Codec):
         }
 
     def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
-        codes, absmax = _in_blocks(values, _nf4(values.device), BLOCK)
-        codes = torch.cat([codes, codes.new_full((len(codes) % 2,), ZERO)])
+        weight, absmax = self.in_pairs(values)
         offset = absmax.mean()
         scales, nested = _in_blocks(absmax - offset, _dynamic(values.device), SCALES)
-        weight = codes[::2].bitwise_left_shift(4).bitwise_or_(codes[1::2])
         return {"weight": weight, "absmax": scales, "nested_absmax": nested, "nested_offset": offset}
+
+    def in_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Two elements in a byte, the upper half's first; and the scale of each block, in float32."""
+        codes, absmax = _in_blocks(values, _nf4(values.device), BLOCK)
+        codes = torch.cat([codes, codes.new_full((len(codes) % 2,), ZERO)])
+        return codes[::2].bitwise_left_shift(4).bitwise_or_(codes[1::2]), absmax
 
     def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         absmax = self.scales(tensors)
@@ -124,6 +129,22 @@ class Nf4(Codec):
         values = _dynamic(tensors["absmax"].device).index_select(0, tensors["absmax"].int())
         _scaled(values, tensors["nested_absmax"], values, SCALES)
         return values.add_(tensors["nested_offset"])
+
+
+@dataclass(frozen=True)
+class Nf4Single(Nf4):
+    name = "nf4_single"
+
+    def specs(self, shape: Shape) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        numel = math.prod(shape)
+        return {"weight": (torch.uint8, (_ceil(numel, 2),)), "absmax": (torch.float32, (_ceil(numel, BLOCK),))}
+
+    def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
+        weight, absmax = self.in_pairs(values)
+        return {"weight": weight, "absmax": absmax}
+
+    def scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["absmax"]
 
 
 @dataclass(frozen=True)
@@ -181,7 +202,7 @@ class Fp8(Codec):
                 there.copy_(codes.float().mul_(scale))
 
 
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Nf4(), Int8(), Fp8())}
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Nf4(), Nf4Single(), Int8(), Fp8())}
 
 
 @dataclass(frozen=True)

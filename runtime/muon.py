@@ -26,6 +26,7 @@ from gs_compile.runtime.stream import Device, wait_for
 Tensor = torch.Tensor
 STATES = ("momentum_buffer",)
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NS_STEPS = 5  # iterations, as of torch.optim.Muon
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Matrices:
     shape: tuple[int, ...]
     dim: int = 0
     sizes: tuple[int, ...] = ()
-    num_steps: int = 5
+    num_steps: int = NS_STEPS
 
     def of(self, parameter: Tensor) -> list[Tensor]:
         """The matrices, as views of a tensor of this shape."""

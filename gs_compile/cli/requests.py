@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import typer
 
 from gs_compile.options import Clipping, Frozen, Masters, Recompute
-from gs_compile.planner.request import Precision, Request, Saturation, States
+from gs_compile.planner.request import OptimizerName, Precision, Request, Saturation, States
 from gs_compile.schedules import Schedule
 
 Graph = Literal["captured", "forward", "backward", "program"]
@@ -113,6 +113,7 @@ FLAGS: Mapping[str, Flag] = {
     "host_memory": (str | None, flag('A budget, such as "64GiB".', metavar="SIZE", unset="the machine's")),
     "device_memory": (str | None, flag("The same for the device.", metavar="SIZE", unset="the machine's")),
     "precision": (Precision | None, flag("bf16 with fp32 masters, or the model's own.", unset="bf16")),
+    "optimizer": (OptimizerName, flag("AdamW, or Muon for matrices of layers and AdamW for the rest.")),
     "states": (States, flag("What moments of the optimizer are stored in.")),
     "wear_years": (
         float | None,

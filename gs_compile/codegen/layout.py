@@ -158,6 +158,13 @@ def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Seque
     return found
 
 
+def of_layers(split: Split, captured: Captured) -> Mapping[int, TensorSpec]:
+    """The parameters that layers alone read, by input index: all that are matrices for Muon are among them."""
+    found = {unit.unit: unit.parameters(captured) for unit in split.units}
+    others = {index for unit, specs in found.items() if not isinstance(unit, int) for index in specs}
+    return {i: spec for unit in found for i, spec in found[unit].items() if i not in others}
+
+
 def may_be_encoded(path: str, spec: TensorSpec | torch.Tensor, skip: Sequence[str]) -> bool:
     """Whether a parameter of a layer is a matrix, or several of one shape, and of no module that is to be skipped."""
     is_matrix = len(spec.shape) in (2, 3) and spec.dtype.is_floating_point and spec.dtype.itemsize > 1

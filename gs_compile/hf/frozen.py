@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from gs_compile.codegen.layout import may_be_encoded
 from gs_compile.errors import OptionError
+from gs_compile.hf.encoded import EncodedFolder
+from gs_compile.hf.packed import Packed
 from gs_compile.model.files import leave_memory
 from gs_compile.model.offloaded import placeholder
 from gs_compile.model.residency import residency_of, stash
@@ -36,9 +39,11 @@ NAMES = {  # of the tensors that quantized checkpoints have beside a weight
         "weight.nested_quant_map",
         "weight.quant_state.bitsandbytes__nf4",
     ],
+    "nf4_single": ["weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"],
     "int8": ["SCB", "weight_format"],
     "fp8": ["weight_scale_inv"],
 }
+NF4: Mapping[Any, Frozen] = {("nf4", True): "nf4", ("nf4", False): "nf4_single"}  # by type, and double quantization
 
 Tensor = torch.Tensor
 
@@ -47,9 +52,10 @@ Tensor = torch.Tensor
 class FrozenConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """What `from_pretrained` gives transformers in the place of a quantization config."""
 
-    def __init__(self, options: Options, files: NewTensorsInFiles) -> None:
+    def __init__(self, options: Options, files: NewTensorsInFiles, packed: Packed | None, kept: EncodedFolder) -> None:
+        """packed: how the weights of the checkpoint are, where they are decoded as they are read."""
         self.quant_method = METHOD
-        self.options, self.files = options, files
+        self.options, self.files, self.packed, self.kept = options, files, packed, kept
         self.stored: dict[str, Tensor] = {}  # by name of a parameter
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -57,8 +63,8 @@ class FrozenConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return getattr(self, name, default)
 
     def keep(self, name: str, stored: Tensor, like: Tensor) -> Tensor:
-        """Put the bytes of a parameter to a file; gives what transformers has in its place."""
-        self.stored[name] = stored.clone()
+        """Keep the bytes of a parameter, which are in a file; gives what transformers has in its place."""
+        self.stored[name] = stored
         return placeholder(like.dtype, torch.device("cpu")).expand(like.shape)
 
     def __deepcopy__(self, memo: Any) -> FrozenConfig:
@@ -81,9 +87,10 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
         return _Encode(self.quantization_config)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
+        config: FrozenConfig = self.quantization_config
         if not self.pre_quantized:
             return []
-        names = NAMES[str(self.quantization_config.options.frozen)]
+        names = config.packed.names if config.packed else NAMES[str(config.options.frozen)]
         return [WeightConverter([*names, "weight"], "weight", [_Read(self)])]
 
     def is_serializable(self) -> bool:
@@ -101,39 +108,54 @@ class _Encode(ConversionOps):  # type: ignore[misc]
         self.config = config
 
     def convert(self, input_dict: Mapping[str, Any], **_: Any) -> dict[str, Tensor]:
-        found = {}
+        found, config = {}, self.config
         for name, given in input_dict.items():
             values = given[0] if isinstance(given, list) else given
-            with self.config.files.aside():
-                stored = CODECS[str(self.config.options.frozen)].encode(values)
-            leave_memory(values.untyped_storage())
-            found[name] = self.config.keep(name, stored, values)
+            if (stored := config.kept.find(name)) is None:
+                with config.files.aside():
+                    encoded = CODECS[str(config.options.frozen)].encode(values)
+                leave_memory(values.untyped_storage())
+                stored = config.kept.put(name, encoded)
+            found[name] = config.keep(name, stored, values)
         return found
 
 
 class _Read(ConversionOps):  # type: ignore[misc]
-    """Takes the tensors of an encoded parameter as they are."""
+    """Takes the tensors of an encoded parameter as they are; those of a packed one it decodes, into a file."""
 
     def __init__(self, hf_quantizer: FrozenQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
 
     def convert(self, input_dict: Mapping[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> Any:
-        if len(input_dict) == 1:  # not quantized
-            return input_dict
         config: FrozenConfig = self.hf_quantizer.quantization_config
         tensors = {name: given[0] if isinstance(given, list) else given for name, given in input_dict.items()}
-        like, codec = model.get_parameter(full_layer_name), CODECS[str(config.options.frozen)]
-        with config.files.aside():
-            stored = codec.packed(_in_codec(tensors), like.shape)
-        return {"weight": config.keep(full_layer_name, stored, like)}
+        like, owner = model.get_parameter(full_layer_name), model.get_submodule(full_layer_name.rpartition(".")[0])
+        if (stored := config.kept.find(full_layer_name)) is not None:
+            return {full_layer_name: config.keep(full_layer_name, stored, like)}
+        if len(tensors) == 1:  # neither
+            values = tensors["weight"].to(like.dtype)
+        elif config.packed:
+            values = torch.empty(like.shape, dtype=like.dtype)
+            with config.files.aside():
+                config.packed.decode(tensors, values.T if isinstance(owner, Conv1D) else values)
+        else:
+            with config.files.aside():
+                stored = CODECS[str(config.options.frozen)].packed(_in_codec(tensors), like.shape)
+            return {full_layer_name: config.keep(full_layer_name, stored.clone(), like)}
+        found = {full_layer_name: values}
+        is_meant = config.packed and config.options.frozen
+        if is_meant and self.hf_quantizer.param_needs_quantization(model, full_layer_name):
+            return _Encode(config).convert(found)
+        return found
 
 
 def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint as a codec names them."""
     found = {name.removeprefix("weight."): values for name, values in tensors.items()}
     if (state := found.pop("quant_state.bitsandbytes__nf4", None)) is not None:
-        offset = json.loads(bytes(state.tolist()))["nested_offset"]
+        offset = json.loads(bytes(state.tolist())).get("nested_offset", 0.0)
         found["nested_offset"] = torch.tensor(offset, dtype=torch.float32)
+        found["weight"] = found["weight"].view(torch.uint8)  # whatever dtype bnb_4bit_quant_storage has
     return found
 
 
@@ -152,7 +174,7 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
     if left and model.hf_quantizer.pre_quantized:
         raise OptionError(
             f"of {min(left)} and {len(left) - 1} more the model has no parameter alone, as transformers puts them "
-            "together (experts), or leaves them out: these are not read in their codec. Have transformers decode the "
+            "together (experts), or leaves them out: these are not read as they are. Have transformers decode the "
             "checkpoint, as by quantization_config=FineGrainedFP8Config(dequantize=True), and with frozen= they are "
             "encoded in the first call"
         )
@@ -168,9 +190,9 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
 
 def known(config: Mapping[str, Any]) -> Frozen | None:
     """The codec that a quantization config of transformers, as a dict, means; None: none of them."""
-    of_4_bits = config.get("bnb_4bit_quant_type"), config.get("bnb_4bit_use_double_quant")
+    of_4_bits = config.get("bnb_4bit_quant_type"), bool(config.get("bnb_4bit_use_double_quant"))
     if config.get("load_in_4bit"):
-        return "nf4" if of_4_bits == ("nf4", True) else None
+        return NF4.get(of_4_bits)
     if config.get("load_in_8bit"):
         return "int8"
     is_fp8 = config.get("quant_method") == "fp8" and config.get("scale_fmt") in (None, "float")
@@ -203,5 +225,6 @@ def asked(frozen: Frozen | None, skip: Any, config: Any) -> tuple[Frozen | None,
     raise OptionError(
         f"quantization_config asks for {getattr(method, 'value', method)}, of a form not stored here. These are: "
         'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True), which is '
-        'frozen="nf4"; BitsAndBytesConfig(load_in_8bit=True), frozen="int8"; and FineGrainedFP8Config(), frozen="fp8"'
+        'frozen="nf4" (without bnb_4bit_use_double_quant "nf4_single"); BitsAndBytesConfig(load_in_8bit=True), '
+        'frozen="int8"; and FineGrainedFP8Config(), frozen="fp8"'
     )

@@ -55,15 +55,18 @@ def from_pretrained(
     checkpoint misses or has beside is reported by transformers.
 
     frozen, frozen_skip: as in `Options`; matrices of layers are frozen and encoded as they are read, and nothing else
-    of them comes to storage. A quantization_config of transformers that says the same does, too. Checkpoints that are
-    quantized in a way that is one of `frozen` are read as they are; others as transformers turns them into the model's
-    dtype, if a quantization_config says so (`Mxfp4Config(dequantize=True)`), and with `frozen` are encoded in the first
-    call.
+    of them comes to storage, where the next run finds them (docs/frozen.md). A quantization_config of transformers that
+    says the same does, too. Checkpoints that are quantized in a way that is one of `frozen` are read as they are; those
+    in GPTQ, AWQ or packed by compressed-tensors are decoded into the model's dtype, and with `frozen` encoded again, as
+    they are read; others as transformers turns them into that dtype, if a quantization_config says so
+    (`Mxfp4Config(dequantize=True)`), and with `frozen` are encoded in the first call.
 
     Raises OptionError for weights that are quantized otherwise, and for settings that place the model elsewhere;
     InitialisationError and StorageFullError as `init_on_storage` does.
     """
+    from gs_compile.hf.encoded import EncodedFolder, about
     from gs_compile.hf.frozen import FrozenConfig, asked, decodes, finish, skipped
+    from gs_compile.hf.packed import packed
 
     own = {"storage": storage, "host_memory": host_memory}
     Options.of(own)  # refuses what is wrong
@@ -71,13 +74,16 @@ def from_pretrained(
     if not is_decoded:
         frozen, frozen_skip = asked(frozen, frozen_skip, given.pop("quantization_config", None))
     stored = _check(name_or_path, given)
-    if stored is not None and not is_decoded:
+    form = packed(stored or {}) if not is_decoded else None
+    if stored is not None and not is_decoded and form is None:
         frozen, frozen_skip = _as_stored(name_or_path, stored, frozen), (*skipped(stored), *frozen_skip)
     own |= {"frozen": frozen, "frozen_skip": frozen_skip} if frozen else {}
     options = Options.of(own)
-    cache_nbytes = min(CACHE_NBYTES, host_budget(options) // 4)
-    with NewTensorsInFiles(directory(options.storage[0]), cache_nbytes) as files, _read_in_order():
-        encoding = FrozenConfig(options, files) if frozen and not is_decoded else None
+    cache_nbytes, folder = min(CACHE_NBYTES, host_budget(options) // 4), directory(options.storage[0])
+    is_encoded = frozen and not is_decoded and (stored is None or form)
+    source = about(model_class, name_or_path, given, frozen, frozen_skip) if is_encoded else None
+    with EncodedFolder(folder, source) as kept, NewTensorsInFiles(folder, cache_nbytes) as files, _read_in_order():
+        encoding = FrozenConfig(options, files, form, kept) if (frozen or form) and not is_decoded else None
         if encoding is not None and stored is None:
             given["quantization_config"] = encoding
         elif encoding is not None:
@@ -193,8 +199,9 @@ def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], 
         method = stored.get("quant_method")
         raise OptionError(
             f"{name_or_path}: the weights are quantized ({method}) in a form that is not read here: give a checkpoint "
-            "that is not, or in nf4 with double quantization or int8 of bitsandbytes, or in FP8 with blocks of 128 x "
-            "128; or have transformers decode it, as by quantization_config=Mxfp4Config(dequantize=True)"
+            "that is not, or in nf4 or int8 of bitsandbytes, in FP8 with blocks of 128 x 128, "
+            "GPTQ in 2, 4 or 8 bits, AWQ (gemm), or compressed-tensors that are packed in 4 or 8 bits; or have "
+            "transformers decode it, as by quantization_config=Mxfp4Config(dequantize=True)"
         )
     if frozen not in (None, found):
         raise OptionError(f'{name_or_path} has {found}, and frozen="{frozen}": leave frozen out, it is read as it is')

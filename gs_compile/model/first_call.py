@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -17,7 +16,7 @@ from gs_compile.capture.graph import Captured
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.capture.split import Split
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.layout import Arrangement, arrange, encoded, stored_types, tied_units
+from gs_compile.codegen.layout import Arrangement, arrange, encoded, of_layers, stored_types, tied_units
 from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
 from gs_compile.model.commits import OptimizerLike, check_alike
 from gs_compile.model.offloaded import UnavailableGradient
@@ -27,7 +26,6 @@ from gs_compile.planner.measure.machines import Where
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, num_calls_of
 from gs_compile.planner.run import ModelAtHand, Run
-from gs_compile.program.ir import Unit
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.former import alike
 from gs_compile.runtime.kernels import Rule
@@ -266,16 +264,12 @@ def _matrices(
         return None
     if ranks:
         ranks.open_updates()
-    readers, inputs = defaultdict[int, list[Unit]](list), compilation.captured.inputs
-    for graph in model.split.units:
-        for index in graph.parameters(compilation.captured):
-            readers[index].append(graph.unit)
+    split, captured = model.split, compilation.captured
+    own, inputs = of_layers(split, captured), captured.inputs
+    trained = (index for graph in split.units for index in graph.parameters(captured) if args[index].requires_grad)
     found = {
-        index: optimizer.matrices(
-            args[index], inputs[index].path, of_layer=all(isinstance(unit, int) for unit in units)
-        )
-        for index, units in readers.items()
-        if args[index].requires_grad
+        index: optimizer.matrices(args[index], inputs[index].path, of_layer=index in own)
+        for index in dict.fromkeys(trained)
     }
     return {index: each for index, each in found.items() if each is not None}
 

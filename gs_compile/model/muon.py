@@ -21,7 +21,7 @@ from gs_compile.model.settings import check_settings
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.formats import StateType
 from gs_compile.runtime.kernels import ADAMW
-from gs_compile.runtime.muon import COEFFICIENTS, STATES, Matrices, matrices_of
+from gs_compile.runtime.muon import COEFFICIENTS, NS_STEPS, STATES, Matrices, matrices_of
 
 MOST_STEPS = 99  # as of torch.optim.Muon
 OF_MATRICES = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
@@ -51,7 +51,7 @@ class Muon(TieredOptimizer):
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
-        ns_steps: int = 5,
+        ns_steps: int = NS_STEPS,
         adjust_lr_fn: str | None = None,
         *,
         adamw_lr: float = 3e-4,

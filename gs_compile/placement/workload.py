@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -65,6 +65,11 @@ class UnitSize:
         host memory, wholly or in part, or nothing does.
         """
         return self.itemsize < self.gradient_itemsize or not self.trained
+
+
+def beside_slab(sizes: Iterable[UnitSize]) -> int:
+    """The bytes of host memory that an update takes for its largest tensor, where it takes whole ones."""
+    return max((size.products.host_nbytes for size in sizes if size.products), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,7 @@ def does_fit(door: Door, samples: int, counted: dict[int, Counted] | None = None
     counted: by the pieces, what is known of other sizes; what is counted here is put there.
     """
     counted = {} if counted is None else counted
-    for each in door.smaller(samples):
+    for each in door.extremes(samples):
         with suppress(PlanError):
             problem = each.problem(samples, counted.get(each.layer_updates))
             counted[each.layer_updates] = problem.formulas.counted

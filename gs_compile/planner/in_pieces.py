@@ -31,8 +31,13 @@ def sizes(num_tokens: int) -> tuple[int, ...]:
 
 def smaller(problem: Problem) -> Iterator[Problem]:
     """The problem with layers in smaller and smaller pieces, where whole ones do not fit and these may."""
-    if problem.in_pieces and not problem.request.saves and may_fit(problem):
+    if may_help(problem):
         yield from map(problem.cut, problem.in_pieces)
+
+
+def may_help(problem: Problem) -> bool:
+    """Whether a step may fit with layers in pieces, where it does not with whole ones."""
+    return bool(problem.in_pieces) and not problem.request.saves and may_fit(problem)
 
 
 def may_fit(problem: Problem) -> bool:

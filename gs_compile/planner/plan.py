@@ -27,9 +27,10 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.levels import Levels
 from gs_compile.placement.shards import shared
-from gs_compile.placement.workload import Workload
+from gs_compile.placement.workload import Workload, beside_slab
 from gs_compile.planner import in_pieces
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, workload_levels
+from gs_compile.planner.cost.timing import with_products
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.decide import decide
 from gs_compile.planner.lp.counting import Counted
@@ -39,7 +40,7 @@ from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
-from gs_compile.planner.request import Request
+from gs_compile.planner.request import ITSELF, Request
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.schedules import Schedule
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MORE = 1e-3  # of throughput: less is nothing
+
+OF_WORKLOADS = tuple(ITSELF[name] for name in ("masters", "states", "optimizer"))
 
 Found = tuple[Problem, Search]
 
@@ -93,8 +96,10 @@ class _Model:
         self.captured: Callable[[Schedule], ModelSpec] = like.captured if like else cache(self._captured)
         self.spec = cache(self._spec)
         self._known: dict[tuple[Any, ...], Workload] = {}
-        if isinstance(model, Workload) and (request.masters or request.states != "fp32"):
-            raise PlanError(f"the workload {model.name} says itself what its states have: leave masters and states out")
+        if isinstance(model, Workload) and (request.masters, request.states, request.optimizer) != OF_WORKLOADS:
+            raise PlanError(
+                f"the workload {model.name} says itself what its states have: leave masters, states and optimizer out"
+            )
         if isinstance(model, Workload) and request.layer_tokens is not None:
             raise PlanError(f"the workload {model.name} says itself what its code takes: leave layer_tokens out")
         if isinstance(model, Workload) and request.frozen:
@@ -117,7 +122,7 @@ class _Model:
         )
 
     def _spec(self, schedule: Schedule) -> ModelSpec:
-        return replace(self.captured(schedule), frozen=self.request.frozen)
+        return replace(self.captured(schedule), frozen=self.request.frozen, optimizer=self.request.optimizer)
 
     def workload(
         self, size: int, schedule: Schedule, masters: Masters | None = None, layer_tokens: int | None = None
@@ -197,6 +202,8 @@ class Door:
         model, request, profile = self.model, self.request, self.profile
         layer_tokens = self.layer_tokens or request.layer_tokens
         workload = model.workload(size, request.schedule, masters, layer_tokens)
+        workload = replace(workload, sizes=with_products(workload.sizes, profile))
+        budgets = request.budgets(profile)
         if counted and not counted.is_of(workload):
             counted = None
         asked = {"clip": request.clip, "accumulates": request.accumulate, "schedule": request.schedule}
@@ -207,6 +214,8 @@ class Door:
             request=request,
             machine=lambda: profile,
             code=lambda: workload,
+            host_nbytes=budgets.host_nbytes - beside_slab(workload.sizes),
+            device_nbytes=budgets.device_nbytes or None,
             saving=None if layer_tokens else Levelled(cache(lambda: model.levelled(workload, request.schedule))),
             whole_masters=partial(self.problem, size, masters="whole") if may_be_whole else None,
             in_pieces={each: partial(self.cut(each).problem, size, masters=masters) for each in self._pieces(size)},
@@ -238,6 +247,12 @@ class Door:
             assert problem.layer_tokens, "it is in pieces"
             yield self.cut(problem.layer_tokens)
             yield scarce.cut(problem.layer_tokens)
+
+    def extremes(self, size: int) -> Iterator[Door]:
+        """Of those of `smaller` the first, and the one that takes the least memory."""
+        scarce, pieces = replace(self, layer_updates=SCARCE_UPDATES), self._pieces(size)
+        yield self
+        yield scarce.cut(pieces[-1]) if pieces and in_pieces.may_help(scarce.problem(size)) else scarce
 
     def searched(self) -> list[Found]:
         """The micro-batch sizes that fit, until two larger ones have brought nothing; first the one with the highest

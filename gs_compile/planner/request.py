@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Saturation = Literal["relative", "paper"]
 Precision = Literal["bf16", "model"]
 States = Literal["fp32", "bf16", "8bit"]
+OptimizerName = Literal["adamw", "muon"]
 
 ALPHAS = tuple(number / 100 for number in range(51))  # that the planner chooses from
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
@@ -34,6 +35,7 @@ ALLOWED: Mapping[str, tuple[Any, ...]] = {  # what fields of words may say
     "recompute": get_args(Recompute),
     "masters": (None, *get_args(Masters)),
     "states": get_args(States),
+    "optimizer": get_args(OptimizerName),
     "clipping": (None, *get_args(Clipping)),
     "frozen": (None, *get_args(Frozen)),
 }
@@ -58,7 +60,8 @@ class Request:
     saturation: a batch is large enough where more micro-batches bring less than a tenth of what they are more, or, with
         "paper", where one more brings less than 1 %.
     gpus, nodes, network: ranks of a node, nodes, bytes a second that a node receives.
-    states: what AdamW's moments are stored in.
+    optimizer: of a named model: "adamw", or "muon", whose matrices have momentum alone. states: what moments are stored
+        in; of Muon's not 8bit.
     lora: the rank of the adapters that alone are trained, PEFT's LoRA on all linear layers of blocks, of a model that
         is named or a config; None: the model as it is. frozen: as in `Options`, of what is not trained.
     layer_tokens: as in `Expert`.
@@ -79,6 +82,7 @@ class Request:
     host_memory: int | str | None = None
     device_memory: int | str | None = None
     precision: Precision | None = None
+    optimizer: OptimizerName = "adamw"
     states: States = "fp32"
     wear_years: float | None = None
     recompute: Recompute = "auto"
@@ -119,6 +123,8 @@ class Request:
             raise PlanError(f'schedule is "{self.schedule}": a step that accumulates has the "vertical" order alone')
         if wrong := contradiction(self.ratios, self.recompute, self.schedule, self.accumulate):
             raise PlanError(wrong)
+        if self.optimizer == "muon" and (self.states == "8bit" or self.ranks > 1):
+            raise PlanError("optimizer is muon: it is planned for one rank, and its states are fp32 or bf16")
         if self.wear_years is not None and not self.wear_years > 0:
             raise PlanError(f"wear_years is {self.wear_years:g}; it is more than 0")
 
@@ -289,5 +295,12 @@ def contradicts_alpha(
 
 
 # What a workload says itself, as a request that is silent of it.
-ITSELF: Mapping[str, Any] = {"masters": None, "states": "fp32", "lora": None, "frozen": None, "layer_tokens": None}
+ITSELF: Mapping[str, Any] = {
+    "masters": None,
+    "optimizer": "adamw",
+    "states": "fp32",
+    "lora": None,
+    "frozen": None,
+    "layer_tokens": None,
+}
 FIELDS = tuple(each.name for each in fields(Request))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.boundaries import total
 from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.slab import fixed_offsets
-from gs_compile.placement.workload import UnitSize, Workload
+from gs_compile.placement.workload import UnitSize, Workload, beside_slab
 from gs_compile.planner import in_pieces
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.cost.known_times import KnownTimes
@@ -105,7 +106,8 @@ class Run:
         here = ranks.num_here if ranks else 1
         self.num_threads = options.expert.threads or update_threads(not has_own_memory(model.device), here)
         batch = activations(layouts)
-        host_nbytes = model.host_nbytes or host_budget(options, here) - beside_slab(model.sizes)
+        self.beside_nbytes = beside_slab(chain.from_iterable(model.sizes.values()))
+        host_nbytes = model.host_nbytes or host_budget(options, here) - self.beside_nbytes
         own = host_nbytes, device_budget(options, model.device), batch
         hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
         number = layouts[0].split.num_layers
@@ -225,7 +227,7 @@ class Run:
         sizes = self.model.sizes[masters]
         if not named(self.options.machine):
             sizes = priced(sizes, self.profile, self.num_threads)
-        if beside_slab(self.model.sizes):
+        if self.beside_nbytes:
             sizes = with_products(sizes, self.profile)
         is_narrow = any(size.itemsize < size.gradient_itemsize for size in sizes)
         return replace(self._timed(layer_tokens), sizes=sizes, masters=masters if is_narrow else None)
@@ -295,7 +297,7 @@ class Run:
         """The first rank's; what has to be measured for it is measured by all."""
         own_pass = SCHEDULES[self.request.schedule].variants is not None
         first = self.problem(self.masters)
-        if beside_slab(self.model.sizes):  # whose price needs it
+        if self.beside_nbytes:  # whose price needs it
             _ = self.profile
         if ranks.from_first("whether to plan", lambda: own_pass or isinstance(undecided(first), Problem)):
             _ = self.profile
@@ -325,12 +327,6 @@ def host_budget(options: Options, num_here: int = 1) -> int:
     if options.host_memory is None:
         return int(available_memory() * DEFAULT_SHARE / num_here)
     return parse_bytes(options.host_memory, whole=usable_memory() // num_here, name="host_memory")
-
-
-def beside_slab(sizes: Mapping[Masters, tuple[UnitSize, ...]]) -> int:
-    """The bytes of host memory that an update takes for its largest tensor, where it takes whole ones."""
-    found = (size.products.host_nbytes for several in sizes.values() for size in several if size.products)
-    return max(found, default=0)
 
 
 def device_budget(options: Options, device: torch.device) -> int | None:

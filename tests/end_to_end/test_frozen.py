@@ -35,6 +35,7 @@ def frozen(codec=""):
 
 @cache
 def harness(name="", precision="model"):
+    Harness.forget_captures()  # Dynamo would give up a forward that so many models have in common
     return Harness(lambda: frozen(name), precision)
 
 

@@ -28,6 +28,8 @@ pytestmark = [
 ]
 EAGER = {"compiler": "eager"}
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+IN_WORDS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
+BY_BITSANDBYTES = {"nf4": NF4, "nf4_single": IN_WORDS, "int8": BitsAndBytesConfig(load_in_8bit=True)}
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
 
 
@@ -131,7 +133,7 @@ def test_quantized_checkpoints_are_read_as_they_are(codec, tmp_path):
         of_fp8(source, folder)
         theirs = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     else:
-        by_bitsandbytes(source, folder, NF4 if codec == "nf4" else BitsAndBytesConfig(load_in_8bit=True))
+        by_bitsandbytes(source, folder, BY_BITSANDBYTES[codec])
         functional = pytest.importorskip("bitsandbytes.functional")
         tensors = load_file(folder / "model.safetensors")
         theirs = {}
@@ -152,6 +154,8 @@ def test_quantized_checkpoints_are_read_as_they_are(codec, tmp_path):
     for name in encoded:
         assert residency_of(found[name]).codec == codec
         assert torch.equal(found[name].detach().clone(), theirs[name]), name
+    model = read(folder, tmp_path / "storage", dtype=torch.float32)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
 
 
 def test_a_checkpoint_is_decoded_by_transformers_where_that_is_asked_for(tmp_path):
@@ -238,7 +242,7 @@ def test_other_checkpoints_are_refused_by_name(tmp_path):
         read(tmp_path / "saved", tmp_path, frozen="int8")
     path = Path(tmp_path / "saved" / "config.json")
     config = json.loads(path.read_text())
-    config["quantization_config"]["bnb_4bit_use_double_quant"] = False
+    config["quantization_config"]["bnb_4bit_quant_type"] = "fp4"
     path.write_text(json.dumps(config))
     with pytest.raises(OptionError, match=r"quantized \(bitsandbytes\) in a form that is not read"):
         read(tmp_path / "saved", tmp_path)

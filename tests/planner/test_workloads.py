@@ -15,7 +15,9 @@ from gs_compile.placement.shards import QUANTUM
 from gs_compile.planner.cost import workload as module
 from gs_compile.planner.cost.model import DEPTH, built
 from gs_compile.planner.cost.workload import ModelSpec
-from gs_compile.planner.plan import plan
+from gs_compile.planner.measure.machines import profile as find_profile
+from gs_compile.planner.plan import door_of, plan
+from gs_compile.planner.request import Request
 from gs_compile.program.ir import height
 from gs_compile.runtime.codecs import CODECS
 
@@ -225,6 +227,30 @@ def test_a_workload_says_itself_what_its_parameters_take():
 def test_a_model_that_is_given_has_its_own_adapters_or_none(model):
     with pytest.raises(PlanError, match="lora is 4, but the model is given as it is trained: name one, or give a conf"):
         plan(model, machine="a100", lora=4)
+
+
+def test_muon_by_name():
+    """Matrices of layers have momentum alone; the memory that their products take is left of the budget."""
+    config = zoo.configuration("gpt2", n_embd=64)
+    given = {"machine": "rtx4090", "sequence": zoo.TOKENS, "optimizer": "muon"}
+    found = door_of(config, Request(**given)).problem(2)
+    layer, embedding = size(found.workload, 0), size(found.workload, "t")
+    assert (layer.state_itemsize, embedding.state_itemsize) == (2 + 4, 2 + 8)
+    assert layer.products
+    assert not embedding.products
+    assert found.budgets.host_nbytes == find_profile("rtx4090").host_nbytes - layer.products.host_nbytes
+    narrow = door_of(config, Request(**given, states="bf16")).problem(2)
+    assert size(narrow.workload, 0).state_itemsize == 2 + 2
+
+
+@pytest.mark.parametrize("changes", [{"states": "8bit"}, {"gpus": 2}])
+def test_what_is_not_planned_with_muon(changes):
+    with pytest.raises(
+        PlanError, match="optimizer is muon: it is planned for one rank, and its states are fp32 or bf16"
+    ):
+        Request(optimizer="muon", **changes)
+    with pytest.raises(PlanError, match="leave masters, states and optimizer out"):
+        plan(gpt(2, 64), machine="a100", optimizer="muon")
 
 
 @peft_alone

@@ -18,7 +18,7 @@ bnb = pytest.importorskip("bitsandbytes.functional")
 SHAPES = [(64, 64), (300, 192), (1000, 512), (300, 200), (33, 7)]
 # Of values from a normal distribution: by the quantiles of nf4 (arXiv 2305.14314, table 2 has its effect), by rounding
 # to 127 steps of a row's largest, and by the 3 bits of e4m3's fraction.
-ERRORS = {"nf4": (0.08, 0.1), "int8": (0.002, 0.012), "fp8": (0.02, 0.03)}
+ERRORS = {"nf4": (0.08, 0.1), "nf4_single": (0.08, 0.1), "int8": (0.002, 0.012), "fp8": (0.02, 0.03)}
 
 
 def values(shape, dtype=torch.float32):
@@ -49,6 +49,17 @@ def test_nf4_is_that_of_bitsandbytes(shape, dtype):
     stored = codec.packed(theirs, shape)
     if shape[-1] % codecs.BLOCK == 0:
         assert torch.equal(codec.decode(stored, shape, dtype), bnb.dequantize_4bit(weight, state))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nf4_single_is_that_of_bitsandbytes(shape):
+    given, codec = values(shape, torch.bfloat16), CODECS["nf4_single"]
+    weight, state = bnb.quantize_4bit(given, quant_type="nf4", compress_statistics=False)
+    ours = codec.quantized(given)
+    assert torch.equal(ours["weight"], weight.view(-1))
+    assert torch.equal(ours["absmax"], state.absmax)
+    if shape[-1] % codecs.BLOCK == 0:
+        assert torch.equal(codec.decode(codec.encode(given), shape, given.dtype), bnb.dequantize_4bit(weight, state))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -119,4 +130,4 @@ def test_bits_of_an_element():
     """Of a large matrix: 4 + 8/64 + 32/(64 * 256) of nf4."""
     shape = (4096, 11008)
     bits = {name: 8 * codec.nbytes(shape) / (shape[0] * shape[1]) for name, codec in CODECS.items()}
-    assert bits == pytest.approx({"nf4": 4.127, "int8": 8.003, "fp8": 8.002}, abs=5e-4)
+    assert bits == pytest.approx({"nf4": 4.127, "nf4_single": 4.5, "int8": 8.003, "fp8": 8.002}, abs=5e-4)

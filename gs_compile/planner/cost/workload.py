@@ -20,7 +20,7 @@ from torch import nn
 
 from gs_compile.capture.call import captured_call
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.codegen.layout import arrange, encoded, stored_types, tied_units
+from gs_compile.codegen.layout import arrange, encoded, of_layers, stored_types, tied_units
 from gs_compile.errors import CaptureError, GreedySnakeError
 from gs_compile.options import Frozen, Masters, Options
 from gs_compile.placement.boundaries import Nbytes
@@ -36,9 +36,11 @@ from gs_compile.planner.cost.model import (
     named_config,
     repeated,
 )
+from gs_compile.planner.request import OptimizerName
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Schedule, Unit
 from gs_compile.runtime.formats import StateType, moment_types
 from gs_compile.runtime.kernels import ADAMW
+from gs_compile.runtime.muon import NS_STEPS, Matrices, matrices_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,7 +55,7 @@ class ModelSpec:
 
     sequence: tokens of a sample. symbols: symbolic sizes beside the batch.
     num_layers: may be more than were captured: they are alike then. A layer may be a part of a block, and a
-        micro-batch the whole batch, as the schedule has it. frozen: as in `Options`.
+        micro-batch the whole batch, as the schedule has it. optimizer: as in `Request`. frozen: as in `Options`.
     costs: those counted so far, by micro-batch size and tokens of pieces: the code is the same whatever masters and
         codecs are.
     """
@@ -64,6 +66,7 @@ class ModelSpec:
     symbols: Mapping[str, int]
     num_layers: int = 0
     moments: tuple[torch.dtype | None, ...] = (None, None)
+    optimizer: OptimizerName = "adamw"
     frozen: Frozen | None = None
     costs: dict[tuple[int, int | None], Mapping[Unit, UnitCost]] = field(
         default_factory=dict, compare=False, repr=False
@@ -149,7 +152,7 @@ class ModelSpec:
         types = stored_types(self.moments, pairs=pairs)
         captured = self.compilation.captured
         codecs = encoded(specialized.split, captured, self.frozen)
-        layout = arrange(specialized.split, captured, types, codecs=codecs)
+        layout = arrange(specialized.split, captured, types, codecs=codecs, matrices=self._matrices(specialized))
         tied = tied_units(specialized.split, layout.spans)
         key = micro_batch_size, layer_tokens
         if key not in self.costs:
@@ -159,6 +162,15 @@ class ModelSpec:
         masters = ("split" if kinds.pop() else "whole") if kinds else None
         found = replace(found, name=self.name, sequence=self.sequence, masters=masters)
         return _deepened(found, self.num_layers, specialized.split.layers_per_block)
+
+    def _matrices(self, specialized: SpecializedModel) -> dict[int, Matrices] | None:
+        """What Muon orthogonalizes, where names and shapes alone say it."""
+        if self.optimizer != "muon":
+            return None
+        captured = self.compilation.captured
+        trained = {i: each for i, each in of_layers(specialized.split, captured).items() if each.requires_grad}
+        found = {i: matrices_of(captured.inputs[i].path, each.shape, (), NS_STEPS) for i, each in trained.items()}
+        return {index: each for index, each in found.items() if each is not None}
 
 
 def unit_costs(specialized: SpecializedModel) -> Mapping[Unit, UnitCost]:

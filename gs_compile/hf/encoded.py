@@ -1,0 +1,156 @@
+"""encoded: the matrices that a checkpoint was encoded to stay on storage, and the next run reads them from there.
+
+<directory>/greedysnake-encoded/<key>/    of one source, codec, dtype and version, 0700; made under another name
+    index.json                            what it was made of, and the bytes of each matrix
+    model.layers.0.mlp.up_proj.weight     the bytes of one encoded matrix, and so on
+
+A folder gets its name when all is on the medium, so one that a kill has cut short is never read, and the next run
+removes it. Files are mapped for this process alone: what is written to a parameter does not change them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.utils import cached_file
+
+from gs_compile.options import Frozen
+from gs_compile.version import __version__
+
+log = logging.getLogger(__name__)
+
+FOLDER, UNFINISHED, INDEX = "greedysnake-encoded", "unfinished-", "index.json"
+PLAIN = (str, int, float, torch.dtype, type(None))
+
+
+class EncodedFolder:
+    """Encoded matrices by the names of their parameters: those that are there, or one folder that is being made.
+
+    about: what they are made of; None: that is not known, and nothing is kept.
+    """
+
+    def __init__(self, directory: Path, about: Mapping[str, Any] | None) -> None:
+        self._about = about
+        key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()[:16]
+        self._all = directory / FOLDER
+        self._path = self._all / key
+        self._sizes = _sizes(self._path)
+        self._is_whole = bool(self._sizes)
+        self._making: tuple[Path, int] | None = None  # and a descriptor that holds its lock
+
+    def __enter__(self) -> EncodedFolder:
+        if self._about is not None and not self._is_whole:
+            self._all.mkdir(mode=0o700, exist_ok=True)
+            self._remove_unfinished()
+            path = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self._all))
+            self._making = path, _locked(path)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._making is None:
+            return
+        path, fd = self._making
+        try:
+            if error[0] is None and self._sizes:
+                self._finish(path, fd)
+        finally:
+            os.close(fd)
+            shutil.rmtree(path, ignore_errors=True)  # where it has not got its name
+
+    def find(self, name: str) -> Tensor | None:
+        """The bytes of a matrix, mapped; None: it has to be encoded."""
+        return _mapped(self._path / name, self._sizes[name]) if self._is_whole and name in self._sizes else None
+
+    def put(self, name: str, stored: Tensor) -> Tensor:
+        """Keep the bytes of a matrix; gives them as mapped, or as a copy where these are not kept."""
+        if self._making is None:
+            return stored.clone()
+        path = self._making[0] / name
+        with path.open("wb") as file:
+            stored.numpy().tofile(file)
+            os.fsync(file.fileno())
+        self._sizes[name] = stored.nbytes
+        return _mapped(path, stored.nbytes)
+
+    def _finish(self, path: Path, fd: int) -> None:
+        with (path / INDEX).open("w") as file:
+            json.dump({"about": self._about, "matrices": self._sizes}, file, indent=1)
+            os.fsync(file.fileno())
+        os.fsync(fd)
+        if self._path.exists() and not _sizes(self._path):
+            shutil.rmtree(self._path)  # somebody has cut it
+        with suppress(FileExistsError, OSError):  # another process was first
+            path.rename(self._path)
+            log.info("encoded matrices are kept in %s for the next run", self._path)
+
+    def _remove_unfinished(self) -> None:
+        """Those of processes that have ended."""
+        for path in self._all.glob(f"{UNFINISHED}*"):
+            with suppress(OSError):  # somebody is making it
+                os.close(_locked(path))
+                shutil.rmtree(path)
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor of a folder that holds its lock; raises OSError where another has it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """The bytes of each matrix of a folder; none where it is not there, or not all that it says is in it."""
+    with suppress(OSError, ValueError, KeyError):
+        found: dict[str, int] = json.loads((path / INDEX).read_text())["matrices"]
+        if all((path / name).stat().st_size == nbytes for name, nbytes in found.items()):
+            return found
+    return {}
+
+
+def _mapped(path: Path, nbytes: int) -> Tensor:
+    return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
+
+
+def about(
+    model_class: Any, name_or_path: Any, given: Mapping[str, Any], frozen: Frozen | None, skip: Sequence[str]
+) -> dict[str, Any] | None:
+    """What encoded matrices of a checkpoint follow from; None where that is not known, as with a config that is given.
+
+    given: of `from_pretrained`. A folder of files is known by their sizes and times, one of the hub by its commit.
+    """
+    hub = ("revision", "cache_dir", "subfolder", "token", "local_files_only")
+    settings = {name: each for name, each in given.items() if name not in hub[3:]}
+    if not all(isinstance(each, PLAIN) for each in settings.values()):
+        return None
+    with suppress(OSError):
+        known = {name: given[name] for name in hub if given.get(name) is not None}
+        folder = Path(str(cached_file(name_or_path, "config.json", **known))).parent.absolute()
+        files = [] if folder.parent.name == "snapshots" else sorted(filter(Path.is_file, folder.iterdir()))
+        stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+        return {
+            "source": str(folder),
+            "files": [list(each) for each in stats],
+            "model": getattr(model_class, "__qualname__", str(model_class)),
+            "settings": {name: str(each) for name, each in sorted(settings.items())},
+            "codec": frozen,
+            "skipped": sorted(skip),
+            "versions": [__version__, torch.__version__, transformers.__version__],
+        }
+    return None

@@ -1,0 +1,144 @@
+"""What a checkpoint was encoded to is read by the next run, and never where it is of something else or cut short."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+from packed_checkpoints import GPTQ, saved
+from transformers import AutoConfig, AutoModelForCausalLM
+from zoo import small
+
+import gs_compile
+from gs_compile.hf.encoded import FOLDER, INDEX, UNFINISHED
+from gs_compile.runtime.codecs import Int8, Nf4
+
+MATRICES = 14  # of two layers
+
+
+@pytest.fixture
+def encodings(monkeypatch):
+    """The shapes of what is encoded."""
+    found = []
+    for codec in (Nf4, Int8):
+
+        def counted(own, values, quantized=codec.quantized):
+            found.append(tuple(values.shape))
+            return quantized(own, values)
+
+        monkeypatch.setattr(codec, "quantized", counted)
+    return found
+
+
+@pytest.fixture
+def source(tmp_path):
+    small("llama").bfloat16().save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def read(source, **given):
+    storage = source.parent / "storage"
+    model = gs_compile.from_pretrained(
+        AutoModelForCausalLM, source, storage=storage, **{"frozen": "nf4", "dtype": "bfloat16", **given}
+    )
+    return {name: each.detach().clone() for name, each in model.named_parameters()}, model
+
+
+def folders(source):
+    return sorted((source.parent / "storage" / FOLDER).iterdir())
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_second_run_encodes_nothing(source, encodings):
+    first, _ = read(source)
+    assert len(encodings) == MATRICES
+    second, model = read(source)
+    assert len(encodings) == MATRICES
+    assert same(first, second)
+    with pytest.warns(RuntimeWarning, match="stored in nf4"), torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.zero_()
+    third, _ = read(source)
+    assert same(first, third)  # what a model is changed to is its own
+    assert len(folders(source)) == 1
+    assert folders(source)[0].stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("given", [{"frozen": "int8"}, {"dtype": "float32"}, {"frozen_skip": ["down_proj"]}], ids=str)
+def test_of_something_else_it_is_not_taken(source, given, encodings):
+    read(source)
+    read(source, **given)
+    skipped = 2 * ("frozen_skip" in given)
+    assert len(encodings) == 2 * MATRICES - skipped
+    read(source, **given)
+    assert len(encodings) == 2 * MATRICES - skipped
+
+
+def test_of_a_source_that_has_changed_it_is_not_taken(source, encodings):
+    read(source)
+    other = small("llama").bfloat16()
+    other.model.layers[0].mlp.up_proj.weight.data.neg_()
+    other.save_pretrained(source)
+    found, _ = read(source)
+    assert len(encodings) == 2 * MATRICES
+    shutil.rmtree(source.parent / "storage" / FOLDER)
+    assert same(found, read(source)[0])
+
+
+def test_what_is_cut_short_is_not_taken(source, encodings):
+    first, _ = read(source)
+    (folder,) = folders(source)
+    path = max(folder.glob("*.weight"))
+    os.truncate(path, path.stat().st_size - 1)
+    assert same(first, read(source)[0])
+    assert len(encodings) == 2 * MATRICES
+    (folder,) = folders(source)
+    (folder / INDEX).unlink()
+    assert same(first, read(source)[0])
+    assert len(encodings) == 3 * MATRICES
+    assert same(first, read(source)[0])
+    assert len(encodings) == 3 * MATRICES
+
+
+def test_of_a_run_that_fails_nothing_stays(source, encodings, monkeypatch):
+    """Of one that is killed the next one removes it."""
+    quantized = Nf4.quantized
+
+    def fails(own, values):
+        if len(encodings) == 5:
+            raise OSError("no more")
+        return quantized(own, values)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Nf4, "quantized", fails)
+        with pytest.raises(RuntimeError):
+            read(source)
+    assert folders(source) == []
+    killed = source.parent / "storage" / FOLDER / f"{UNFINISHED}killed"
+    killed.mkdir()
+    encodings.clear()
+    read(source)
+    assert len(encodings) == MATRICES
+    assert killed not in folders(source)
+    assert len(folders(source)) == 1
+
+
+def test_a_packed_checkpoint_is_not_decoded_either(tmp_path, encodings, monkeypatch):
+    saved(GPTQ, tmp_path / "saved")
+    first, _ = read(tmp_path / "saved")
+    number = len(encodings)
+    monkeypatch.setattr(gs_compile.hf.packed.Packed, "decode", lambda *_: pytest.fail("it is decoded"))
+    second, _ = read(tmp_path / "saved")
+    assert same(first, second)
+    assert len(encodings) == number
+
+
+def test_with_a_config_that_is_given_nothing_is_kept(source, encodings):
+    for _ in range(2):
+        read(source, config=AutoConfig.from_pretrained(source))
+    assert len(encodings) == 2 * MATRICES
+    assert not (source.parent / "storage" / FOLDER).exists()
