@@ -129,6 +129,7 @@ LIMITS: dict[str, list[Case]] = {
             "test_a_forward_that_is_given_up_before_the_backend_is_asked_is_warned_of_once",
             "gave the model's forward up",
         ),
+        ("model/test_first_call.py", "test_a_model_that_is_itself_a_sequential", "model = torch"),
     ],
     "Tensors whose size depends on values": [(HERE, "test_experts_that_choose_tokens_by_index", "grouped_mm")],
     "Layers whose result depends on the whole batch": [

@@ -30,6 +30,7 @@ from gs_compile.errors import ABSENT, CaptureError, GraphBreakError, MixedDevice
 OLDEST_TORCH = (2, 11)
 BACKEND = "greedysnake"  # the name of its function
 _TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
+_TORCH_MODULES = f"{_TORCH}/nn/modules/"
 
 
 def check_torch(version: str = torch.__version__) -> None:
@@ -311,6 +312,12 @@ def refuse(error: CaptureError) -> NoReturn:
         broken = _graph_break(*found)
         broken.__notes__ = getattr(error, "__notes__", [])
         raise broken from error
+    if (name := _passed_over(sys._getframe())) is not None:
+        raise GraphBreakError(
+            f"the model is itself a torch.nn.{name}: under model.compile() Dynamo passes over the forward of torch's "
+            "own modules, and captures each block by itself. Compile it by torch.compile, which captures it whole: "
+            'model = torch.compile(model, backend="greedysnake")'
+        ) from error
     given_up = [words for words in counters["unimplemented"] if any(sign in words for sign in _GIVES_UP)]
     words = "\n".join(found[-1].strip() for found in (list(counters["graph_break"]), given_up) if found)
     if words:
@@ -334,6 +341,24 @@ def _given_up_around(frame: FrameType | None) -> tuple[str, str] | None:
             return found
         frame = frame.f_back
     return None
+
+
+def _passed_over(frame: FrameType | None) -> str | None:
+    """The class of the module whose forward was to be compiled, where that is torch's own, which Dynamo passes over."""
+    while frame is not None:
+        forward, frame = frame, frame.f_back
+        is_torchs = forward.f_code.co_name == "forward" and forward.f_code.co_filename.startswith(_TORCH_MODULES)
+        if is_torchs and forward.f_code not in orig_code_map and _is_compiled(frame):
+            return type(forward.f_locals["self"]).__name__
+    return None
+
+
+def _is_compiled(frame: FrameType | None) -> bool:
+    """Whether a frame is of the function that ``module.compile()`` has Dynamo compile."""
+    around = frame and frame.f_back
+    if frame is None or around is None:
+        return False
+    return frame.f_code.co_name == "_call_impl" and around.f_code.co_filename.startswith(f"{_TORCH}/_dynamo/")
 
 
 def _given_up() -> dict[tuple[Any, Any], tuple[str, str]]:

@@ -175,8 +175,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             if any(parameter.grad is not None for parameter in self._parameters):
                 raise OptimizerError(
                     "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was "
-                    'called before this optimizer was made. Compile it, model.compile(backend="greedysnake"), make the '
-                    "optimizer before the first call, or use a torch.optim optimizer" + last_given_up()
+                    'called before this optimizer was made. Compile it, model.compile(backend="greedysnake"), or by '
+                    "torch.compile where it is itself a module of torch.nn; make the optimizer before the first call, "
+                    "or use a torch.optim optimizer" + last_given_up()
                 )
             return loss
         record = self.engine.finish() or self._step_in_memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import threading
@@ -9,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from learner import gpt2, same_tensors, values
+from learner import distance, gpt2, same_tensors, values
 from tiered import adamw, files_in, loss_of, options, step, tokens, two_groups
 from torch import nn
 
@@ -231,6 +232,31 @@ def test_a_forward_that_is_given_up_before_the_backend_is_asked_is_warned_of_onc
         optimizer.step()
     model(torch.rand(4, 3, 8)).backward()
     optimizer.step()  # once
+
+
+class Residual(nn.Linear):
+    def forward(self, x):
+        return x + super().forward(x).relu()
+
+
+@pytest.mark.parametrize("method", [True, False])
+def test_a_model_that_is_itself_a_sequential_is_compiled_by_torch_compile(tmp_path, method):
+    """Dynamo passes over the forward of torch's own modules where ``model.compile`` has it for its first frame."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(8, 8) for _ in range(3)))
+    plain, x = copy.deepcopy(model), torch.rand(4, 3, 8)
+    optimizer, theirs = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    if method:
+        model.compile(backend="greedysnake", options=options(tmp_path))
+        with pytest.raises(GraphBreakError, match=r"itself a torch\.nn\.Sequential: .* model = torch\.compile\(model"):
+            model(x)
+        return
+    compiled = torch.compile(model, backend="greedysnake", options=options(tmp_path))
+    for each, update in ((compiled, optimizer), (plain, theirs)):
+        each(x).square().mean().backward()
+        update.step()
+    assert distance(dict(model.state_dict()), dict(plain.state_dict())) < 1e-5
+    optimizer.engine.tiers.close()
 
 
 def test_a_frame_without_operations_reads_a_parameter_on_the_tiers(tmp_path):
