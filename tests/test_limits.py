@@ -129,7 +129,7 @@ LIMITS: dict[str, list[Case]] = {
             "test_a_forward_that_is_given_up_before_the_backend_is_asked_is_warned_of_once",
             "gave the model's forward up",
         ),
-        ("model/test_first_call.py", "test_a_model_that_is_itself_a_sequential", "model = torch"),
+        ("model/test_first_call.py", "test_a_model_that_is_itself_a_sequential_is_compiled_by_torch_compile", "itself"),
     ],
     "Tensors whose size depends on values": [(HERE, "test_experts_that_choose_tokens_by_index", "grouped_mm")],
     "Layers whose result depends on the whole batch": [
@@ -143,6 +143,7 @@ LIMITS: dict[str, list[Case]] = {
     "Losses that do not separate": [
         ("capture/test_loss_refusals.py", "", "pairs the samples of the batch"),
         ("capture/test_loss_refusals.py", "", "deals the entries of a tensor without samples out"),
+        ("end_to_end/test_dealing.py", "test_images_go_to_their_places_or_are_refused", "places .* for 32 entries"),
     ],
     "The second length of sequences": [
         ("end_to_end/test_batches.py", "test_where_lengths_cannot_be_symbolic", "pad_to_multiple_of"),

@@ -156,6 +156,8 @@ class _Separation:
         mixes = why_it_mixes(node, name, spec)
         if mixes:
             return _mixed(node, mixes)
+        if name.startswith("masked_scatter"):
+            self.shares.checked_places(node)
         inside = block_of(node) is not None
         if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from gs_compile.capture.dealing import ONE_PLACE_EACH, operands
 from gs_compile.capture.graph import LossTerm, Source, TensorSpec, source_line
 from gs_compile.capture.operations import operation
 
@@ -44,11 +45,9 @@ class Shares:
     def of(self, value: Any, before: fx.Node) -> fx.Node:
         """`value`, a mean or the same everywhere, as shares that add: value * m_j / B, in fp32 at least."""
         like = value if isinstance(value, fx.Node) else before
-        if self.fraction is None:
-            spec = replace(like.meta["spec"], shape=(), stride=(), dtype=torch.float32)
-            self.fraction = self._placeholder("fraction", Source("fraction"), spec)
+        fraction = self._fraction(like)
         with self.graph.inserting_before(before):
-            share = self._new(torch.mul, (self.fraction, value), like=like)
+            share = self._new(torch.mul, (fraction, value), like=like)
         self.states[share] = State("sum", self.states[value].from_inputs if isinstance(value, fx.Node) else True)
         return share
 
@@ -76,8 +75,27 @@ class Shares:
         loss.args, loss.kwargs = (), {**arguments, **SUM, "input": logits}
         self.say(loss, "sum", f"{name}(mean) = {name}(sum) / total, the counted labels of the whole batch")
 
+    def checked_places(self, scatter: fx.Node) -> None:
+        """Have a masked_scatter raise where a micro-batch has more places than entries, or fewer."""
+        target, mask, source = operands(scatter)
+        where = f", at {line}" if (line := source_line(scatter)) else ""
+        with self.graph.inserting_before(scatter):
+            detached = self._new(torch.Tensor.detach, (source,), like=source)
+            detached.meta["spec"] = replace(source.meta["spec"], requires_grad=False)
+            args = (mask, target, detached, self._fraction(target), where)
+            checked = self._new(ONE_PLACE_EACH, args, like=mask)
+        checked.meta.pop("storage", None)
+        scatter.args, scatter.kwargs = (target, checked, source), {}
+        self.say(scatter, "local", "each micro-batch must have as many places as entries")
+
     def say(self, node: fx.Node, kind: str, why: str) -> None:
         self.terms.append(LossTerm(node.name, kind, why, source_line(node)))
+
+    def _fraction(self, like: fx.Node) -> fx.Node:
+        if self.fraction is None:
+            spec = replace(like.meta["spec"], shape=(), stride=(), dtype=torch.float32)
+            self.fraction = self._placeholder("fraction", Source("fraction"), spec)
+        return self.fraction
 
     def _count(self, loss: fx.Node, arguments: Mapping[str, Any]) -> fx.Node:
         target, weight = arguments["target"], arguments["weight"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gs_compile.capture.dealing import masks_of
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel, levels_of
 from gs_compile.placement.boundaries import Nbytes, at
@@ -290,8 +291,11 @@ class _Trial:
         most = _smallest_table(unit)
         self._reads: dict[str, Any] = {"w": {}, "batch": {}, "side": {}, "tap": {}, "total": {}}
         fraction = torch.ones((), device=self.device)
-        for source, spec in zip(unit.sources, unit.specs, strict=True):
+        placeholders, dealt = unit.module.graph.find_nodes(op="placeholder"), masks_of(unit.module.graph)
+        for source, spec, placeholder in zip(unit.sources, unit.specs, placeholders, strict=True):
             tensor = _random(spec, most, generator)
+            if spec.dtype == torch.bool and placeholder in dealt:
+                tensor.fill_(False)  # more places than there are entries would be an error
             if source.kind == "x":
                 self._reads["x"] = tensor
             elif source.kind != "fraction":
