@@ -44,8 +44,8 @@ ONE_PLACE_EACH = torch.ops.greedysnake.one_place_each.default
 
 def operands(scatter: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Target, mask and source of a ``masked_scatter``."""
-    names: tuple[str, ...] = ("input", "mask", "source")[len(scatter.args) :]
-    target, mask, source = [*scatter.args, *(scatter.kwargs[name] for name in names)]
+    given = {**dict(zip(("input", "mask", "source"), scatter.args, strict=False)), **scatter.kwargs}
+    target, mask, source = given["input"], given["mask"], given["source"]
     assert isinstance(target, fx.Node)
     assert isinstance(mask, fx.Node)
     assert isinstance(source, fx.Node)

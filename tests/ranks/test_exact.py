@@ -15,6 +15,7 @@ from learner import distance
 from tiered import Harness, adamw, gpt2, muon, options, outcome, tokens, two_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from transformers import T5Config, T5ForConditionalGeneration
 
 import gs_compile
 from gs_compile.errors import NonFiniteWarning
@@ -22,9 +23,10 @@ from gs_compile.runtime.optimizer import OptimizerStep
 
 KEEPS_CAPTURES = True  # each process captures its own
 NUM_STEPS = 10
-# gpt2 is tied, of mixtral not every expert is met by every rank, of llama some layers train alone, as adapters do.
+# gpt2 is tied, of mixtral not every expert is met by every rank, of llama some layers train alone, as adapters do; t5 has
+# two stacks, whose side inputs have gradients.
 # Each with a norm that some of its steps are clipped by.
-MODELS = {"gpt2": 1.9, "llama": 0.5, "qwen3": 1.75, "mixtral": 1.6, "positional": 1.8}
+MODELS = {"gpt2": 1.9, "llama": 0.5, "qwen3": 1.75, "mixtral": 1.6, "positional": 1.8, "t5": 1.5}
 # Gradients that are zero but for rounding, as those of the keys' biases, differ by as much as they are; with eps 1e-8
 # AdamW would make whole steps of them, in either system.
 SETTINGS = {"lr": 1e-3, "eps": 1e-4}
@@ -34,10 +36,18 @@ SETTINGS = {"lr": 1e-3, "eps": 1e-4}
 
 
 def build(name):
-    model = zoo.build(name) if name == "positional" else zoo.small(name)
+    model = {"positional": partial(zoo.build, name), "t5": t5}.get(name, partial(zoo.small, name))()
     for parameter_name, parameter in model.named_parameters() if name == "llama" else ():
         parameter.requires_grad_(any(part in parameter_name for part in ("q_proj", "v_proj")))
     return model
+
+
+def t5():
+    """Two stacks of two layers."""
+    torch.manual_seed(0)
+    layers = {"num_layers": 2, "num_heads": 4, "d_model": zoo.WIDTH, "d_kv": 8, "d_ff": 48, "dropout_rate": 0.0}
+    config = T5Config(vocab_size=zoo.VOCAB, decoder_start_token_id=0, **layers)
+    return T5ForConditionalGeneration(config).train()
 
 
 def batch(rank, number):
@@ -99,7 +109,11 @@ def check(found):
 
 @pytest.mark.parametrize(
     "name",
-    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "mixtral")],
+    [
+        "mixtral",
+        "t5",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in ("mixtral", "t5")),
+    ],
 )
 def test_two_ranks_against_ddp(pair, tmp_path, name):
     check(pair.run(learn_all, tmp_path, names=[name]))
