@@ -270,6 +270,14 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
     assert type(found) is Trainer
 
 
+def test_a_batch_size_that_each_of_several_ranks_would_choose_is_refused(tmp_path, monkeypatch):
+    found = trainer(tmp_path, auto_find_batch_size=True)
+    monkeypatch.setattr(type(found.args), "world_size", 2)
+    with pytest.raises(OptionError, match="of which each would choose for itself: choose per_device_train_batch_size"):
+        gs_compile.hf.attach(found)
+    assert type(found) is Trainer
+
+
 def test_a_refused_option_changes_nothing(tmp_path):
     """Who goes on without us trains as before: with checkpointing, and with the optimizer of the arguments."""
     found = trainer(tmp_path, **{CHECKPOINTING: True})
