@@ -12,6 +12,11 @@ ABSENT = (  # of a model that somebody has placed
     "gs_compile.init_on_storage(..., storage=...)"
 )
 
+GROUPED = (  # of tensors whose size depends on values
+    "to send tokens to experts, sort them by expert, which keeps their number, and multiply all experts at once: "
+    'torch.nn.functional.grouped_mm (in models of transformers, experts_implementation="grouped_mm")'
+)
+
 LOST = (  # of a parameter's shape, how its run has ended, and what is left
     "a parameter of shape {} has no value: {} ended the run that had it. What that run has learned since {}"
 )

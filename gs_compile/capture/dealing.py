@@ -1,16 +1,20 @@
 """dealing: ``masked_scatter`` deals the entries of its source out to the places of its mask, one after another.
 
 Micro-batches deal as the whole batch does where each has as many places as entries. That depends on values, so an
-operation of the graph looks at them as it runs.
+operation of the graph looks at them as it runs. ``x[mask] = y`` does the same, but runs with no values that are made up
+to be timed, so it is refused.
 """
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
+from gs_compile.capture.graph import TensorSpec, source_line
 from gs_compile.capture.operations import operation
-from gs_compile.errors import SeparationError
+from gs_compile.errors import CaptureError, SeparationError
 
 
 @torch.library.custom_op("greedysnake::one_place_each", mutates_args=())
@@ -62,3 +66,23 @@ def masks_of(graph: fx.Graph) -> set[fx.Node]:
                 mask = mask.all_input_nodes[0]
             found.add(mask)
     return found
+
+
+def refuse_dealing_by_index(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for ``x[mask] = y`` with rows of `y` whose number no values decide."""
+    for node in graph.find_nodes(op="call_function", target=operator.setitem):
+        target, index, rows = node.args
+        mask = index[0] if isinstance(index, tuple) and index else index
+        specs = [each.meta.get("spec") if isinstance(each, fx.Node) else None for each in (target, mask, rows)]
+        if _deals(*specs):
+            raise CaptureError(
+                f"`{node.name}` deals the rows of a tensor out to the places of a mask, whose number values decide"
+                f"{f', at {where}' if (where := source_line(node)) else ''}: write x.masked_scatter(mask[..., None], y)"
+            )
+
+
+def _deals(target: object, mask: object, rows: object) -> bool:
+    if not isinstance(target, TensorSpec) or not isinstance(mask, TensorSpec) or not isinstance(rows, TensorSpec):
+        return False
+    rank = 1 + len(target.shape) - len(mask.shape)
+    return mask.dtype == torch.bool and rows.is_sized and len(rows.shape) >= rank and rows.shape[0] != 1

@@ -1,6 +1,6 @@
 """Everything this package knows of Dynamo: how a model becomes one graph whose batch dimension is free.
 
-`free_batch` makes the batch dimension symbolic. Where a trace is not what it has to be, the backend raises the
+`frame_settings` makes the batch dimension symbolic. Where a trace is not what it has to be, the backend raises the
 exception by which it may ask Dynamo to trace the frame again.
 
 Facts of Dynamo that this file rests on are each under a test in ``tests/capture/test_capture.py``.
@@ -25,7 +25,15 @@ from torch import fx
 
 from gs_compile.capture.adapters import trace_adapters, trace_recorders
 from gs_compile.capture.graph import Captured, Input, Role
-from gs_compile.errors import ABSENT, CaptureError, GraphBreakError, MixedDeviceError, NoBatchInputError, VersionError
+from gs_compile.errors import (
+    ABSENT,
+    GROUPED,
+    CaptureError,
+    GraphBreakError,
+    MixedDeviceError,
+    NoBatchInputError,
+    VersionError,
+)
 
 OLDEST_TORCH = (2, 11)
 BACKEND = "greedysnake"  # the name of its function
@@ -51,8 +59,9 @@ try:
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
     from torch._guards import CompileContext
+    from torch.utils._sympy.value_ranges import bound_sympy
 
-    from gs_compile.capture.free_batch import free, is_freed
+    from gs_compile.capture.frame_settings import free, is_freed
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
         f"torch {torch.__version__} moved what greedysnake's capture rests on ({error}); "
@@ -157,8 +166,21 @@ def _ignore_logging() -> bool:
 
 
 def hint(size: Any) -> int:
-    """A size as it is now, without leaving a guard on a symbolic one."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    """A size as it is now, without leaving a guard on a symbolic one; the most of one that depends on values."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    known = size.node.hint
+    most = bound_sympy(size.node.expr, size.node.shape_env.var_to_range).upper if known is None else known
+    return int(min(sys.maxsize, most))
+
+
+def is_sized(value: Any) -> bool:
+    """Whether no value of a tensor decides a size, or those of tensors."""
+    if isinstance(value, torch.Tensor):
+        return is_sized(tuple(value.shape))
+    if isinstance(value, (tuple, list)):
+        return all(map(is_sized, value))
+    return not isinstance(value, torch.SymInt) or value.node.hint is not None
 
 
 def note_last_compile(error: BaseException, compile_id: Any) -> None:
@@ -282,14 +304,14 @@ def _graph_break(where: str, reason: object) -> GraphBreakError:
     )
 
 
+# What Dynamo says where a size that depends on values decides what the code does.
+_UNSIZED = ("Dynamic shape operator", "data-dependent expression", "Data-dependent branching")
+
+
 def remedy(reason: object) -> str:
     """What to do about a graph break."""
-    if "Dynamic shape operator" in str(reason):
-        return (
-            "here the number of elements depends on values. To send tokens to experts, sort them by expert, which "
-            "keeps their number, and multiply all experts at once: torch.nn.functional.grouped_mm (in models of "
-            'transformers, experts_implementation="grouped_mm")'
-        )
+    if any(sign in str(reason) for sign in _UNSIZED):
+        return f"here the number of elements depends on values. {GROUPED[0].upper()}{GROUPED[1:]}"
     return (
         "remove the construct, or move it out of forward (print, .item(), control flow on tensor values are the usual "
         "causes)"

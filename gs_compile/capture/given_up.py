@@ -15,22 +15,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gs_compile.capture.dynamo import Unsupported, remedy
-from gs_compile.capture.free_batch import callback_handler, compiled_for, free_from_the_start
+from gs_compile.capture.frame_settings import callback_handler, compiled_frame, is_ours, set_from_the_start
 from gs_compile.errors import UncapturedWarning
 
 
-def watch() -> None:
-    """The backend is asked for something, or may be from now on. A watch is among Dynamo's callbacks until a reset."""
-    free_from_the_start()
-    owners = map(_owner, callback_handler.end_callbacks)
-    watches = [each for each in owners if isinstance(each, _Watch)]
-    for each in watches:
-        each.forget()
-    if not watches:
-        callback_handler.register_end_callback(_Watch().end)
+def watch() -> Watch:
+    """The watch among Dynamo's callbacks, where it stays until a reset. The backend may be asked from now on."""
+    set_from_the_start()
+    owners = (getattr(callback, "__self__", None) for callback in callback_handler.end_callbacks)
+    found = next((each for each in owners if isinstance(each, Watch)), None)
+    if found is None:
+        found = Watch()
+        callback_handler.register_end_callback(found.end)
+    return found
 
 
-class _Watch:
+class Watch:
     """What the user is to be told of the forward that was given up last."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Watch:
     def end(self, _: object) -> None:
         """A compilation ends, well or badly."""
         error = sys.exc_info()[1]
-        if not isinstance(error, Unsupported) or not compiled_for()[0].startswith("gs_compile."):
+        if not isinstance(error, Unsupported) or not is_ours(compiled_frame()):
             return
         stack = getattr(error, "real_stack", None)
         where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
@@ -52,6 +52,7 @@ class _Watch:
             self.hook = register_optimizer_step_pre_hook(self.warn)
 
     def forget(self) -> None:
+        """The backend is asked for something."""
         self.words = ""
         if self.hook is not None:
             self.hook.remove()
@@ -63,7 +64,3 @@ class _Watch:
         self.forget()
         if words and not getattr(optimizer, "tells_of_given_up", False):
             warnings.warn(words, UncapturedWarning, stacklevel=3)
-
-
-def _owner(callback: Any) -> object:
-    return getattr(callback, "__self__", None)

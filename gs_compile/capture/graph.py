@@ -103,6 +103,11 @@ class TensorSpec:
         strides = tuple(accumulate(reversed(self.shape[1:]), Length.product, initial=1))
         return replace(self, stride=strides[::-1], requires_grad=False)
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether no size depends on values."""
+        return min(self.shape, default=0) >= 0
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
@@ -144,6 +149,12 @@ class UnitGraph:
             map_aggregate((node.args, node.kwargs), note)
         map_aggregate([(spec.shape, spec.stride) for spec in (*self.specs, *self.result_specs)], note)
         return dict(sorted(found.items(), key=str))
+
+    @cached_property
+    def is_sized(self) -> bool:
+        """Whether no values decide how large a tensor of its graph is."""
+        specs = (node.meta.get("spec") for node in self.module.graph.nodes)
+        return all(spec.is_sized for spec in specs if isinstance(spec, TensorSpec))
 
     @cached_property
     def arguments(self) -> tuple[int, ...]:

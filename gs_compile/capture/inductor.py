@@ -40,22 +40,31 @@ class Generator:
     mode: str | None = None
 
     def trace(
-        self, function: Callable[..., Any], specs: Iterable[TensorSpec], sizes: Sizes | None = None
+        self,
+        function: Callable[..., Any],
+        specs: Iterable[TensorSpec],
+        sizes: Sizes | None = None,
+        *,
+        is_sized: bool = True,
     ) -> fx.GraphModule:
         """The ATen graph of `function` of tensors like `specs`, without what its results do not need.
 
-        With `sizes`, lengths are symbolic: `function` gets, and the graph begins with, their symbols.
+        With `sizes`, lengths are symbolic: `function` gets, and the graph begins with, their symbols. is_sized: no
+        values decide how large a tensor inside is.
 
         `function` may call autograd, which would run the backward of tensors on a GPU in a thread of its own, where
         nothing is traced.
         """
         with torch.inference_mode(False):  # whoever asks
-            return self._traced(function, specs, sizes or Sizes({}))
+            return self._traced(function, specs, sizes or Sizes({}), is_sized)
 
-    def _traced(self, function: Callable[..., Any], specs: Iterable[TensorSpec], sizes: Sizes) -> fx.GraphModule:
+    def _traced(
+        self, function: Callable[..., Any], specs: Iterable[TensorSpec], sizes: Sizes, is_sized: bool
+    ) -> fx.GraphModule:
         one_thread = torch.autograd.set_multithreading_enabled(False)
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env)
-        in_python = enable_python_dispatcher() if sizes.symbols else nullcontext()  # C++ asks for numbers
+        is_symbolic = bool(sizes.symbols) or not is_sized
+        in_python = enable_python_dispatcher() if is_symbolic else nullcontext()  # C++ asks for numbers
         with mode, in_python, one_thread, torch.enable_grad(), torch._C._DisableAutocast():
             inputs = [
                 torch.empty_strided(
@@ -149,8 +158,7 @@ class Sizes:
     """
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
-        # Sizes that depend on the data stay refused.
-        self.env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False)
         self.values = values
         self.symbols: dict[sympy.Symbol, Any] = {}
         for symbol, value in values.items():

@@ -27,6 +27,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional
 
+from gs_compile.capture.dealing import refuse_dealing_by_index
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
 from gs_compile.capture.operations import (
     ADDING,
@@ -46,6 +47,7 @@ from gs_compile.capture.operations import (
     operation,
     reduction_of,
     why_it_mixes,
+    why_values_mix,
     works_along_samples,
 )
 from gs_compile.capture.shares import Kind, Shares, State
@@ -70,6 +72,7 @@ def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], al
     `alone`: the micro-batch is the whole batch, so there is nothing to combine.
     """
     _refuse_sparse(module)
+    refuse_dealing_by_index(module.graph)
     if alone:
         outputs = _kept(module, kept)
         kinds: dict[fx.Node, Kind] = dict.fromkeys((value for value in outputs if isinstance(value, fx.Node)), "sum")
@@ -145,6 +148,8 @@ class _Separation:
     def _rule(self, node: fx.Node) -> State:
         name, spec = operation(node), node.meta.get("spec")
         kinds = self._kinds(node)
+        if mixes := why_values_mix(node, name):
+            return _mixed(node, mixes)
         if name in COUNTED_LOSSES or name in AVERAGED_LOSSES:
             return self._functional_loss(node, name)
         if kinds & {"sum", "mean"}:
@@ -153,8 +158,7 @@ class _Separation:
             return _made_from_sizes(node, name)
         if not isinstance(spec, TensorSpec):
             return _mixed(node, ALONG_SAMPLES) if works_along_samples(node, name) else State("local")
-        mixes = why_it_mixes(node, name, spec)
-        if mixes:
+        if mixes := why_it_mixes(node, name, spec):
             return _mixed(node, mixes)
         if name.startswith("masked_scatter"):
             self.shares.checked_places(node)

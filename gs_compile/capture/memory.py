@@ -1,7 +1,8 @@
 """memory: bytes that an ATen graph has alive inside, counted without running it.
 
 Memory is that of the graph as it is written, every tensor from the operation that makes it to its last reader. A
-compiler that fuses operations needs less; what kernels take inside is not counted.
+compiler that fuses operations needs less; what kernels take inside is not counted. Where values decide how large a
+tensor is, it counts with the most that it can be.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gs_compile.capture.dynamo import hint
 from gs_compile.capture.graph import output_values
 from gs_compile.capture.internals import tree_leaves
 
@@ -49,4 +51,4 @@ def _storages(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
     for made in tree_leaves(node.meta.get("val")):
         if isinstance(made, torch.Tensor):
             storage = made.untyped_storage()
-            yield StorageWeakRef(storage), storage.nbytes()
+            yield StorageWeakRef(storage), hint(storage.nbytes())

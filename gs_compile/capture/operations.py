@@ -41,6 +41,8 @@ REORDERING = frozenset(
 DIMENSION_AT = {"roll": 2, "topk": 2, "normalize": 2, "take_along_dim": 2, "gumbel_softmax": 4}  # else argument 1
 RESHAPING = frozenset("getitem view reshape unsqueeze expand to long float double contiguous clone".split())
 LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise the last ones, as many as are given
+# These choose among the elements of a tensor: their result has any number of them, and no more.
+CHOOSING = frozenset("nonzero argwhere where masked_select getitem unique unique_consecutive".split())
 COUNTING = frozenset("histc bincount".split())
 FILLING = frozenset("zeros ones empty arange new_zeros new_ones new_empty".split())
 SHAPING = FILLING | frozenset("view reshape expand size unflatten repeat broadcast_to split chunk narrow".split())
@@ -52,6 +54,7 @@ AVERAGED_LOSSES = frozenset(
     "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss "
     "multilabel_soft_margin_loss".split()
 )
+AVERAGING = AVERAGED_LOSSES | COUNTED_LOSSES | {"mean"}
 # These name places in a tensor's memory, which begins elsewhere where the tensor is a part of more.
 IN_MEMORY = frozenset("as_strided as_strided_copy as_strided_scatter".split())
 IN_PLACE_OPERATORS = frozenset(
@@ -131,6 +134,24 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec) -> str:
     if spec.dtype.is_floating_point and name in (*ARITHMETIC, "embedding") and any(numbers):
         return "computes with the numbers of the samples, which every micro-batch counts from 0"
     return ALONG_SAMPLES if works_along_samples(node, name) else ""
+
+
+def why_values_mix(node: fx.Node, name: str) -> str:
+    """Why the values that decide a size, of the operation's result or what it reads, mix samples; empty: they do not.
+
+    Inside a block they send tokens to experts.
+    """
+    if not is_sized(node) and block_of(node) is None:
+        return "has a size that values decide"
+    if name in AVERAGING and is_sized(node) and not all(map(is_sized, node.all_input_nodes)):
+        return "averages over as many elements as values decide"
+    return ""
+
+
+def is_sized(node: fx.Node) -> bool:
+    """Whether no size of a value depends on values."""
+    spec = node.meta.get("spec")
+    return not isinstance(spec, TensorSpec) or spec.is_sized
 
 
 def has_samples(node: fx.Node) -> bool:

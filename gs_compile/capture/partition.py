@@ -19,6 +19,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils.checkpoint import CheckpointPolicy
 
+from gs_compile.capture.dynamo import is_sized
 from gs_compile.capture.flops import node_flops
 from gs_compile.capture.graph import output_values
 
@@ -98,6 +99,9 @@ def _cut_away(module: fx.GraphModule, given: Sequence[fx.Node], free: Set[fx.Nod
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = {**node.meta, "origin": node}
+        if not is_sized(node.meta.get("val")):
+            copies[node].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            continue
         if node not in free and node_flops(node) and not known.is_compute_intensive(node):
             copies[node].meta["recompute"] = CheckpointPolicy.MUST_SAVE
     results: list[Any] = [copies.get(value) if value not in free else None for value in output_values(module)]

@@ -4,7 +4,8 @@ The captured graph is symbolic in the batch. Everything after this pass wants pl
 expressions between layers, so they are folded before the graph is split. What is folded is remembered where it
 matters: which dimensions of a value grow with the batch (`TensorSpec.batch_dims`), and which operands are the batch
 size itself (`node.meta["batch_numbers"]`), as in ``loss / input_ids.shape[0]``. Numbers that follow from other symbolic
-sizes, such as the length of sequences, are `Length`s.
+sizes, such as the length of sequences, are `Length`s. Sizes that depend on values, as of ``torch.where(mask)``, stay
+operations of the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from gs_compile.capture.graph import Captured, Length, Source, TensorSpec
+from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, source_line
+from gs_compile.capture.operations import CHOOSING, operation
+from gs_compile.errors import GROUPED, CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 GRAD_MODE = torch._C._set_grad_enabled
@@ -59,10 +62,11 @@ class OfBatch(int):
 class _Size:
     """A size, or another number of the graph, at one size of the micro-batch."""
 
-    number: Any  # -1: it depends on the data
+    number: Any  # -1 where it depends on values
     grows: bool = False  # with the batch, or it may
     is_of_batch: bool = False  # computed from the batch size
     is_proportional: bool = True  # to the batch size
+    values: frozenset[sympy.Symbol] = frozenset()  # of tensors, that it depends on
 
 
 class _Fold:
@@ -79,18 +83,18 @@ class _Fold:
         expression = sympy.sympify(value.node.expr)
         if expression not in self.known:
             number = sympy.sympify(expression.xreplace(self.numbers))
-            is_of_batch = bool(expression.free_symbols & self.batch)
+            values = frozenset(number.free_symbols)
+            is_of_batch = bool(expression.free_symbols & self.batch) and not values
             kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
             proportional = kind is not bool
             if is_of_batch and proportional:
                 doubled = expression.xreplace({symbol: 2 * symbol for symbol in self.batch})
                 proportional = bool(sympy.expand(doubled - 2 * expression) == 0)
-            is_unknown = bool(number.free_symbols)
-            folded = -1 if is_unknown else kind(number)
+            folded = -1 if values else kind(number)
             of_lengths = sympy.sympify(expression.xreplace({symbol: self.numbers[symbol] for symbol in self.batch}))
-            if kind is int and not is_unknown and of_lengths.free_symbols:
+            if kind is int and not values and of_lengths.free_symbols:
                 folded = Length.of(folded, of_lengths, self.numbers)
-            self.known[expression] = _Size(folded, is_unknown or is_of_batch, is_of_batch, proportional)
+            self.known[expression] = _Size(folded, bool(values) or is_of_batch, is_of_batch, proportional, values)
         return self.known[expression]
 
     def spec(self, value: Any) -> Any:
@@ -111,9 +115,18 @@ class _Fold:
         return any(size.is_of_batch and not size.is_proportional for size in sizes)
 
     def is_number(self, value: Any) -> bool:
+        """Whether a value is a number, or several, that no tensor decides."""
         if isinstance(value, (tuple, list)) and value:
             return all(self.is_number(part) for part in value)
-        return isinstance(value, (int, float, bool, *SYMBOLIC))
+        return isinstance(value, (int, float, bool, *SYMBOLIC)) and not self.size(value).values
+
+    def values(self, value: Any) -> frozenset[sympy.Symbol]:
+        """The values of tensors that a number or the sizes of tensors depend on."""
+        if isinstance(value, torch.Tensor):
+            return self.values(tuple(value.shape))
+        if isinstance(value, (tuple, list)):
+            return frozenset().union(*map(self.values, value))
+        return self.size(value).values
 
     def constant(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -170,6 +183,7 @@ class _Copy:
         args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
         read = [self.fold.size(source.meta.get("example_value")) for source in node.all_input_nodes]
         example = node.meta.get("example_value")
+        self._refuse_boundless(node, self.fold.values(example))
         copied = self.graph.create_node(node.op, target, args, kwargs, node.name, node.type)
         copied.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         copied.meta |= {
@@ -181,6 +195,15 @@ class _Copy:
         if self.autocast:
             copied.meta["autocast"] = self.autocast
         return copied if self.grad_mode else self._detached(copied)
+
+    def _refuse_boundless(self, node: fx.Node, values: frozenset[sympy.Symbol]) -> None:
+        """Raise for an operation whose result may be of any size, as its memory cannot be planned."""
+        given = self.fold.values([source.meta.get("example_value") for source in node.all_input_nodes])
+        if values - given and operation(node) not in CHOOSING:
+            raise CaptureError(
+                f"how large the result of `{node.name}` ({operation(node)}) is, values alone decide, so its memory "
+                f"cannot be planned{f', at {where}' if (where := source_line(node)) else ''}: {GROUPED}"
+            )
 
     def _attribute(self, module: fx.GraphModule, name: str) -> str:
         """Carry an attribute over; regions that are inlined may use one name for several things."""

@@ -43,7 +43,7 @@ from gs_compile.capture.loss import Separated
 from gs_compile.capture.operations import is_mutation, mutated, operation
 from gs_compile.capture.residual_stream import is_free, is_like, storage_of
 from gs_compile.capture.stacks import stacks
-from gs_compile.errors import CaptureError, MutationError, UniformityError
+from gs_compile.errors import GROUPED, CaptureError, MutationError, UniformityError
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
 
 
@@ -299,6 +299,7 @@ class _Cut:
         if value.op == "placeholder" and value.meta["source"].kind == "input":
             return OutputSpec("input", index=value.meta["source"].index)
         kind, value = self.separated.kinds[value], self.returned.get(value, value)
+        self._refuse_unsized(value)
         spec = value.meta["spec"]
         position = self.num_layers + 1 if is_free(value) else self.at[value]
         unit = self._name(position)
@@ -314,6 +315,17 @@ class _Cut:
         if value not in emitted:
             emitted.append(value)
         return OutputSpec(combine, "y", unit, emitted.index(value), dim, spec)
+
+    def _refuse_unsized(self, node: fx.Node) -> None:
+        """Raise for a value of a unit's results that has no memory planned."""
+        spec = node.meta["spec"]
+        if not isinstance(spec, TensorSpec) or not spec.is_sized:
+            where = source_line(node)
+            raise CaptureError(
+                f"`{node.name}` leaves its block, or the model, and values decide its size"
+                f"{f', at {where}' if where else ''}: use it where it is made, or put zeros in the place of what it "
+                f"leaves out; {GROUPED}"
+            )
 
     def _name(self, position: int) -> Unit:
         return PROLOGUE if position == 0 else EPILOGUE if position > self.num_layers else position - 1
@@ -340,5 +352,7 @@ class _Cut:
             return everywhere
 
         nodes = [node for node in self.readers if self.at[node] == position and not is_free(node)]
+        for _, node in results:
+            self._refuse_unsized(node)
         found = extract(self._name(position), nodes, results, source)
         return replace(found, is_joint=position > 0 and position in self.origins)

@@ -152,6 +152,8 @@ class Differentiated:
             return Cuts(self, (), "it joins two stacks")
         if "x" not in sources or "x" not in self.unit.results or not self.unit.differentiable:
             return Cuts(self, (), "it is no layer that is trained")
+        if self._sizes and not self.unit.is_sized:
+            raise CannotSaveError("values decide how large tensors inside are, so what saving them spares is not known")
         with self._timed():
             if shared := self._of_all_lengths(lambda code: code._cuts):
                 code, found, reason = shared
@@ -266,7 +268,7 @@ class Differentiated:
             with watch or nullcontext():
                 return functions[name](watch.run if watch else run, *inputs[len(self._symbols) :])
 
-        return self._generator.trace(function, self._arguments(name), self._sizes)
+        return self._generator.trace(function, self._arguments(name), self._sizes, is_sized=self.unit.is_sized)
 
     @cached_property
     def nondeterministic(self) -> tuple[Nondeterministic, ...]:

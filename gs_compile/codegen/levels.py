@@ -27,7 +27,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gs_compile.capture.dynamo import hint
+from gs_compile.capture.dynamo import hint, is_sized
 from gs_compile.capture.flops import count_flops
 from gs_compile.capture.graph import TensorSpec, output_values
 from gs_compile.capture.inductor import changes_memory, draws_random, memory_of
@@ -157,13 +157,15 @@ def cuts(joint: JointGraph) -> list[Cut]:
 
 
 def _refuse(module: fx.GraphModule) -> None:
-    """Raise for what cannot be cut: operations that change memory, and operations of whole graphs."""
+    """Raise for what cannot be cut: operations that change memory, draws of sizes not known, and whole graphs."""
     for node in module.graph.find_nodes(op="get_attr"):
         if not isinstance(getattr(module, node.target, None), torch.Tensor):
             raise CannotSaveError(f"{node.target} is a graph inside the layer's")
     for node in module.graph.nodes:
         if changes_memory(node):
             raise CannotSaveError(f"{node.target} changes memory")
+        if draws_random(node) and not is_sized(node.meta["val"]):
+            raise CannotSaveError(f"values decide how many random numbers {node.target} draws")
 
 
 def _forget_values(graph: fx.Graph) -> None:
@@ -177,7 +179,7 @@ def _forget_values(graph: fx.Graph) -> None:
         if not is_fused and getattr(node.target, "overloadpacket", None) not in SHAPES:
             continue
         value = node.args[0].meta["val"]
-        if is_fused and value.storage_offset() != 0:
+        if not is_sized(value) or (is_fused and value.storage_offset() != 0):
             continue
         with graph.inserting_before(node):
             kind = {"dtype": value.dtype, "device": value.device}

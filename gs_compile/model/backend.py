@@ -63,7 +63,7 @@ def greedysnake(
     An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
     own.
     """
-    watch()
+    watch().forget()
     compile_id, checked = current_compile_id(), Options()
     compilation: Compilation | None = None
     begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from gs_compile.capture.dynamo import absorb_libraries, last_given_up
-from gs_compile.capture.free_batch import free_from_the_start
+from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import untraced
 from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state
@@ -72,7 +72,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.loaded: dict[torch.Tensor, Any] = {}  # the states that the first step began with, until it has ended
         super().__init__(params, defaults)
         absorb_libraries()  # the model is built, so its libraries are there: Dynamo need not meet a break first
-        free_from_the_start()
+        watch()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, before the first step."""

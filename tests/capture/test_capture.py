@@ -21,7 +21,7 @@ from torch.nn import functional
 from zoo import GPT, VOCAB, WIDTH, Block, assert_same_gradients, compile_model, gradients, train
 
 import gs_compile
-from gs_compile.capture.free_batch import free_from_the_start
+from gs_compile.capture.frame_settings import set_from_the_start
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import UniformityError
 from gs_compile.model.backend import greedysnake
@@ -75,7 +75,7 @@ def roles(model):
 
 
 def test_the_first_trace_has_its_own_settings_and_is_the_only_one():
-    free_from_the_start()
+    set_from_the_start()
     model, spy = GPT(), Spy()
     model.compile(backend=spy, options=OPTIONS)
     with torch.compiler.config.patch(dynamic_sources="L['another']"):
@@ -90,7 +90,7 @@ def test_the_first_trace_has_its_own_settings_and_is_the_only_one():
 
 
 def test_other_backends_are_compiled_for_as_without_this_package():
-    free_from_the_start()
+    set_from_the_start()
     before, seen = settings(), []
 
     def another(module, example_inputs):
@@ -128,7 +128,7 @@ class Passed:
 
 
 def test_what_is_found_in_an_object_is_known_after_the_first_trace():
-    free_from_the_start()
+    set_from_the_start()
     model, spy = Called(lambda passed: (passed.ids, passed.labels, SHIFT)), Spy()
     reference = copy.deepcopy(model)
     model.compile(backend=spy, options=OPTIONS)
@@ -140,7 +140,7 @@ def test_what_is_found_in_an_object_is_known_after_the_first_trace():
 
 def test_what_is_no_batch_is_fixed_after_the_first_trace():
     """The first tensor of two dimensions that the frame has is not the first that the model reads."""
-    free_from_the_start()
+    set_from_the_start()
     model, spy = Called(lambda shift_TD, ids, weights: (ids, weights, shift_TD)), Spy()
     reference = copy.deepcopy(model)
     model.compile(backend=spy, options=OPTIONS)
@@ -227,7 +227,7 @@ def test_releases_that_cannot_name_a_dimension(monkeypatch):
 def freed(request):
     """When the batch dimension is symbolic."""
     if request.param == "in the first trace":
-        free_from_the_start()
+        set_from_the_start()
 
 
 def check(model, *args, **kwargs):

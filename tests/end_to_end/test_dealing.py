@@ -11,7 +11,7 @@ from tiered import options
 from torch import nn
 
 import gs_compile
-from gs_compile.errors import SeparationError
+from gs_compile.errors import CaptureError, SeparationError
 
 IMAGE = 0  # the token of a place
 NUM_PLACES = 2  # of a sample's image
@@ -65,3 +65,22 @@ def test_images_go_to_their_places_or_are_refused(tmp_path, given):
         model(batch, images, batch == IMAGE if given else None)
     assert distance(dict(model.state_dict()), before) == 0
     optimizer.engine.tiers.close()
+
+
+class Indexed(Seeing):
+    def forward(self, ids, images):
+        x = self.words(ids)
+        x[ids == IMAGE] = self.tower(images).flatten(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 4])
+def test_dealing_by_an_index_names_the_form_that_works(tmp_path, micro_batch_size):
+    model = Indexed()
+    optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
+    model.compile(backend="greedysnake", options=options(tmp_path, micro_batch_size=micro_batch_size))
+    with pytest.raises(CaptureError, match=r"at .*x\[ids == IMAGE\] = .*: write x\.masked_scatter"):
+        model(ids(2, 2, 2, 2), torch.randn(4, NUM_PLACES, 5))
+    assert optimizer.engine is None

@@ -1,13 +1,13 @@
-"""free_batch: the settings of Dynamo under which the batch dimension of what a model is called with is symbolic.
+"""frame_settings: the settings under which Dynamo compiles a frame for this backend.
 
 By itself Dynamo traces a frame with static shapes first. To run micro-batches of any size from one capture, dimension 0
 of every batch input has to be symbolic. So as Dynamo begins to compile a frame for this backend, the tensors that the
 frame was called with are looked at, and those of the batch are named in ``torch.compiler.config.dynamic_sources``: the
 first trace is the only one. Inputs that are not found so, in an object for example, or that turn out to be no batch,
-are known after the first trace, and Dynamo is asked for another one. The settings are global, so they are put back when
-Dynamo's compile of the frame ends, however it ends.
+are known after the first trace, and Dynamo is asked for another one. Tensors whose size depends on values are captured.
 
-Facts of Dynamo that this file rests on are each under a test in ``tests/capture/test_capture.py``.
+The settings are global, so they are put back when Dynamo's compile of the frame ends, however it ends. Facts of Dynamo
+that this file rests on are each under a test in ``tests/capture/test_capture.py``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ compiler_config: Any = torch.compiler.config
 symbolic_config: Any = _config
 
 
-def free_from_the_start() -> None:
-    """Frames that Dynamo compiles from now on for this backend have a free batch dimension; until a reset."""
+def set_from_the_start() -> None:
+    """Frames that Dynamo compiles for this backend have their settings from the first trace on; until a reset."""
     if _begin not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_begin)
 
@@ -44,35 +44,34 @@ def is_freed(batch: Sequence[str], sources: Iterable[str]) -> bool:
 
 
 def free(batch: Sequence[str]) -> None:
-    """Have the next trace of this frame treat dimension 0 of these sources as symbolic, and floats as constants."""
-    settings = _current() or _Settings()
-    settings.name(batch)
+    """Have the next trace of this frame treat dimension 0 of these sources as symbolic."""
+    (_current() or _Settings()).name(batch)
 
 
-def compiled_for() -> tuple[str, Mapping[str, Any]]:
-    """The module of the backend that Dynamo compiles a frame for, and what that frame was called with.
-
-    Among the callers there is Dynamo's compile of the frame.
-    """
+def compiled_frame() -> Mapping[str, Any]:
+    """What Dynamo's compile of a frame, which is among the callers, knows: its backend, and the frame's values."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not {"compiler_fn", "locals"} <= frame.f_locals.keys():
         frame = frame.f_back
-    if frame is None:
-        return "", {}
-    backend: Any = frame.f_locals["compiler_fn"]
+    return {} if frame is None else frame.f_locals
+
+
+def is_ours(compiled: Mapping[str, Any]) -> bool:
+    """Whether a frame is compiled for this package's backend."""
+    backend: Any = compiled.get("compiler_fn")
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
-    return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")), frame.f_locals["locals"]
+    return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")).startswith("gs_compile.")
 
 
 def _begin(_: object) -> None:
     """Dynamo begins to compile a frame."""
-    module, arguments = compiled_for()
-    if module.startswith("gs_compile."):
-        given = dict(_tensors("L", {name: each for name, each in arguments.items() if name != "self"}))
+    compiled = compiled_frame()
+    if is_ours(compiled):
+        given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
         first = max(given.values(), key=lambda each: each.dim() > 1, default=None)
-        if first is not None and first.shape[0] > 1:
-            free([source for source, each in given.items() if each.shape[0] == first.shape[0]])
+        size = 1 if first is None else first.shape[0]
+        free([source for source, each in given.items() if each.shape[0] == size > 1])
 
 
 def _tensors(source: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,7 +100,7 @@ class _Settings(ExitStack):
         super().__init__()
         self.sources: set[str] = set()
         self._before = compiler_config.dynamic_sources
-        self.enter_context(dynamo_config.patch(specialize_float=True))
+        self.enter_context(dynamo_config.patch(specialize_float=True, capture_dynamic_output_shape_ops=True))
         self.enter_context(
             symbolic_config.patch("use_duck_shape", False)
         )  # two dimensions of one size are not one symbol
