@@ -92,7 +92,7 @@ class EncodedFolder:
         os.fsync(fd)
         if self._path.exists() and not _sizes(self._path):
             shutil.rmtree(self._path)  # somebody has cut it
-        with suppress(FileExistsError, OSError):  # another process was first
+        with suppress(OSError):  # another process was first
             path.rename(self._path)
             log.info("encoded matrices are kept in %s for the next run", self._path)
 
