@@ -6,8 +6,8 @@ tiered         in a parameter store, the engine of one model
 materialized   in memory for the time of a `materialize`; the store keeps its own
 
 A stashed or tiered parameter is offloaded: it is an `OffloadedParameter`, and its memory is a placeholder with strides
-of 0. Dynamo guards strides. So the backend detaches parameters in its first call and has Dynamo trace again: the model
-is compiled once.
+of 0. Dynamo guards strides. So the backend detaches parameters while their first call is compiled, and has Dynamo guard
+what they are then: the model is compiled once.
 """
 
 from __future__ import annotations
