@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 
 import pytest
+from saving import saving
 from test_step import assert_over, whole_steps
 from tiered import adamw, options, outcome, step, tokens
 
@@ -172,7 +173,7 @@ def test_damage_of_every_kind_is_found_before_it_is_used(harness, monkeypatch, t
 
 @pytest.mark.parametrize("kind", ["w", "s", "x"])
 def test_damage_ends_the_run_and_is_named(harness, monkeypatch, tmp_path, kind):
-    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+    with saving(), harness.fresh(adamw, options(tmp_path)) as optimizer:  # nothing stays in memory: all is read
         step(harness.model, optimizer, tokens(0))
         optimizer.synchronize()
         drives, damaged = Drives(monkeypatch), []

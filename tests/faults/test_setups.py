@@ -237,12 +237,12 @@ def a_word_that_the_model_has_not(setup):
     setup.batch = ids().index_fill(1, torch.tensor([2]), WORDS)
 
 
-@refused(RuntimeError, r"size=\(5, 9, 8\)")  # Dynamo's own, before any backend is asked
+@refused(RuntimeError, r"size=\(\w+, 9, 8\)")  # Dynamo's own, before any backend is asked
 def a_sequence_longer_than_the_models(setup):
     setup.batch = ids(BATCH, 9)
 
 
-@refused(RuntimeError, "found at least two devices, cpu and meta")  # as above
+@refused(RuntimeError, "Tensor on device meta is not on the expected device cpu")  # as above
 def a_batch_on_another_device(setup):
     setup.batch = ids().to("meta")
 
