@@ -36,7 +36,6 @@ from gs_compile.errors import (
 )
 
 OLDEST_TORCH = (2, 11)
-BACKEND = "greedysnake"  # the name of its function
 _TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
 _TORCH_MODULES = f"{_TORCH}/nn/modules/"
 
@@ -61,7 +60,7 @@ try:
     from torch._guards import CompileContext
     from torch.utils._sympy.value_ranges import bound_sympy
 
-    from gs_compile.capture.frame_settings import free, is_freed
+    from gs_compile.capture.frame_settings import free, is_freed, is_ours
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
         f"torch {torch.__version__} moved what greedysnake's capture rests on ({error}); "
@@ -122,7 +121,7 @@ def is_foreign() -> bool:
     """Whether what Dynamo traces now is for another backend."""
     if current_compile_id() is None:
         return False
-    return getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", "") != BACKEND
+    return not is_ours(InstructionTranslator.current_tx().output.compiler_fn)
 
 
 def guard_memory() -> None:

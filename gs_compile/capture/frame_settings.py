@@ -53,12 +53,12 @@ def compiled_frame() -> Mapping[str, Any]:
     frame: FrameType | None = sys._getframe()
     while frame is not None and not {"compiler_fn", "locals"} <= frame.f_locals.keys():
         frame = frame.f_back
-    return {} if frame is None else frame.f_locals
+    assert frame is not None, "Dynamo compiles no frame"
+    return frame.f_locals
 
 
-def is_ours(compiled: Mapping[str, Any]) -> bool:
-    """Whether a frame is compiled for this package's backend."""
-    backend: Any = compiled.get("compiler_fn")
+def is_ours(backend: Any) -> bool:
+    """Whether a backend, as Dynamo has wrapped it, is this package's."""
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")).startswith("gs_compile.")
@@ -67,7 +67,7 @@ def is_ours(compiled: Mapping[str, Any]) -> bool:
 def _begin(_: object) -> None:
     """Dynamo begins to compile a frame."""
     compiled = compiled_frame()
-    if is_ours(compiled):
+    if is_ours(compiled["compiler_fn"]):
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
         first = max(given.values(), key=lambda each: each.dim() > 1, default=None)
         size = 1 if first is None else first.shape[0]
@@ -101,9 +101,8 @@ class _Settings(ExitStack):
         self.sources: set[str] = set()
         self._before = compiler_config.dynamic_sources
         self.enter_context(dynamo_config.patch(specialize_float=True, capture_dynamic_output_shape_ops=True))
-        self.enter_context(
-            symbolic_config.patch("use_duck_shape", False)
-        )  # two dimensions of one size are not one symbol
+        # Two dimensions of one size are not one symbol.
+        self.enter_context(symbolic_config.patch("use_duck_shape", False))
         self.enter_context(stage("tracing the model"))
         callback_handler.register_end_callback(self.end)
 

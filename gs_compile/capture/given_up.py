@@ -40,7 +40,7 @@ class Watch:
     def end(self, _: object) -> None:
         """A compilation ends, well or badly."""
         error = sys.exc_info()[1]
-        if not isinstance(error, Unsupported) or not is_ours(compiled_frame()):
+        if not isinstance(error, Unsupported) or not is_ours(compiled_frame()["compiler_fn"]):
             return
         stack = getattr(error, "real_stack", None)
         where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"

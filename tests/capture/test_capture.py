@@ -74,19 +74,25 @@ def roles(model):
 # The first trace, and another -------------------------------------------------------------------------------------------
 
 
-def test_the_first_trace_has_its_own_settings_and_is_the_only_one():
-    set_from_the_start()
+def traces_beside_another_setting():
+    """The settings of the traces for two batches; the last has the batch dimension free."""
     model, spy = GPT(), Spy()
     model.compile(backend=spy, options=OPTIONS)
     with torch.compiler.config.patch(dynamic_sources="L['another']"):
         train(model, *batch())
         train(model, *batch(4))
         assert torch.compiler.config.dynamic_sources == "L['another']"
-    (symbolic,) = spy.traces
+    symbolic = spy.traces[-1]
     assert symbolic["dynamic_sources"].split(",") == ["L['another']", r"L\['ids'\]:0", r"L\['labels'\]:0"]
     assert symbolic["specialize_float"] is True
     assert symbolic["use_duck_shape"] is False
     assert captured(model).batch_symbols
+    return spy.traces
+
+
+def test_the_first_trace_has_its_own_settings_and_is_the_only_one():
+    set_from_the_start()
+    assert len(traces_beside_another_setting()) == 1
 
 
 def test_other_backends_are_compiled_for_as_without_this_package():
@@ -152,17 +158,8 @@ def test_what_is_no_batch_is_fixed_after_the_first_trace():
 
 
 def test_the_retrace_happens_once_and_under_its_own_settings():
-    model, spy = GPT(), Spy()
-    model.compile(backend=spy, options=OPTIONS)
-    with torch.compiler.config.patch(dynamic_sources="L['another']"):
-        train(model, *batch())
-        train(model, *batch(4))
-        assert torch.compiler.config.dynamic_sources == "L['another']"
-    static, symbolic = spy.traces
+    static, symbolic = traces_beside_another_setting()
     assert static["dynamic_sources"] == "L['another']"
-    assert symbolic["dynamic_sources"].split(",") == ["L['another']", r"L\['ids'\]:0", r"L\['labels'\]:0"]
-    assert symbolic["specialize_float"] is True
-    assert symbolic["use_duck_shape"] is False
     assert len(symbolic["end_callbacks"]) == len(static["end_callbacks"]) + 1
 
 
