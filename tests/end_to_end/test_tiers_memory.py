@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
+import threading
 from functools import partial
 
 import pytest
@@ -15,8 +15,7 @@ from tiered import adamw, loss_of, options, shared, step, tokens
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.planner.builder import peak
-from gs_compile.runtime import coordinators, slab
-from gs_compile.runtime.lanes import Lane
+from gs_compile.runtime import slab
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.tiers import Tiers
 
@@ -71,23 +70,27 @@ def test_the_planned_memory_is_enough(storage, precision, clip, alpha, separate_
 @pytest.mark.parametrize("line", ["", "self.synchronize()"], ids=["", "without it"])
 def test_what_lanes_work_on_is_over_before_a_larger_step_is_mapped(storage, monkeypatch, line):
     """Else they would have its memory beside that of the step."""
-    harness, tickets, under_way = harness_of(), [], []
-    submit, transfer = Lane.submit, coordinators.transfer
-    monkeypatch.setattr(Lane, "submit", lambda *given, **more: tickets.append(submit(*given, **more)) or tickets[-1])
-    monkeypatch.setattr(coordinators, "transfer", lambda *given: time.sleep(2e-3) or transfer(*given))
+    harness, under_way, is_waited_for = harness_of(), [], threading.Event()
     if line:
         monkeypatch.setattr(Tiers, "block", without(Tiers, "block", line))
 
+    def synchronize(tiers):
+        is_waited_for.set()
+        return synchronize_tiers(tiers)
+
     def mapped(nbytes, device):
-        under_way.append([each for each in tickets if not each.done])
+        under_way.append(not ticket.done)
+        is_waited_for.set()
         return map_memory(nbytes, device)
 
+    synchronize_tiers = Tiers.synchronize
     with harness.fresh(adamw, options(storage, alpha=0.0, ratios={"checkpoint": 1.0})) as optimizer:
         step(harness.model, optimizer, tokens(0, 2))
+        monkeypatch.setattr(Tiers, "synchronize", synchronize)
         monkeypatch.setattr(slab, "map_memory", mapped)
+        ticket = optimizer.engine.tiers.lane("d2h").submit("a late copy", is_waited_for.wait)
         step(harness.model, optimizer, tokens(1, 99))
-    assert len(under_way) == 1
-    assert bool(under_way[0]) == bool(line)
+    assert under_way == [bool(line)]
 
 
 @pytest.mark.parametrize("clip", [None, "speculative"])
