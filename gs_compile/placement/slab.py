@@ -12,7 +12,7 @@ unit the parameters are alive, from there on the gradients.
 
 All offsets are multiples of a page, which direct I/O asks for. What the plan states as needed is the smallest slab. Who
 begins in a range waits for those who still use what was there before; so where the budget has room, memory that a
-transfer has used last is given on some stages later (`packed`).
+transfer has used last is given on when others have moved some bytes, in the next step if need be (`packed`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gs_compile.placement.cut import turn
 from gs_compile.placement.device_memory import bounded
@@ -31,13 +32,15 @@ from gs_compile.placement.kinds import Slot, slot_of
 from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import Occupants
+from gs_compile.placement.traffic import op_nbytes
 from gs_compile.program.ir import TIED, Op, Program, Tier, Value, height
 from gs_compile.program.verbs import NORMS
 
 PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
 READ_AHEAD = 3  # stages, at most, that parameters come before the backward of their unit
-LAGS = (2, 1)  # stages that a transfer may take after its own; it is planned to take one
+LONGEST_LAG = 1 / 5  # of what a step moves: no step that was simulated has waited less with more
+NUM_LAGS = 16  # that are tried
 
 Spans = tuple[tuple[int, int], ...]  # of time: from the first to before the second
 
@@ -146,20 +149,27 @@ def packed(
 ) -> Program:
     """A program as `free` leaves it, in the slab of at most `host_nbytes` in which it waits least.
 
-    What a transfer uses last is given on when the transfer has had some stages to end: the most of LAGS that fits; the
-    slab stays the smallest where none does. On the device it waits for room within `device_nbytes`; None: of either,
-    without a bound.
+    What a transfer uses last is given on when others have moved some bytes, as many as have room, up to LONGEST_LAG. On
+    the device a step waits for room within `device_nbytes`; None: of either memory, without a bound.
     """
-    ranges = live_ranges(program.ops, placement)
+    ops, ranges = program.ops, live_ranges(program.ops, placement)
     if device_nbytes is not None:
-        program = replace(program, device=bounded(ranges, len(program.ops), device_nbytes))
-    for lag in LAGS:
-        prolonged, most = _prolonged(ranges, program.ops, lag), math.inf if host_nbytes is None else host_nbytes
-        if nbytes_alive(prolonged, "host", len(program.ops)).max(initial=0) > most:
-            continue  # so is its slab
-        offsets, nbytes = plan_offsets(prolonged, program.ops, placement)
+        program = replace(program, device=bounded(ranges, len(ops), device_nbytes))
+    most = math.inf if host_nbytes is None else host_nbytes
+    moved = np.cumsum([0, *(op_nbytes(op, placement) if _is_on_a_lane(op) else 0 for op in ops)])
+
+    def prolonged(number: int) -> list[LiveRange]:
+        return _prolonged(ranges, ops, moved, int(moved[-1] * LONGEST_LAG) * number // NUM_LAGS)
+
+    def nbytes_with(number: int) -> int:
+        return int(nbytes_alive(prolonged(number), "host", len(ops)).max(initial=0))
+
+    number = bisect_right(range(1, NUM_LAGS + 1), most, key=nbytes_with)
+    while number:
+        offsets, nbytes = plan_offsets(prolonged(number), ops, placement)
         if nbytes <= most:
             return replace(program, offsets=offsets, slab_nbytes=nbytes)
+        number //= 2
     return program
 
 
@@ -172,19 +182,29 @@ def placed_as(program: Program, other: Program, placement: Placement) -> Program
     return replace(program, offsets=other.offsets, slab_nbytes=other.slab_nbytes)
 
 
-def _prolonged(ranges: Sequence[LiveRange], ops: Sequence[Op], lag: int) -> list[LiveRange]:
-    """The ranges whose last user is a transfer or an update, to the start of the stage that comes `lag` after."""
-    starts = [at for at, op in enumerate(ops) if at == 0 or op.stage != ops[at - 1].stage]
+def _prolonged(ranges: Sequence[LiveRange], ops: Sequence[Op], moved: NDArray[np.int64], lag: int) -> list[LiveRange]:
+    """Ranges whose last user is a transfer or an update last until others have moved `lag` bytes after it.
+
+    That may be in the next step: then the start of this one is theirs as well. moved: bytes before each operation.
+    """
     found = []
     for live in ranges:
         user = live.last
         while user is not None and user > 0 and ops[user].verb == "free":
             user -= 1
-        if live.last is not None and user is not None and ops[user].lane not in ("compute", "memory"):
-            at = bisect_right(starts, live.last) - 1 + lag
-            live = replace(live, last=max(live.last, starts[at] if at < len(starts) else len(ops)))
-        found.append(live)
+        if live.last is None or user is None or not _is_on_a_lane(ops[user]) or not lag:
+            found.append(live)
+            continue
+        until = moved[live.last] + lag
+        found.append(replace(live, last=max(live.last, min(int(moved.searchsorted(until)), len(ops)))))
+        into_next = min(int(moved.searchsorted(until - moved[-1])), live.first)
+        if into_next > 0:
+            found.append(replace(live, first=0, last=into_next))
     return found
+
+
+def _is_on_a_lane(op: Op) -> bool:
+    return op.lane not in ("compute", "memory")
 
 
 def conflicts(ops: Sequence[Op], placement: Placement, offsets: Mapping[object, int]) -> Iterator[tuple[Value, Value]]:
