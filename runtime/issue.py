@@ -116,7 +116,7 @@ class TieredExecutor(Executor):
         try:
             with self.tiers.failure.issued():
                 for at in range(start, stop):
-                    self.tiers.trace.at = self.program, at
+                    self.tiers.trace.issue(self.program, at)
                     self.tiers.failure.check()
                     self._wait_for_memory(at)
                     self._issue_at(at)
@@ -240,7 +240,7 @@ class TieredExecutor(Executor):
         self._computing = True
         stream = self._device.current_stream()
         join_all(self._awaited(op.reads, op.into), stream)
-        label = Label("compute", name_of(op), 0, op.verb, str(op.stage))
+        label = Label("compute", name_of(op), 0, op.verb, str(op.stage), self.tiers.trace.number)
         if stream is None:
             start = time.perf_counter()
             results = self._results(op)
@@ -319,6 +319,7 @@ class TieredExecutor(Executor):
             nbytes=self._handlers.moved_nbytes(op, targets),
             kind=op.kind,
             stage=str(op.stage),
+            number=self.tiers.trace.number,
         )
         if op.verb == "reduce_scatter":
             targets[1].ticket = ticket

@@ -1,13 +1,15 @@
 """trace: what ran when, on which lane, and how many bytes it moved.
 
 Sums are always kept, for they cost next to nothing; single operations only when asked for. `chrome` writes them in the
-Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+Trace Event Format, which ui.perfetto.dev and chrome://tracing open; `planner/simulate/measured.py` finds out from them
+what the computation waited for.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ class Label(NamedTuple):
     nbytes: int = 0
     kind: str = ""  # of the value it moves or makes
     stage: str = ""
+    number: int = -1  # of the `Issue` it is of
 
 
 def name_of(op: Op) -> str:
@@ -45,6 +48,15 @@ class Event(NamedTuple):
     label: Label
 
 
+class Issue(NamedTuple):
+    """An operation of a program as it was issued; `number` counts all that a trace has seen."""
+
+    number: int
+    seconds: float
+    program: Program
+    op_index: int
+
+
 @dataclass
 class Total:
     """The work of a lane so far."""
@@ -60,6 +72,7 @@ class Trace:
     def __init__(self, *, events: bool = False) -> None:
         self.enabled = events
         self.at: tuple[Program, int] | None = None  # the operation that is issued
+        self.number = -1  # of its `Issue`, where operations are recorded
         self._lock = threading.Lock()
         self.reset()
 
@@ -67,8 +80,16 @@ class Trace:
         """Forgets all."""
         with self._lock:
             self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+            self._issues: deque[Issue] = deque(maxlen=MAX_EVENTS)
             self._totals: dict[str, Total] = {}
             self._launched: deque[tuple[Label, stream.Clock, stream.Event, stream.Event]] = deque()  # maybe not over
+
+    def issue(self, program: Program, index: int) -> None:
+        """An operation is issued now; labels of what it does have its number."""
+        self.at = program, index
+        if self.enabled:
+            self.number += 1
+            self._issues.append(Issue(self.number, time.perf_counter(), program, index))
 
     def add(self, label: Label, start_seconds: float, end_seconds: float) -> None:
         """Records one operation on one of `LANES`."""
@@ -115,6 +136,10 @@ class Trace:
         with self._lock:
             self._take_launched()
             return sorted(self._events)
+
+    def issues(self) -> list[Issue]:
+        """All that was issued, in its order; none unless operations were asked for."""
+        return list(self._issues)
 
     def chrome(self) -> dict[str, Any]:
         """The events in Chrome's Trace Event Format, microseconds from the first.

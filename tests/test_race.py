@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 
 import pytest
@@ -14,11 +13,8 @@ from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PEERS_PYTHON, Entry
 from benchmarks.race.run import Run, Settings
 from benchmarks.race.settings import load, save
-from benchmarks.race.waiting import waits
 from benchmarks.race.worker import Worker, WorkerError
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.runtime.lanes import Failure, Lane, Ticket
-from gs_compile.runtime.trace import Trace
 
 TINY = Case(layers=2, hidden=64, heads=2, vocabulary=128, sequence=16, micro_batches=2)
 NAMES = ("plain", "vertical/ssd/eager")
@@ -175,19 +171,3 @@ def test_the_share_of_the_roofline(machine):
     assert results["vertical/ssd/inductor"]["share"] == pytest.approx(0.95)
     assert results["plain"]["share"] == results["plain/compile=blocks"]["share"] == 1.0
     assert "share" not in results["fsdp2"]
-
-
-def test_a_wait_is_blamed_on_its_lane(monkeypatch):
-    lane, waited_for, wait = Lane("ssd_read", Failure(), Trace()), threading.Event(), Ticket.wait
-    monkeypatch.setattr(Ticket, "wait", lambda ticket: (waited_for.set(), wait(ticket)))
-
-    def read():
-        waited_for.wait()
-        time.sleep(0.05)
-
-    with waits() as found:
-        lane.submit("prefetch w1", read, (), nbytes=1, kind="w", stage="").wait()
-    lane.submit("prefetch w2", read, (), nbytes=1, kind="w", stage="").wait()
-    lane.close()
-    assert found.keys() == {"ssd_read w"}
-    assert found["ssd_read w"] > 0.04

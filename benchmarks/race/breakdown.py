@@ -1,7 +1,7 @@
 """breakdown: where each second of a step goes: computed, waited for which lane, spent in Python between operations.
 
-Ours are asked by `breakdown`: the runtime's own sums tell what was computed, and every wait of the thread that computes
-is timed (`waiting`). What is left is Python: issuing operations, taking memory, autograd, guards. Plain PyTorch only
+Ours are asked by `breakdown`: the runtime's own sums tell what was computed, and its trace what the computation waited
+for (`optimizer.waits`). The rest is Python: issuing operations, taking memory, autograd, guards. Plain PyTorch only
 computes. Of ZeRO-Infinity DeepSpeed's own calls are timed (`zero_breakdown`). Nothing is profiled, so nothing is slower
 than in the race.
 

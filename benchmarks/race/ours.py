@@ -24,7 +24,6 @@ import torch
 
 import gs_compile
 from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Contestant, batch, build_model, main
-from benchmarks.race.waiting import waits
 from gs_compile.errors import OptionError
 from gs_compile.model.backend import greedysnake
 from gs_compile.options import Options
@@ -137,25 +136,27 @@ class GreedySnake(Contestant):
     def _breakdown(self, engine: Any, first: int, count: int) -> dict[str, Any]:
         """Seconds of one of `count` steps: computed, waited for each lane and kind of value, and the rest, Python."""
         batches = [batch(self.case, first + index) for index in range(count)]
-        engine.tiers.trace.totals(reset=True)
+        trace = engine.tiers.trace
+        trace.reset()
+        trace.enabled = True
         lanes: dict[str, float] = {}
         nbytes: dict[str, int] = {}
-        with waits() as waited:
-            start = time.perf_counter()
-            for ids in batches:
-                self.step(ids)
-                assert self.optimizer.last_step is not None
-                self._add(self.optimizer.last_step.lanes, lanes, nbytes)
-            self.settle()
-            seconds = time.perf_counter() - start
-        self._add(engine.tiers.trace.totals(reset=True), lanes, nbytes)
-        compute = lanes.pop("compute", 0.0)
+        start = time.perf_counter()
+        for ids in batches:
+            self.step(ids)
+            assert self.optimizer.last_step is not None
+            self._add(self.optimizer.last_step.lanes, lanes, nbytes)
+        self.settle()
+        seconds = time.perf_counter() - start
+        self._add(trace.totals(reset=True), lanes, nbytes)
+        waits = self.optimizer.waits()
+        trace.enabled = False
         return {
             "breakdown": first,
             "seconds": seconds / count,
-            "compute": compute / count,
-            "waits": {key: value / count for key, value in waited.most_common()},
-            "python": (seconds - compute - sum(waited.values())) / count,
+            "compute": lanes.pop("compute", 0.0) / count,
+            "python": waits.pop("issue", 0.0),
+            "waits": waits,
             "busy": {lane: value / count for lane, value in lanes.items()},
             "bytes": {lane: value // count for lane, value in nbytes.items() if value},
         }

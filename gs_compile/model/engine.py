@@ -94,7 +94,7 @@ class Engine(ParameterStore):
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
         planning = planning or plan_tiers(optimizer, compilation, models, args, ranks)
         arrangement, stored, self.planning = planning
-        self._latest = self.planning.placement, self.planning.first_shape  # of the latest call
+        self.latest = self.planning.placement, self.planning.first_shape  # of the latest call
         tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components)
         self.turn, self.sums = optimizer.turn, Sums(tiers)
@@ -160,7 +160,7 @@ class Engine(ParameterStore):
 
     def predict(self) -> Simulation:
         """Simulate steps like the latest call; measures the machine and the layers' code first, with all ranks."""
-        return self.planning.predict(*self._latest)
+        return self.planning.predict(*self.latest)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Engine(ParameterStore):
             if self.reporter is not None:
                 self.reporter.begin()
         placement = self.planning.sized(models, shape)
-        self._latest = placement, shape
+        self.latest = placement, shape
         pending = self.tiers.pending if shape.training and placement.has_late else None
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
@@ -211,7 +211,7 @@ class Engine(ParameterStore):
 
     def forward(self, executor: TieredExecutor, call: Call) -> None:
         """The forward half, and all late updates with it, also where the model's own code fails."""
-        _, shape = self._latest
+        _, shape = self.latest
         try:
             executor.forward()
         finally:
@@ -329,13 +329,13 @@ class Engine(ParameterStore):
     @property
     def _predicted_seconds(self) -> float:
         """Of the step under way, if it is one that was planned and simulated; else nan."""
-        plan, is_planned = self.planning.planned.plan, self._latest[0] is self.placement
+        plan, is_planned = self.planning.planned.plan, self.latest[0] is self.placement
         return plan.seconds if plan and plan.is_solved and is_planned and self.num_backwards == 1 else math.nan
 
     def _tell_what_calls_cost(self) -> None:
         """Log what one call with the whole batch would save in each step, where the first one has had several."""
         if self.num_backwards > 1:
-            moved = traffic(self.programs[-1], self._latest[0]).items()
+            moved = traffic(self.programs[-1], self.latest[0]).items()
             nbytes = sum(nbytes for (_, kind), nbytes in moved if kind in ("w", "dw"))
             log.info(
                 "a step has %d backwards: one call with the whole batch would move %s less in each step, as every call "

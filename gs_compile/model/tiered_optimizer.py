@@ -33,6 +33,7 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import StoredState
 from gs_compile.model.residency import end_gradient, is_offloaded, residency_of
 from gs_compile.model.settings import check_settings, check_state_dtype
+from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.formats import moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
@@ -282,11 +283,26 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         Needs ``expert={"trace": True}`` among the options of the backend.
         """
+        self._recorded().tiers.trace.save(path)
+
+    def waits(self) -> dict[str, float]:
+        """Seconds of a step in which nothing was computed, by cause: the mean of all recorded steps like the latest.
+
+        The cause is a lane and what it moved, as "ssd_write s": what the computation waited for, directly or through
+        others; "issue": Python between operations; "fill", before a step's first computation; "turn", before the first
+        of its backward. {} before the second such step. Needs ``expert={"trace": True}``, as `save_trace` does.
+        """
+        engine = self._recorded()
+        engine.tiers.synchronize()
+        inline = engine.tiers.setting.device.current_stream() is None
+        return mean_bubbles(list(measured(engine.tiers.trace, engine.latest[0], engine.programs[-1], inline=inline)))
+
+    def _recorded(self) -> Engine:
         if self.engine is None or not self.engine.tiers.trace.enabled:
             raise OptimizerError(
                 'there is no trace: compile the model with options={"expert": {"trace": True}}, and take a step'
             )
-        self.engine.tiers.trace.save(path)
+        return self.engine
 
     def _warn(self, record: StepRecord) -> None:
         spoiled, units = "the loss" if record.is_loss_bad else "a gradient", ", ".join(map(str, record.updated))

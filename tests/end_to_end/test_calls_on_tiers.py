@@ -13,6 +13,8 @@ from zoo import VOCAB, WIDTH, small
 import gs_compile
 from gs_compile.errors import OptimizerError
 from gs_compile.planner import programs
+from gs_compile.planner.simulate.measured import measured
+from gs_compile.program.ir import LANES
 
 
 class Pair:
@@ -121,11 +123,26 @@ def test_a_trace_has_every_lane_of_every_step(pair, tmp_path):
     assert sum(event["name"].startswith("backward 1_") for event in slices) == 2 * 2  # steps, micro-batches
 
 
+def test_a_trace_says_what_the_computation_waited_for(pair):
+    both = pair(trace=True)
+    both.step(2)
+    assert both.optimizer.waits() == {}
+    both.step(2, seed=1)
+    waits, engine = both.optimizer.waits(), both.optimizer.engine
+    (found,) = measured(engine.tiers.trace, engine.latest[0], engine.programs[-1], inline=True)
+    assert sum(waits.values()) + found.busy["compute"] * found.seconds == pytest.approx(found.seconds)
+    assert waits.keys() >= {"issue", "fill"}
+    lanes = {cause.split()[0] for cause in waits.keys() - {"issue", "fill", "turn"}}
+    assert lanes <= set(LANES)
+
+
 def test_without_a_trace(pair, tmp_path):
     both = pair()
     both.step(2)
     with pytest.raises(OptimizerError, match="there is no trace"):
         both.optimizer.save_trace(tmp_path / "trace.json")
+    with pytest.raises(OptimizerError, match="there is no trace"):
+        both.optimizer.waits()
 
 
 def embedded(model, optimizer, number):

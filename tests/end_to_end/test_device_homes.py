@@ -32,7 +32,7 @@ def separate(storage, **changes):
 def sequence(harness, given, sizes):
     """What steps with batches of these sizes come to, and the placements they ran with."""
     placements = []
-    found = harness.train(adamw, given, sizes=sizes, look=lambda _, one: placements.append(one.engine._latest[0]))
+    found = harness.train(adamw, given, sizes=sizes, look=lambda _, one: placements.append(one.engine.latest[0]))
     return found, placements
 
 

@@ -1,0 +1,70 @@
+"""measured: steps that have run, by their own trace, in the place of simulated ones.
+
+A simulation is a program's dependencies and when everything happened. A run whose operations are recorded
+(``expert={"trace": True}``) has its own times for the same dependencies; so what is told of a simulated step, such as
+what the computation waited for, is told of a measured one by the same code.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from gs_compile.placement.placement import Placement
+from gs_compile.planner.simulate.dependencies import MEMORY, dependencies
+from gs_compile.planner.simulate.event_loop import Times
+from gs_compile.planner.simulate.simulator import Simulation
+from gs_compile.program.ir import Program
+from gs_compile.runtime.trace import Event, Issue, Trace
+
+Step = list[Issue]
+
+
+def measured(trace: Trace, placement: Placement, program: Program, *, inline: bool) -> Iterator[Simulation]:
+    """Of each step of `program` that has run whole behind another step, in their order; the lanes have to be idle by now.
+
+    inline: the thread that issues computes, too.
+    """
+    events = {event.label.number: event for event in trace.events()}
+    for before, step in pairwise(_steps(trace.issues())):
+        if step[0].program is program and step[0].number == before[-1].number + 1:
+            yield _simulation((before, step), events, placement, inline=inline)
+
+
+def mean_bubbles(steps: Sequence[Simulation]) -> dict[str, float]:
+    """Seconds of a step in which nothing computed, by cause, the longest first; {} of no steps."""
+    found: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for cause, seconds in step.bubbles.items():
+            found[cause] += seconds / len(steps)
+    return {cause: found[cause] for cause in sorted(found, key=lambda each: -found[each])}
+
+
+def _steps(issues: Sequence[Issue]) -> Iterator[Step]:
+    """Those of which every operation was issued and is known."""
+    step: Step = []
+    for issue in issues:
+        step = [issue] if issue.op_index == 0 else [*step, issue]
+        if len(step) == len(issue.program.ops):
+            yield step
+
+
+def _simulation(
+    steps: Sequence[Step], events: Mapping[int, Event], placement: Placement, *, inline: bool
+) -> Simulation:
+    programs = [step[0].program for step in steps]
+    order = dependencies(programs, placement)
+    issues = [issue for step in steps for issue in step]
+    first = issues[0].seconds
+    issued = [issue.seconds - first for issue in issues]
+    started, stopped = list(issued), list(issued)  # what no lane has recorded is over as it is issued
+    for at, (issue, lane) in enumerate(zip(issues, order.lanes, strict=True)):
+        if lane != MEMORY and issue.number in events:
+            event = events[issue.number]
+            started[at], stopped[at] = event.start_seconds - first, event.end_seconds - first
+    let_go = stopped if inline else started
+    released = [0.0 if holder < 0 else let_go[holder] for holder in order.computed]
+    times = Times(issued, started, stopped, order.computed, released)
+    durations = [stop - start for start, stop in zip(started, stopped, strict=True)]
+    return Simulation(order, durations, times, tuple(programs), placement)
