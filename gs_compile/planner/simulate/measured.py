@@ -22,7 +22,7 @@ Step = list[Issue]
 
 
 def measured(trace: Trace, placement: Placement, program: Program, *, inline: bool) -> Iterator[Simulation]:
-    """Of each step of `program` that has run whole behind another step, in their order; the lanes have to be idle by now.
+    """Of each step of `program` that has run whole behind another one, in order; the lanes have to be idle by now.
 
     inline: the thread that issues computes, too.
     """
