@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,13 @@ def test_the_papers_model_on_the_papers_machine():
     found = json.loads(printed("plan", "--model", "gpt-65b", "--machine", "a100", "--sequence", "2048", "--json"))
     assert found["lanes"]["compute"]["share"] > 0.9  # it saturates
     assert found["peaks"]["host"] <= found["budgets"]["host"]
+
+
+@pytest.mark.slow
+def test_the_plan_that_is_explained_in_docs_is_the_one_that_is_printed():
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    command, shown = re.findall(r"What `greedysnake ([^`]*)` prints:\n\n(.*?)\n\n\*", page, re.DOTALL)[0]
+    assert dedent(shown) == printed(*command.split()).rstrip()
 
 
 # simulate -------------------------------------------------------------------------------------------------------------
