@@ -28,7 +28,7 @@ from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.off_meta import off_meta
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
-from gs_compile.capture.uniform import Uniform, uniform
+from gs_compile.capture.uniform import Uniform, structure, uniform
 from gs_compile.codegen.levels import SavedLevel
 from gs_compile.codegen.pieces import InPieces
 from gs_compile.codegen.side_by_side import Wanted, compile_all
@@ -212,6 +212,7 @@ class Compilation:
     captured: Captured
     options: Options
     models: dict[Hashable, SpecializedModel] = field(default_factory=dict)
+    wholes: dict[Hashable, InPieces] = field(default_factory=dict)
     programs: dict[StepSpec, list[Program]] = field(default_factory=dict)
     latest: Step | None = None
     seconds: float = 0.0  # spent in the passes
@@ -225,14 +226,30 @@ class Compilation:
 
     def specialized(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
-        lengths = tuple(sorted((name, sizes[name]) for name in sizes.keys() - self._of_batch))
-        key = (micro_batch_size, lengths, alone, self.tapped)
+        key = (*self._key(sizes, micro_batch_size), alone)
         if key not in self.models:
             start = time.perf_counter()
             self.models[key] = self._specialize(micro_batch_size, sizes, alone)
             _let_oldest_go(self.models, MOST_MODELS)
             self.seconds += time.perf_counter() - start
         return self.models[key]
+
+    def _key(self, sizes: Mapping[str, int], num_samples: int) -> tuple[Hashable, ...]:
+        lengths = tuple(sorted((name, sizes[name]) for name in sizes.keys() - self._of_batch))
+        return num_samples, lengths, self.tapped
+
+    def whole(self, models: Sequence[SpecializedModel]) -> InPieces | None:
+        """The code of what a loss computes of all samples at once; None where all is by micro-batch."""
+        model, num_samples = models[0], sum(each.micro_batch_size for each in models)
+        if model.split.whole is None:
+            return None
+        key = self._key(model.sizes, num_samples)
+        if key not in self.wholes:
+            unit = model.split.whole.graph(specialize(self.captured, num_samples, model.sizes))
+            as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
+            self.wholes[key] = _code(unit, structure(unit), as_traced)
+            _let_oldest_go(self.wholes, MOST_MODELS)
+        return self.wholes[key]
 
     @cached_property
     def _of_batch(self) -> frozenset[str]:
@@ -280,7 +297,8 @@ class Compilation:
         losses = losses_among(given)
         all_are = self.options.outputs == "all" or not losses
         kept = [all_are or value in losses or not isinstance(value, fx.Node) for value in given]
-        separated = loss(module, captured, kept=kept, alone=alone)
+        layer_major = self.options.expert.schedule not in BY_MICRO_BATCH
+        separated = loss(module, captured, kept=kept, alone=alone, layer_major=layer_major)
         cut = split(separated, captured, self.schedule.block_cut, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
