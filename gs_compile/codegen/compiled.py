@@ -212,7 +212,7 @@ class Compilation:
     captured: Captured
     options: Options
     models: dict[Hashable, SpecializedModel] = field(default_factory=dict)
-    wholes: dict[Hashable, InPieces] = field(default_factory=dict)
+    wholes: dict[Hashable, tuple[UnitGraph, InPieces]] = field(default_factory=dict)
     programs: dict[StepSpec, list[Program]] = field(default_factory=dict)
     latest: Step | None = None
     seconds: float = 0.0  # spent in the passes
@@ -238,8 +238,8 @@ class Compilation:
         lengths = tuple(sorted((name, sizes[name]) for name in sizes.keys() - self._of_batch))
         return num_samples, lengths, self.tapped
 
-    def whole(self, models: Sequence[SpecializedModel]) -> InPieces | None:
-        """The code of what a loss computes of all samples at once; None where all is by micro-batch."""
+    def whole(self, models: Sequence[SpecializedModel]) -> tuple[UnitGraph, InPieces] | None:
+        """What a loss computes of all samples at once, and its code; None where all is by micro-batch."""
         model, num_samples = models[0], sum(each.micro_batch_size for each in models)
         if model.split.whole is None:
             return None
@@ -247,7 +247,7 @@ class Compilation:
         if key not in self.wholes:
             unit = model.split.whole.graph(specialize(self.captured, num_samples, model.sizes))
             as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
-            self.wholes[key] = _code(unit, structure(unit), as_traced)
+            self.wholes[key] = unit, _code(unit, structure(unit), as_traced)
             _let_oldest_go(self.wholes, MOST_MODELS)
         return self.wholes[key]
 

@@ -329,12 +329,12 @@ class Call:
 
 def whole_batch(compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]) -> WholeBatch | None:
     """What a call computes of all its samples at once."""
-    code = compilation.whole(models)
-    if code is None:
+    if (found := compilation.whole(models)) is None:
         return None
+    unit, code = found
     for name in ("forward", *(("backward",) if code.is_trained else ())):
         code.function(name)  # backwards run in a thread of autograd's, which must not compile
-    return WholeBatch(code.unit, code, {index: args[index] for index in code.unit.arguments})
+    return WholeBatch(unit, code, {index: args[index] for index in unit.arguments})
 
 
 class _Step(torch.autograd.Function):
