@@ -40,7 +40,7 @@ from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.boundaries import Nbytes, alike
 from gs_compile.placement.levels import Level
 from gs_compile.placement.workload import UnitSize
-from gs_compile.program.ir import EPILOGUE, TIED, Program, StepShape, Unit, Value, height
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
 from gs_compile.program.verbs import SIGNATURES
 from gs_compile.schedules import BY_MICRO_BATCH
 from gs_compile.version import __version__
@@ -147,8 +147,13 @@ class SpecializedModel:
 
     @cached_property
     def side_nbytes(self) -> Nbytes:
-        """Bytes of all side inputs of one micro-batch, at the boundaries above what makes them."""
-        return self._of_sides(lambda spec: spec.nbytes)
+        """Bytes of all side inputs of one micro-batch, at the boundaries above what makes them; beside those of the
+        prologue the taps and their gradients, which are there no longer.
+        """
+        units = self.split.units
+        made = [each for unit in units for each in zip(unit.results, unit.result_specs, strict=True)]
+        taps = sum(spec.nbytes * (1 + spec.requires_grad) for kind, spec in made if kind == "tap")
+        return self._of_sides(lambda spec: spec.nbytes, beside=taps)
 
     @cached_property
     def dside_nbytes(self) -> Nbytes:
@@ -159,8 +164,9 @@ class SpecializedModel:
 
         return self._of_sides(nbytes)
 
-    def _of_sides(self, count: Callable[[TensorSpec], int]) -> Nbytes:
+    def _of_sides(self, count: Callable[[TensorSpec], int], *, beside: int = 0) -> Nbytes:
         found = [sum(map(count, self.split.sides.get(unit.unit, ()))) for unit in self.split.units[:-1]]
+        found[0] += beside if self.split.sides.get(PROLOGUE) else 0
         return tuple(found) if self.split.joints else found[0]
 
     def compile_code(self, shape: StepShape, levels: Mapping[Unit, Iterable[int]] = MappingProxyType({})) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from zoo import GPT, WIDTH, Block, batch, both_ways, compile_model, scaled, small
 
 import gs_compile
+from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import SeparationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
@@ -255,6 +256,16 @@ def test_noise_is_drawn_once():
     term = loss.detach() - functional.cross_entropy(found.detach().flatten(0, 1), labels.flatten())
     products = [(parameter * parameter.grad).sum() for parameter in model.blocks[0].gate.parameters()]
     torch.testing.assert_close(sum(products).detach(), 2 * term, rtol=1e-4, atol=1e-4)
+
+
+def test_what_it_reads_and_its_gradients_are_counted_with_side_inputs():
+    model, (ids, labels) = compile_model(balanced(), 2), batch()
+    model(input_ids=ids, labels=labels).loss.backward()
+    (compilation,) = compilations_of[model.lm_head.weight]
+    found = next(iter(compilation.models.values()))
+    sides = sum(spec.nbytes for spec in found.split.sides["e"])
+    layers, experts, tokens = 2, 4, 2 * ids.shape[1]
+    assert found.side_nbytes == sides + 2 * 4 * layers * experts * tokens
 
 
 def test_the_derivation_names_what_is_of_the_whole_batch():
