@@ -33,6 +33,15 @@ class MicroBatch:
     counted: Mapping[int, torch.Tensor]  # what the count reads beside the batch: class weights
 
 
+@dataclass(frozen=True, slots=True)
+class WholeBatch:
+    """What a loss computes of all samples at once: its code, and the inputs that it reads, whole (by input index)."""
+
+    graph: UnitGraph
+    code: UnitCode
+    inputs: Mapping[int, torch.Tensor]
+
+
 class Accumulator:
     """A gradient summed over micro-batches, in fp32 whatever the parameters' dtype (fp64 stays)."""
 
@@ -80,12 +89,15 @@ class CompiledUnits:
     input is a tensor.
     """
 
-    def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None) -> None:
+    def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None, whole: WholeBatch | None = None) -> None:
         self.micro_batches = micro_batches
+        self.whole = whole  # None: every value is one micro-batch's
         self.seed = seed  # of this step; None where nothing is drawn
         self.of_batch = Accumulator()  # the gradients of batch inputs, by input index and micro-batch
         self.taps: dict[tuple[int, int], torch.Tensor] = {}  # by number and micro-batch, until the layer's backward
+        self.of_whole: Tensors = ()  # what is made of all taps, once the head runs
         self._tap_gradients: dict[tuple[int, int], torch.Tensor] = {}  # which the epilogue has made
+        self._whole_gradients: dict[tuple[int, int], torch.Tensor] = {}  # the same, of `of_whole`
         self._numbers = OwnNumbers()
         self._drawn: dict[tuple[Unit, int], Any] = {}  # the random numbers after the first half of a block
 
@@ -108,6 +120,8 @@ class CompiledUnits:
         outcome = self._run("forward", unit, micro_batch, inputs, level)
         results, saved = outcome[: len(graph.results)], Saved(outcome[len(graph.results) :])
         self.taps |= zip(self._taps_of(graph, micro_batch), _results(graph, results, "tap"), strict=True)
+        if unit != EPILOGUE:
+            self.of_whole = ()
         return tuple(saved if kind == "a" else _result(graph, results, kind) for kind in wants)
 
     embed = join = forward
@@ -127,6 +141,8 @@ class CompiledUnits:
     ) -> tuple[Any, ...]:
         """What a unit has not saved again, and its backward."""
         graph, inputs = self._inputs(unit, micro_batch, reads)
+        if unit != EPILOGUE and self._whole_gradients:
+            self._pull_whole()
         taps = self._taps_of(graph, micro_batch)
         of_taps = [self._tap_gradients.pop(tap, None) for tap in taps]
         for tap in taps:
@@ -145,6 +161,41 @@ class CompiledUnits:
         self.of_batch.scale(factor)
         for gradient in self._tap_gradients.values():
             gradient.mul_(factor)
+        self._whole_gradients = {key: gradient * factor for key, gradient in self._whole_gradients.items()}
+
+    # What is made of all micro-batches at once -----------------------------------------------------------------------
+
+    def _pull_whole(self) -> None:
+        """Add the gradients that taps have from what is made of all of them, once all heads have run."""
+        assert self.whole is not None
+        graph, micro_batches = self.whole.graph, range(len(self.micro_batches))
+        shares = [[self._whole_gradients.pop((index, j)) for j in micro_batches] for index in graph.differentiated]
+        gradients = [torch.stack(each).sum(0) for each in shares]
+        for index, gradient in zip(graph.differentiable, self._run_whole("backward", gradients), strict=True):
+            if (source := graph.sources[index]).kind == "tap":
+                assert isinstance(gradient, torch.Tensor)
+                (dim,) = graph.specs[index].batch_dims
+                sizes = [self.taps[source.index, j].shape[dim] for j in micro_batches]
+                for j, part in enumerate(gradient.split(sizes, dim)):
+                    before = self._tap_gradients.get((source.index, j))
+                    self._tap_gradients[source.index, j] = part if before is None else before + part
+
+    def _run_whole(self, name: str, gradients: Tensors = ()) -> Sequence[Any]:
+        """Call "forward" or "backward" of the code that reads the taps of all micro-batches."""
+        assert self.whole is not None
+        graph, code, micro_batches = self.whole.graph, self.whole.code, range(len(self.micro_batches))
+        inputs = []
+        for source, spec in zip(graph.sources, graph.specs, strict=True):
+            if source.kind == "tap":
+                tensor = torch.cat([self.taps[source.index, j] for j in micro_batches], *spec.batch_dims)
+            else:
+                tensor = self.whole.inputs[source.index]
+            inputs.append(laid_out(tensor, spec))
+        if self.seed is None or not code.draws_random:
+            return code.function(name)(*inputs, *gradients)
+        self._numbers.seed(seed_of(self.seed, EPILOGUE, len(micro_batches)))
+        with self._numbers:
+            return code.function(name)(*inputs, *gradients)
 
     # How a unit's code is called -------------------------------------------------------------------------------------
 
@@ -156,7 +207,11 @@ class CompiledUnits:
         for source, spec in zip(graph.sources, graph.specs, strict=True):
             if source.kind == "x" and "x" not in reads:  # what is saved is in its place
                 continue
-            tensor = self.taps[source.index, micro_batch] if source.kind == "tap" else _input(source, part, reads)
+            if source.kind == "whole":
+                self.of_whole = self.of_whole or self._run_whole("forward")
+                tensor = self.of_whole[source.index]
+            else:
+                tensor = self.taps[source.index, micro_batch] if source.kind == "tap" else _input(source, part, reads)
             is_sliced = source.kind == "input" and source.index in part.inputs
             inputs.append(laid_out(tensor, spec) if is_sliced else tensor)
         return graph, inputs
@@ -208,6 +263,9 @@ class CompiledUnits:
             elif source.kind == "tap":
                 assert isinstance(gradient, torch.Tensor)
                 self._tap_gradients[source.index, micro_batch] = gradient
+            elif source.kind == "whole":
+                assert isinstance(gradient, torch.Tensor)
+                self._whole_gradients[source.index, micro_batch] = gradient
             elif source.index in self.micro_batches[micro_batch].inputs:
                 batch[source.index, micro_batch] = gradient
             else:

@@ -117,11 +117,11 @@ class Source:
     """Where a unit's graph takes one input from.
 
     `kind` is "x", "side", "total" or "fraction" (values of the step program; `index` picks one of a group), "tap" (what
-    layers make for the epilogue) or "input" (argument `index` of the captured graph: a parameter, a buffer, a batch
-    input).
+    layers make for the epilogue), "whole" (what is made of the taps of all samples) or "input" (argument `index` of the
+    captured graph: a parameter, a buffer, a batch input).
     """
 
-    kind: Literal["x", "side", "tap", "total", "fraction", "input"]
+    kind: Literal["x", "side", "tap", "whole", "total", "fraction", "input"]
     index: int = 0
 
 
@@ -212,7 +212,7 @@ class LossTerm:
     """One line of the derivation by which a micro-batch's share of the loss was found."""
 
     node: str
-    kind: str  # "sum", "mean" or "total": how values of micro-batches combine
+    kind: str  # "sum", "mean", "total" or "whole": how values of micro-batches combine
     why: str
     where: str  # the user's source line
 

@@ -14,14 +14,16 @@ mean, is a sum that can be known before any layer runs: the `count` verb adds it
 reads the total. So  cross_entropy(mean)  becomes  cross_entropy(sum) / total,  which is right for uneven labels and
 for micro-batches without any. What ends as a mean is multiplied by the micro-batch's `fraction` m_j / B.
 
-A mixed value that reaches an output is refused by name. (Contract: the loss of the global batch.)
+A mixed value that is made of the inputs and of what blocks make for each sample, as the loss that balances experts, is
+made of all samples at once, before the head runs (`whole_batch`): then it is the same for all micro-batches. Any other
+that reaches an output is refused by name. (Contract: the loss of the global batch.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from torch import fx
 from torch.fx.node import map_aggregate, map_arg
@@ -51,6 +53,7 @@ from gs_compile.capture.operations import (
     works_along_samples,
 )
 from gs_compile.capture.shares import Kind, Shares, State
+from gs_compile.capture.whole_batch import is_of_samples
 from gs_compile.errors import CaptureError, SeparationError
 
 
@@ -63,13 +66,20 @@ class Separated:
     totals: tuple[fx.Node, ...]  # nodes of `module` whose sum over micro-batches is total_k
     kinds: dict[fx.Node, Kind]  # of every output node: "local", "sum" or "same"
     terms: tuple[LossTerm, ...]  # the derivation, for people
+    wholes: Mapping[fx.Node, str] = field(
+        default_factory=dict
+    )  # nodes of the whole batch, with the words that refuse each
+    samples: frozenset[fx.Node] = frozenset()  # nodes with one row or more for each sample, along one dimension
 
 
-def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], alone: bool) -> Separated:
+def loss(
+    module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], alone: bool, layer_major: bool = True
+) -> Separated:
     """Rewrite the outputs of `module` that are `kept` (one truth for each).
 
     Raises `SeparationError` for one that does not separate, and `CaptureError` for gradients that are sparse.
-    `alone`: the micro-batch is the whole batch, so there is nothing to combine.
+    `alone`: the micro-batch is the whole batch, so there is nothing to combine. layer_major: all layers run for all
+    micro-batches before the head.
     """
     _refuse_sparse(module)
     refuse_dealing_by_index(module.graph)
@@ -77,7 +87,7 @@ def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], al
         outputs = _kept(module, kept)
         kinds: dict[fx.Node, Kind] = dict.fromkeys((value for value in outputs if isinstance(value, fx.Node)), "sum")
         return Separated(module, outputs, (), kinds, ())
-    return _Separation(module, captured).run(kept)
+    return _Separation(module, captured, layer_major).run(kept)
 
 
 def _refuse_sparse(module: fx.GraphModule) -> None:
@@ -90,8 +100,8 @@ def _refuse_sparse(module: fx.GraphModule) -> None:
 
 
 class _Separation:
-    def __init__(self, module: fx.GraphModule, captured: Captured) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule, captured: Captured, layer_major: bool) -> None:
+        self.module, self.layer_major = module, layer_major
         self.batch = captured.names("batch")
         self.data = captured.names("batch", "constant", "buffer")
         self.shares = Shares(module.graph)
@@ -108,10 +118,15 @@ class _Separation:
         output.args = (made,)
         self.module.recompile()
         kinds = {value: self.states[value].kind for value in made if isinstance(value, fx.Node)}
-        return Separated(self.module, made, tuple(self.shares.totals), kinds, tuple(self.shares.terms))
+        wholes = {node: _refusal(value, self.states[value]) for value, node in self.shares.wholes.items()}
+        local = (node for node, state in self.states.items() if state.kind == "local")
+        samples = frozenset(filter(is_of_samples, local))
+        return Separated(self.module, made, tuple(self.shares.totals), kinds, tuple(self.shares.terms), wholes, samples)
 
     def _output(self, node: fx.Node, output: fx.Node) -> fx.Node:
         state = self.states[node]
+        if state.kind == "mixed" and self._is_of_whole(node):
+            return self.shares.whole(node)
         if state.kind == "mixed":
             raise SeparationError(_refusal(node, state))
         if state.kind == "mean":
@@ -126,13 +141,31 @@ class _Separation:
     def _state(self, node: fx.Node) -> State:
         if node.op in ("placeholder", "get_attr"):
             is_data = node.op == "get_attr" or node.name in self.data
-            return State("local" if node.name in self.batch else "same", from_inputs=is_data)
+            kind: Kind = "local" if node.name in self.batch else "same"
+            return State(kind, from_inputs=is_data, source="inputs" if is_data else "")
+        made_from = self._source(node)
         for source in node.all_input_nodes:
             if self.states[source].kind == "mixed":
-                return self.states[source]
+                if made_from or not self._is_of_whole(source):
+                    return replace(self.states[source], source=made_from)
+                node.replace_input_with(source, self.shares.whole(source))
         state = self._rule(node)  # which may bind totals to the node in place of its inputs
         from_inputs = all(self.states[source].from_inputs for source in node.all_input_nodes)
-        return replace(state, from_inputs=from_inputs and block_of(node) is None)
+        if block_of(node) is not None:
+            made_from = "taps" if state.kind == "local" and is_of_samples(node) else ""
+        return replace(state, from_inputs=from_inputs and block_of(node) is None, source=made_from)
+
+    def _source(self, node: fx.Node) -> Literal["", "inputs", "taps"]:
+        sources = {self.states[source].source for source in node.all_input_nodes}
+        if block_of(node) is not None or "" in sources:
+            return ""
+        return "taps" if "taps" in sources else "inputs"
+
+    def _is_of_whole(self, node: fx.Node) -> bool:
+        """Whether a value that does not separate can be made of all samples at once, before the head runs."""
+        spec = node.meta.get("spec")
+        is_fit = isinstance(spec, TensorSpec) and not spec.batch_dims and spec.is_sized
+        return self.layer_major and is_fit and self.states[node].source == "taps"
 
     def _change(self, node: fx.Node) -> None:
         """After a change in place of one class by another, the old names of the memory stand for neither."""

@@ -1,6 +1,7 @@
 """shares: the edits by which a value of the whole batch becomes shares of micro-batches that add.
 
 total     a placeholder: a sum made from the inputs alone, added over all micro-batches before the head runs
+whole     a value made from inputs and what layers make for each sample, of all samples before the head runs
 fraction  a placeholder: the micro-batch's part of the samples, m_j / B
 """
 
@@ -16,6 +17,7 @@ from torch import fx
 from gs_compile.capture.dealing import ONE_PLACE_EACH, operands
 from gs_compile.capture.graph import LossTerm, Source, TensorSpec, source_line
 from gs_compile.capture.operations import operation
+from gs_compile.capture.whole_batch import of_whole_batch
 
 SUM = {"reduction": "sum", "size_average": None, "reduce": None}  # the last two are older and would win
 
@@ -28,6 +30,9 @@ class State:
 
     kind: Kind
     from_inputs: bool = False  # made from the user's inputs alone, so it can be known before the step
+    source: Literal["", "inputs", "taps"] = (
+        ""  # all it is made from, outside of blocks: inputs; or what blocks make, too
+    )
     cause: fx.Node | None = None  # of "mixed"
     why: str = ""
 
@@ -40,6 +45,7 @@ class Shares:
         self.states: dict[fx.Node, State] = {}
         self.totals: dict[fx.Node, fx.Node] = {}  # a value of one micro-batch: the placeholder of its total
         self.terms: list[LossTerm] = []
+        self.wholes: dict[fx.Node, fx.Node] = {}  # a value that does not separate: its node `of_whole_batch`
         self.fraction: fx.Node | None = None
 
     def of(self, value: Any, before: fx.Node) -> fx.Node:
@@ -60,6 +66,16 @@ class Shares:
             self.totals[value] = self._placeholder(f"total_{source.index}", source, value.meta["spec"])
             self.say(value, "total", "made from the inputs alone: counted over the whole batch")
         return self.totals[value]
+
+    def whole(self, value: fx.Node) -> fx.Node:
+        """`value` of the whole batch, the same for all micro-batches, which read it in its place."""
+        if value not in self.wholes:
+            with self.graph.inserting_after(value):
+                found = self._new(of_whole_batch, (value,), like=value)
+            self.states[found] = State("same")
+            self.wholes[value] = found
+            self.say(value, "whole", "made from what layers make beside their hidden states, of all samples at once")
+        return self.wholes[value]
 
     def counted(self, loss: fx.Node, arguments: Mapping[str, Any]) -> None:
         """cross_entropy(mean) becomes cross_entropy(sum) / total of the counted labels' weights."""
@@ -105,7 +121,8 @@ class Shares:
             labels = self._new(torch.clamp, (target, 0, last), like=target)
             counted = self._new(torch.mul, (self._new(torch.take, (weight, labels), like=target), counted), like=target)
         count = self._new(torch.sum, (counted,), {"dtype": torch.float32}, like=loss)
-        count.meta["spec"] = replace(loss.meta["spec"], dtype=torch.float32, requires_grad=False)
+        spec = replace(loss.meta["spec"], dtype=torch.float32, requires_grad=False)
+        count.meta |= {"spec": spec, "storage": None}  # a change of the loss in place is none of the count
         self.states[count] = State("sum", from_inputs=True)
         return count
 
@@ -123,5 +140,5 @@ class Shares:
         spec = replace(spec, requires_grad=False, batch_dims=())
         placeholder.meta = {"spec": spec, "batch_numbers": {}, "source": source}
         is_fraction = source.kind == "fraction"  # a total is not known while counting
-        self.states[placeholder] = State("same", from_inputs=is_fraction)
+        self.states[placeholder] = State("same", from_inputs=is_fraction, source="inputs")
         return placeholder

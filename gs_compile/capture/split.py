@@ -11,8 +11,9 @@ Where a model has several stacks a layer is their joint, in the prologue's place
 side inputs from the joint alone, which hands on what they need of those below it.
 
 Exactly one tensor goes from a layer to the next, its checkpoint. What layers make for the epilogue, as the logits of
-routers for a loss of their own, is tapped: it goes there beside the checkpoints, and its gradient back. Anything else
-that crosses is refused by name. A layer is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
+routers for a loss of their own, is tapped: it goes there beside the checkpoints, and its gradient back. What a loss
+makes of the taps of all samples at once is no part of the epilogue, which reads it (`whole_batch`). Anything else that
+crosses is refused by name. A layer is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from gs_compile.capture.loss import Separated
 from gs_compile.capture.operations import is_mutation, mutated, operation
 from gs_compile.capture.residual_stream import is_free, is_like, storage_of
 from gs_compile.capture.stacks import stacks
-from gs_compile.errors import GROUPED, CaptureError, MutationError, UniformityError
+from gs_compile.capture.whole_batch import Whole, is_changed, made_of, placeholder
+from gs_compile.errors import GROUPED, CaptureError, MutationError, SeparationError, UniformityError
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
 
 
@@ -57,6 +59,7 @@ class Split:
     taps: tuple[Unit, ...]  # which layer makes each of them, in the order of its results
     count: UnitGraph | None  # makes a micro-batch's part of each total, ahead of the step
     block_cut: BlockCut | None = None  # None: a layer is a block
+    whole: Whole | None = None  # what is made of the taps of all micro-batches
 
     @property
     def num_layers(self) -> int:
@@ -114,6 +117,8 @@ class _Cut:
             self.at = block_cut.units(self.readers, self.at, self.carried)
             self.block_cut, self.num_layers = block_cut, len(block_cut.names) * self.num_layers
             self.carried = self._carried()
+        wholes = {node: refusal for node, refusal in separated.wholes.items() if node in self.readers}
+        self.whole = self._cut_out(wholes, captured) if wholes else None
         self.sides = self._sides()
         self.emitted: dict[int, list[fx.Node]] = defaultdict(list)  # by unit, what it makes for the outputs alone
         self.main: fx.Node | None = None  # the loss
@@ -127,7 +132,7 @@ class _Cut:
             nodes = [node for node in needed_by(totals, self.graph) if not is_free(node)]
             count = extract(PROLOGUE, nodes, [("total", node) for node in totals], lambda node: node.meta["source"])
         taps = tuple(self._name(self.at[node]) for node in self.taps)
-        return Split(units, outputs, sides, taps, count, self.block_cut)
+        return Split(units, outputs, sides, taps, count, self.block_cut, self.whole)
 
     def _refuse_a_cache(self) -> None:
         """Layers that read an input each have kept it from earlier tokens, and such a call has one token more."""
@@ -208,6 +213,25 @@ class _Cut:
         self.at |= dict.fromkeys(copies.values(), self.num_layers + 1)
         self.wanted = [copies.get(value, value) for value in self.wanted]
         self.readers = needed_by(self.wanted, self.graph)
+
+    def _cut_out(self, wholes: Mapping[fx.Node, str], captured: Captured) -> Whole:
+        """Have the epilogue read what is made of all samples at once, and leave out how that is made."""
+        fit, parameters = self.separated.samples.intersection(self.taps), captured.names("parameter")
+        found = dict[str, int]()
+        for node, refusal in wholes.items():
+            taps, inputs = made_of(node.all_input_nodes[0], self.at, range(1, self.num_layers + 1))
+            is_fit = fit.issuperset(taps) and parameters.isdisjoint(each.name for each in inputs)
+            if not is_fit or is_changed(node.all_input_nodes[0]):
+                raise SeparationError(refusal)
+            found |= {tap.name: self.taps.index(tap) for tap in taps}
+        values = [node.all_input_nodes[0].name for node in wholes]
+        read = {node: placeholder(self.graph, f"whole_{k}", Source("whole", k), node) for k, node in enumerate(wholes)}
+        self.returned |= {node: self._copy(read[node]) for node in wholes if node in self.wanted}
+        outputs = [self.returned.get(value, value) for value in self.wanted]
+        self.wanted = [*outputs, *(tap for tap in self.taps if tap.name in found)]
+        self.readers = needed_by(self.wanted, self.graph)
+        self.at = {node: self.at.get(node, self.num_layers + 1) for node in self.readers}
+        return Whole(tuple(values), found)
 
     def _copy(self, value: fx.Node) -> fx.Node:
         with self.graph.inserting_after(value):

@@ -28,7 +28,7 @@ from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.off_meta import off_meta
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
-from gs_compile.capture.uniform import Uniform, uniform
+from gs_compile.capture.uniform import Uniform, structure, uniform
 from gs_compile.codegen.levels import SavedLevel
 from gs_compile.codegen.pieces import InPieces
 from gs_compile.codegen.side_by_side import Wanted, compile_all
@@ -40,7 +40,7 @@ from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.boundaries import Nbytes, alike
 from gs_compile.placement.levels import Level
 from gs_compile.placement.workload import UnitSize
-from gs_compile.program.ir import EPILOGUE, TIED, Program, StepShape, Unit, Value, height
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
 from gs_compile.program.verbs import SIGNATURES
 from gs_compile.schedules import BY_MICRO_BATCH
 from gs_compile.version import __version__
@@ -147,8 +147,13 @@ class SpecializedModel:
 
     @cached_property
     def side_nbytes(self) -> Nbytes:
-        """Bytes of all side inputs of one micro-batch, at the boundaries above what makes them."""
-        return self._of_sides(lambda spec: spec.nbytes)
+        """Bytes of all side inputs of one micro-batch, at the boundaries above what makes them; beside those of the
+        prologue the taps and their gradients, which are there no longer.
+        """
+        units = self.split.units
+        made = [each for unit in units for each in zip(unit.results, unit.result_specs, strict=True)]
+        taps = sum(spec.nbytes * (1 + spec.requires_grad) for kind, spec in made if kind == "tap")
+        return self._of_sides(lambda spec: spec.nbytes, beside=taps)
 
     @cached_property
     def dside_nbytes(self) -> Nbytes:
@@ -159,8 +164,9 @@ class SpecializedModel:
 
         return self._of_sides(nbytes)
 
-    def _of_sides(self, count: Callable[[TensorSpec], int]) -> Nbytes:
+    def _of_sides(self, count: Callable[[TensorSpec], int], *, beside: int = 0) -> Nbytes:
         found = [sum(map(count, self.split.sides.get(unit.unit, ()))) for unit in self.split.units[:-1]]
+        found[0] += beside if self.split.sides.get(PROLOGUE) else 0
         return tuple(found) if self.split.joints else found[0]
 
     def compile_code(self, shape: StepShape, levels: Mapping[Unit, Iterable[int]] = MappingProxyType({})) -> None:
@@ -212,6 +218,7 @@ class Compilation:
     captured: Captured
     options: Options
     models: dict[Hashable, SpecializedModel] = field(default_factory=dict)
+    wholes: dict[Hashable, tuple[UnitGraph, InPieces]] = field(default_factory=dict)
     programs: dict[StepSpec, list[Program]] = field(default_factory=dict)
     latest: Step | None = None
     seconds: float = 0.0  # spent in the passes
@@ -225,14 +232,30 @@ class Compilation:
 
     def specialized(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
-        lengths = tuple(sorted((name, sizes[name]) for name in sizes.keys() - self._of_batch))
-        key = (micro_batch_size, lengths, alone, self.tapped)
+        key = (*self._key(sizes, micro_batch_size), alone)
         if key not in self.models:
             start = time.perf_counter()
             self.models[key] = self._specialize(micro_batch_size, sizes, alone)
             _let_oldest_go(self.models, MOST_MODELS)
             self.seconds += time.perf_counter() - start
         return self.models[key]
+
+    def _key(self, sizes: Mapping[str, int], num_samples: int) -> tuple[Hashable, ...]:
+        lengths = tuple(sorted((name, sizes[name]) for name in sizes.keys() - self._of_batch))
+        return num_samples, lengths, self.tapped
+
+    def whole(self, models: Sequence[SpecializedModel]) -> tuple[UnitGraph, InPieces] | None:
+        """What a loss computes of all samples at once, and its code; None where all is by micro-batch."""
+        model, num_samples = models[0], sum(each.micro_batch_size for each in models)
+        if model.split.whole is None:
+            return None
+        key = self._key(model.sizes, num_samples)
+        if key not in self.wholes:
+            unit = model.split.whole.graph(specialize(self.captured, num_samples, model.sizes))
+            as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
+            self.wholes[key] = unit, _code(unit, structure(unit), as_traced)
+            _let_oldest_go(self.wholes, MOST_MODELS)
+        return self.wholes[key]
 
     @cached_property
     def _of_batch(self) -> frozenset[str]:
@@ -280,7 +303,8 @@ class Compilation:
         losses = losses_among(given)
         all_are = self.options.outputs == "all" or not losses
         kept = [all_are or value in losses or not isinstance(value, fx.Node) for value in given]
-        separated = loss(module, captured, kept=kept, alone=alone)
+        layer_major = self.options.expert.schedule not in BY_MICRO_BATCH
+        separated = loss(module, captured, kept=kept, alone=alone, layer_major=layer_major)
         cut = split(separated, captured, self.schedule.block_cut, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)

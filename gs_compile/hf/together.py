@@ -38,6 +38,7 @@ def compile_for_strands(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if has_fused_head(base):
         make_capturable(base)
+        options = {**options, "outputs": "all"}  # a loss that it gives, as that of routers, is a term of the trainer's
 
     def asking(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **batch: Any) -> Any:

@@ -34,7 +34,7 @@ from gs_compile.errors import (
     StepOrderError,
     UncapturedWarning,
 )
-from gs_compile.model.call import Call
+from gs_compile.model.call import Call, whole_batch
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_step import begin
 from gs_compile.model.freezing import train_others, trains_others
@@ -45,7 +45,7 @@ from gs_compile.options import Options
 from gs_compile.runtime.random_state import random_state, set_random_state
 from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.stream import deterministic
-from gs_compile.runtime.units import CompiledUnits, MicroBatch
+from gs_compile.runtime.units import CompiledUnits, MicroBatch, WholeBatch
 
 absorb_libraries()
 watch()
@@ -132,25 +132,27 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     if torch.is_grad_enabled() and not training:
         _refuse_a_loss(models[0])
     found = random_state() if compilation.options.durability else None
-    seed = _seed(models)
+    whole = whole_batch(compilation, models, args)
+    seed = _seed(models, whole)
     engine = _engine_for(compilation, models, args, ranks)
     if engine is not None and training and trains_others(engine, args):
-        engine = train_others(engine, Call(compilation, models, args, CompiledUnits(parts, seed), training))
+        engine = train_others(engine, Call(compilation, models, args, CompiledUnits(parts, seed, whole), training))
     if engine is not None and engine.durable is not None and found is not None:
         if (before := engine.durable.goes_on()) is not None:
             set_random_state(found := dict(before))
-            seed = _seed(models)
+            seed = _seed(models, whole)
         engine.durable.random = found
     if engine is not None and ranks is not None:
         refuse_uneven(ranks, compilation.options.expert.schedule, models)
     if seed is not None and ranks is not None:
         seed ^= ranks.place << 48  # each rank draws its own
-    return Call(compilation, models, args, CompiledUnits(parts, seed), training, engine, ranks)
+    return Call(compilation, models, args, CompiledUnits(parts, seed, whole), training, engine, ranks)
 
 
-def _seed(models: Sequence[SpecializedModel]) -> int | None:
+def _seed(models: Sequence[SpecializedModel], whole: WholeBatch | None) -> int | None:
     """Of a call's random numbers; None where it draws none."""
-    return int(torch.randint(2**62, (), device="cpu")) if any(model.draws_random for model in models) else None
+    draws = any(model.draws_random for model in models) or (whole is not None and whole.code.draws_random)
+    return int(torch.randint(2**62, (), device="cpu")) if draws else None
 
 
 def _register(compilation: Compilation, args: Sequence[Any]) -> None:

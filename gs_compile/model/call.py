@@ -34,7 +34,7 @@ from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.stream import deterministic, without_autocast
-from gs_compile.runtime.units import Accumulator, CompiledUnits
+from gs_compile.runtime.units import Accumulator, CompiledUnits, WholeBatch
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,8 @@ class Call:
         self.models = [self.compilation.specialized(m.micro_batch_size, m.sizes, alone=m.alone) for m in self.models]
         pairs = zip(self.units.micro_batches, self.models, strict=True)
         parts = [replace(part, split=model.split, codes=model.codes) for part, model in pairs]
-        self.units = CompiledUnits(parts, self.units.seed)
+        whole = whole_batch(self.compilation, self.models, self.args)
+        self.units = CompiledUnits(parts, self.units.seed, whole)
         for name in ("outputs", "shape"):
             vars(self).pop(name, None)
         if self.engine is not None and isinstance(self.executor, TieredExecutor):
@@ -324,6 +325,16 @@ class Call:
                 "place, or train in bf16 or fp32, which need no loss scale; nothing was updated"
             )
         engine.accepted_factor = factor
+
+
+def whole_batch(compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]) -> WholeBatch | None:
+    """What a call computes of all its samples at once."""
+    if (found := compilation.whole(models)) is None:
+        return None
+    unit, code = found
+    for name in ("forward", *(("backward",) if code.is_trained else ())):
+        code.function(name)  # backwards run in a thread of autograd's, which must not compile
+    return WholeBatch(unit, code, {index: args[index] for index in unit.arguments})
 
 
 class _Step(torch.autograd.Function):

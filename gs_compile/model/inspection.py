@@ -298,7 +298,7 @@ class Inspection:
     def _name(self, source: Source) -> str:
         if source.kind == "input":
             return self.compilation.captured.inputs[source.index].path
-        return f"{source.kind} {source.index}" if source.kind in ("side", "tap", "total") else source.kind
+        return f"{source.kind} {source.index}" if source.kind in ("side", "tap", "whole", "total") else source.kind
 
 
 def report(compilation: Compilation) -> None:

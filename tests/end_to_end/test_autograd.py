@@ -24,7 +24,7 @@ from zoo import (
 )
 
 from gs_compile.codegen.compiled import compilations_of
-from gs_compile.errors import OutputGradientError, SeparationError
+from gs_compile.errors import OutputGradientError
 from gs_compile.model.backend import greedysnake
 
 # What is differentiated ------------------------------------------------------------------------------------------------
@@ -168,24 +168,6 @@ def test_what_layers_make_beside_their_hidden_states():
             (scale * (output.loss + terms)).backward()
 
     both_ways(small("gpt2"), use)
-
-
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
-def test_a_loss_of_routers_in_one_micro_batch(name):
-    """What balances experts is a product of means over all tokens: of micro-batches it is refused, by its line."""
-
-    def use(model):
-        ids, labels = batch()
-        output = model(input_ids=ids, labels=labels)
-        (output.loss / 2).backward()
-        return output.aux_loss
-
-    model = small(name, output_router_logits=True, router_aux_loss_coef=0.5)
-    both_ways(model, use, micro_batch_size=len(batch()[0]))
-    torch._dynamo.reset()
-    with pytest.raises(SeparationError, match=r"(?s)reduces over the samples of the batch, at .*micro_batch_size to"):
-        use(compile_model(small(name, output_router_logits=True), 2))
 
 
 class Tapped(GPT):

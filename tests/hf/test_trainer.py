@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -156,6 +157,18 @@ def test_sequences_of_many_lengths(tmp_path):
     data = samples(lengths=(12, 7, 9))
     theirs = trainer(tmp_path / "theirs", data=data, gradient_accumulation_steps=2)
     mine = attached(tmp_path / "mine", data=data, gradient_accumulation_steps=2)
+    theirs.train()
+    mine.train()
+    assert_alike(mine, theirs)
+
+
+@pytest.mark.slow
+def test_experts_are_balanced_over_all_batches_of_a_step(tmp_path, monkeypatch):
+    """As Trainer does where these are one batch; padding has no part in it."""
+    monkeypatch.setitem(globals(), "small", partial(small, output_router_logits=True, router_aux_loss_coef=0.5))
+    changes = {"name": "mixtral", "data": samples(24, lengths=(12, 7)), "adam_epsilon": 1e-4, "learning_rate": 1e-3}
+    theirs = trainer(tmp_path / "theirs", per_device_train_batch_size=8, **changes)
+    mine = attached(tmp_path / "mine", gradient_accumulation_steps=4, **changes)
     theirs.train()
     mine.train()
     assert_alike(mine, theirs)

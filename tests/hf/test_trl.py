@@ -291,3 +291,19 @@ def weighted(folder):
 def test_a_classifier_with_classes_as_many_as_tokens(tmp_path):
     """Logits of samples have no tokens, and padding is the model's own, by which it finds the last token."""
     assert_alike(*both(weighted, tmp_path), ("loss", "grad_norm"), 1e-5)
+
+
+def experts(folder):
+    return small("mixtral", router_aux_loss_coef=0.5)
+
+
+def test_experts_are_balanced_over_all_batches_of_a_step(tmp_path):
+    """As TRL does where these are one batch."""
+    changes = {"model": experts, "adapter": False, "bf16": False, "adam_epsilon": 1e-4}
+    mine = sft(tmp_path / "mine", **changes)
+    gs_compile.hf.attach(mine, storage=tmp_path / "storage", expert=EAGER)
+    mine.train()
+    torch._dynamo.reset()
+    theirs = sft(tmp_path / "theirs", per_device_train_batch_size=4, gradient_accumulation_steps=1, **changes)
+    theirs.train()
+    assert_alike(mine, theirs, (*METRICS, "aux_loss", "grad_norm"), tolerance=1e-5)

@@ -23,7 +23,7 @@ from gs_compile.runtime.optimizer import OptimizerStep
 
 KEEPS_CAPTURES = True  # each process captures its own
 NUM_STEPS = 10
-# gpt2 is tied, of mixtral not every expert is met by every rank, of llama some layers train alone, as adapters do; t5 has
+# gpt2 is tied, of mixtral not every expert is met by every rank, and each balances its own tokens, of llama some layers train alone, as adapters do; t5 has
 # two stacks, whose side inputs have gradients.
 # Each with a norm that some of its steps are clipped by.
 MODELS = {"gpt2": 1.9, "llama": 0.5, "qwen3": 1.75, "mixtral": 1.6, "positional": 1.8, "t5": 1.5}
@@ -36,7 +36,8 @@ SETTINGS = {"lr": 1e-3, "eps": 1e-4}
 
 
 def build(name):
-    model = {"positional": partial(zoo.build, name), "t5": t5}.get(name, partial(zoo.small, name))()
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.1} if name == "mixtral" else {}
+    model = {"positional": partial(zoo.build, name), "t5": t5}.get(name, partial(zoo.small, name, **changes))()
     for parameter_name, parameter in model.named_parameters() if name == "llama" else ():
         parameter.requires_grad_(any(part in parameter_name for part in ("q_proj", "v_proj")))
     return model

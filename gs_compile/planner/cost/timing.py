@@ -289,7 +289,7 @@ class _Trial:
         assert not unit.is_meta, "there is no code to run on the meta device"
         generator = torch.Generator(self.device).manual_seed(SEED)
         most = _smallest_table(unit)
-        self._reads: dict[str, Any] = {"w": {}, "batch": {}, "side": {}, "tap": {}, "total": {}}
+        self._reads: dict[str, Any] = {"w": {}, "batch": {}, "side": {}, "tap": {}, "whole": {}, "total": {}}
         fraction = torch.ones((), device=self.device)
         placeholders, dealt = unit.module.graph.find_nodes(op="placeholder"), masks_of(unit.module.graph)
         for source, spec, placeholder in zip(unit.sources, unit.specs, placeholders, strict=True):
@@ -305,6 +305,7 @@ class _Trial:
         self._saved: dict[str, Any] = {}
         self._units = CompiledUnits([MicroBatch(layout.split, layout.codes, {}, fraction, {})], SEED)
         self._units.taps = {(index, 0): tensor for index, tensor in self._reads.pop("tap").items()}
+        self._units.of_whole = tuple(tensor for _, tensor in sorted(self._reads.pop("whole").items()))
 
     def forward(self) -> None:
         wants = ("a",) if self.level else ()

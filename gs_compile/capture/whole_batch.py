@@ -1,0 +1,92 @@
+"""whole_batch: what a loss computes of all samples at once, cut out of the head.
+
+A loss that balances experts is a product of means over all tokens, so no micro-batch has a share of it. But it reads
+nothing that is made for the head: what layers make beside their hidden states, the logits of routers, is there for all
+micro-batches before the head runs. `loss` puts `of_whole_batch` behind such values; what is before it runs once, on all
+samples, and the head of every micro-batch reads the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from gs_compile.capture.arrange import needed_by
+from gs_compile.capture.extract import extract
+from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
+from gs_compile.capture.operations import is_mutation, mutated
+from gs_compile.capture.residual_stream import is_free, storage_of
+from gs_compile.program.ir import EPILOGUE
+
+
+def of_whole_batch(value: torch.Tensor) -> torch.Tensor:
+    """Stands in a graph behind a value that all samples make together."""
+    return value
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Values of the whole batch, and what they are made of, by names of nodes; equal for all sizes of the batch.
+
+    taps: what layers make, with the places among `Split.taps`.
+    """
+
+    values: tuple[str, ...]
+    taps: Mapping[str, int]
+
+    def graph(self, module: fx.GraphModule) -> UnitGraph:
+        """The graph that makes them of taps and inputs of all samples. `module`: the model at that size, which changes.
+
+        A tap is the one of all micro-batches, along the dimension of its samples.
+        """
+        graph, named = module.graph, {node.name: node for node in module.graph.nodes}
+        for name, index in self.taps.items():
+            tap = named[name]
+            placeholder(graph, f"tap_{index}", Source("tap", index), tap)
+        values = [named[name] for name in self.values]
+        nodes = [node for node in needed_by(values, graph) if not is_free(node)]
+        return extract(EPILOGUE, nodes, [("y", value) for value in values], lambda node: node.meta["source"])
+
+
+def placeholder(graph: fx.Graph, name: str, source: Source, value: fx.Node) -> fx.Node:
+    """A new input of a graph in the place of `value`."""
+    with graph.inserting_before(next(iter(graph.nodes))):
+        found = graph.placeholder(name)
+    found.meta = {"spec": value.meta["spec"], "storage": storage_of(value), "source": source}
+    value.replace_all_uses_with(found)
+    return found
+
+
+def made_of(value: fx.Node, at: Mapping[fx.Node, int], layers: Collection[int]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What a value is made of: nodes of layers, and inputs of the model. `at`: the unit of each node."""
+    readers = needed_by([value], value.graph)
+    beside, taps, inputs = {value}, list[fx.Node](), list[fx.Node]()
+    for node in reversed([*readers]):
+        if node not in beside and beside.isdisjoint(readers[node]):
+            continue
+        if node.op == "placeholder":
+            inputs.append(node)
+        elif not is_free(node) and at.get(node) in layers:
+            taps.append(node)
+        else:
+            beside.add(node)
+    return taps[::-1], inputs
+
+
+def is_changed(value: fx.Node) -> bool:
+    """Whether a later operation changes the memory of a value in place."""
+    later, storage = False, storage_of(value)
+    for node in value.graph.nodes:
+        if later and storage is not None and is_mutation(node) and storage_of(mutated(node)) == storage:
+            return True
+        later |= node is value
+    return False
+
+
+def is_of_samples(node: fx.Node) -> bool:
+    """Whether a value is a tensor with one dimension of samples, along which micro-batches are put together."""
+    spec = node.meta.get("spec")
+    return isinstance(spec, TensorSpec) and spec.is_sized and len(spec.batch_dims) == 1
