@@ -98,7 +98,8 @@ def test_short_captures_give_the_workloads_of_whole_ones(name, monkeypatch):
 def test_a_module_has_the_workload_of_its_config():
     model = zoo.huggingface("gpt2", dropout=None)
     expected = ModelSpec.of(zoo.configuration("gpt2"), sequence=zoo.TOKENS).workload(2)
-    assert ModelSpec.of(model, sequence=zoo.TOKENS).workload(2) == expected
+    found = ModelSpec.of(model, sequence=zoo.TOKENS).workload(2)
+    assert replace(found, name=expected.name) == expected
 
 
 def test_experts_are_counted_for_the_tokens_that_they_get():
