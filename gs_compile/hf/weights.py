@@ -214,8 +214,8 @@ def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], 
         raise OptionError(
             f"{name_or_path}: the weights are quantized ({method}) in a form that is not read here: give a checkpoint "
             "that is not, or in nf4 or int8 of bitsandbytes, in FP8 with blocks of 128 x 128, "
-            "GPTQ in 2, 4 or 8 bits, AWQ (gemm), or compressed-tensors that are packed in 4 or 8 bits; or have "
-            "transformers decode it, as by quantization_config=Mxfp4Config(dequantize=True)"
+            "GPTQ in 2, 4 or 8 bits, AWQ (gemm, with zeros), or compressed-tensors that are packed in 4 or 8 bits; or "
+            "have transformers decode it, as by quantization_config=Mxfp4Config(dequantize=True)"
         )
     if frozen not in (None, found):
         raise OptionError(f'{name_or_path} has {found}, and frozen="{frozen}": leave frozen out, it is read as it is')
