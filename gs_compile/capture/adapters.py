@@ -1,11 +1,15 @@
-"""adapters: what layers of PEFT and models of transformers do that Dynamo cannot trace, said in a way that it can."""
+"""adapters: what layers of PEFT, models of transformers and losses of torch do that Dynamo cannot trace, said in a way
+that it can.
+"""
 
 from __future__ import annotations
 
 import sys
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 _MARK = "_dynamo_marked_constant"  # of a function that Dynamo calls while it traces
 _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
@@ -39,6 +43,27 @@ def trace_recorders() -> bool:
         return False
     torch._dynamo.assume_constant_result(install)
     return hasattr(install, _MARK)
+
+
+def trace_chunked_loss() -> bool:
+    """Have Dynamo trace torch's loss of a head without its own chunks; returns whether this changed anything.
+
+    These are a function that breaks the graph; `codegen.pieces` has pieces of all that a head does.
+    """
+    original = getattr(functional, "linear_cross_entropy", None)  # of torch 2.13 and later
+    if original is None:
+        return False
+    whole: Any = FunctionType(original.__code__, original.__globals__)  # another one, which Dynamo traces
+    whole.__kwdefaults__ = original.__kwdefaults__
+
+    def linear_cross_entropy(*given: Any, options: Any = None, **named: Any) -> Any:
+        return whole(*given, **named)
+
+    try:
+        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(linear_cross_entropy)
+    except ValueError:  # Dynamo has a substitute
+        return False
+    return True
 
 
 def _weight(module: Any) -> Any:

@@ -52,6 +52,7 @@ class InPieces(Differentiated):
         super().__init__(unit, generator, common)
         self._beside, self._asked = beside, num_tokens
         self._in_pieces: dict[str, Function] = {}
+        self._by_size: dict[int, list[OnAll | OnSome]] = {}
 
     def function(self, name: str, level: int = 0) -> Function:
         if not self.tokens_per_piece:
@@ -110,9 +111,9 @@ class InPieces(Differentiated):
             raise NotInPiecesError("nothing in it acts on tokens one by one")
         if self._asked:
             return self._asked
-        one, two = (self._nbytes(name, self._parts_of(size)) for size in (LEAST, 2 * LEAST))
         size = LEAST
         if self.unit.device_type != "cpu":
+            one, two = (self._nbytes(name, self._parts_of(size)) for size in (LEAST, 2 * LEAST))
             size += max(int((room - one) / max((two - one) / LEAST, 1.0)) // STEP * STEP, 0)
         return size if self._nbytes(name, self._parts_of(size)) < super().cost(name).nbytes else None
 
@@ -128,6 +129,11 @@ class InPieces(Differentiated):
         return self._parts_of(self.tokens_per_piece)
 
     def _parts_of(self, size: int) -> list[OnAll | OnSome]:
+        if size not in self._by_size:
+            self._by_size[size] = self._made_of(size)
+        return self._by_size[size]
+
+    def _made_of(self, size: int) -> list[OnAll | OnSome]:
         assert self.common.pieces is not None
         common, found = self.common.pieces.parts, list[OnAll | OnSome]()
         for place, part in enumerate(self.chain.parts):

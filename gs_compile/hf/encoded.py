@@ -5,7 +5,9 @@
     model.layers.0.mlp.up_proj.weight     the bytes of one encoded matrix, and so on
 
 A folder gets its name when all is on the medium, so one that a kill has cut short is never read, and the next run
-removes it. Files are mapped for this process alone: what is written to a parameter does not change them.
+removes it. Processes that make the same one make each their own, and the first gives it its name. Where there is no
+room for it nothing is kept, and the run goes on. Files are mapped for this process alone: what is written to a
+parameter does not change them.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +55,24 @@ class EncodedFolder:
 
     def __enter__(self) -> EncodedFolder:
         if self._about is not None and not self._is_whole:
-            self._all.mkdir(mode=0o700, exist_ok=True)
-            self._remove_unfinished()
-            path = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self._all))
-            self._making = path, _locked(path)
+            try:
+                self._all.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with self._alone():
+                    self._remove_unfinished()
+                    path = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self._all))
+                    self._making = path, _locked(path)
+            except OSError as error:
+                self._give_up(error)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._making is None:
-            return
-        path, fd = self._making
         try:
-            if error[0] is None and self._sizes:
-                self._finish(path, fd)
+            if self._making is not None and error[0] is None and self._sizes:
+                self._finish(*self._making)
+        except OSError as refused:
+            self._give_up(refused)
         finally:
-            os.close(fd)
-            shutil.rmtree(path, ignore_errors=True)  # where it has not got its name
+            self._leave()
 
     def find(self, name: str) -> Tensor | None:
         """The bytes of a matrix, mapped; None: it has to be encoded."""
@@ -79,22 +83,50 @@ class EncodedFolder:
         if self._making is None:
             return stored.clone()
         path = self._making[0] / name
-        with path.open("wb") as file:
-            stored.numpy().tofile(file)
-            os.fsync(file.fileno())
+        try:
+            with path.open("wb") as file:
+                stored.numpy().tofile(file)
+                os.fsync(file.fileno())
+        except OSError as error:
+            self._give_up(error)
+            return stored.clone()
         self._sizes[name] = stored.nbytes
         return _mapped(path, stored.nbytes)
+
+    def _give_up(self, error: OSError) -> None:
+        """Keep nothing for the next run; what is mapped stays as it is until nobody has it."""
+        log.warning("encoded matrices are not kept for the next run, which encodes them again: %s", error)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Remove what has not got its name."""
+        if self._making is not None:
+            path, fd = self._making
+            self._making = None
+            os.close(fd)
+            shutil.rmtree(path, ignore_errors=True)
 
     def _finish(self, path: Path, fd: int) -> None:
         with (path / INDEX).open("w") as file:
             json.dump({"about": self._about, "matrices": self._sizes}, file, indent=1)
             os.fsync(file.fileno())
         os.fsync(fd)
-        if self._path.exists() and not _sizes(self._path):
-            shutil.rmtree(self._path)  # somebody has cut it
-        with suppress(OSError):  # another process was first
+        with self._alone():
+            if _sizes(self._path):
+                return  # another process was first
+            if self._path.exists():
+                shutil.rmtree(self._path)  # somebody has cut it
             path.rename(self._path)
-            log.info("encoded matrices are kept in %s for the next run", self._path)
+        log.info("encoded matrices are kept in %s for the next run", self._path)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process removes or names folders in this block."""
+        fd = _locked(self._all, waits=True)
+        try:
+            yield
+        finally:
+            os.close(fd)
 
     def _remove_unfinished(self) -> None:
         """Those of processes that have ended."""
@@ -104,11 +136,11 @@ class EncodedFolder:
                 shutil.rmtree(path)
 
 
-def _locked(folder: Path) -> int:
-    """A descriptor of a folder that holds its lock; raises OSError where another has it."""
+def _locked(folder: Path, *, waits: bool = False) -> int:
+    """A descriptor of a folder that holds its lock; raises OSError where another has it, unless it waits for that."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except OSError:
         os.close(fd)
         raise

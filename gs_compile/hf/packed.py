@@ -4,8 +4,8 @@
     compressed-tensors    "pack-quantized": the same, its matrix transposed      (q - zero) * scale
     awq                   "gemm": words along its outputs, in an order of their own      the same
 
-Zeros and scales are of groups of inputs. Values are computed in the dtype of the scales, as by the libraries of these
-forms.
+Zeros and scales are of groups of inputs: of neighbours, or as "g_idx" has it where inputs were quantized in the order
+of their activations. Values are computed in the dtype of the scales, as by the libraries of these forms.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gs_compile.errors import OptionError
 from gs_compile.runtime.codecs import CHUNK
 
 WORD = 32  # bits
@@ -32,20 +33,30 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's integers, where each of its 
 class Packed:
     """How the weights of a checkpoint are packed.
 
-    group_size: inputs with one scale; None: all have the same. zero: what is added to zeros that are stored.
+    group_size: inputs with one scale; None: all have the same. zero: what is added to zeros that are stored. needed:
+    the tensors that a weight cannot be decoded without, beside words and scales.
     """
 
     method: str
     bits: int
     group_size: int | None
     zero: int = 0
+    needed: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         return NAMES[self.method]
 
     def decode(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        """Write the values of a weight to `out`, of shape [outputs, inputs]."""
+        """Write the values of a weight to `out`, of shape [outputs, inputs].
+
+        Raises OptionError where the checkpoint's config asks for tensors that it does not have.
+        """
+        if missing := [name for name in self.needed if name not in tensors]:
+            raise OptionError(
+                f"the checkpoint has no {' and '.join(missing)} for a weight in {self.method}, which its "
+                "quantization_config says it has: its values are not known without"
+            )
         words, zeros, scales, groups = self._in_gptq_order(tensors, *out.shape)
         dim, num_inputs = int(self.method == "awq"), out.shape[1]
         words_per_input = 1 if dim else self.bits / WORD
@@ -69,7 +80,7 @@ class Packed:
         zeros = torch.full_like(scales, 1 << (self.bits - 1), dtype=torch.int32)
         if packed is not None:
             zeros = (self._unpacked(packed, 1)[:, :num_outputs] + self.zero).bitwise_and_((1 << self.bits) - 1)
-        if groups is None:
+        if groups is None or (groups < 0).any():  # -1: it was never set
             groups = torch.arange(num_inputs) // (self.group_size or num_inputs)
         return words, zeros, scales, groups.long()
 
@@ -89,9 +100,11 @@ def packed(config: Mapping[str, Any]) -> Packed | None:
     size = None if size in (None, -1) else size
     version = config.get("checkpoint_format", "gptq")
     if method == "gptq" and bits in (2, 4, 8) and version in ("gptq", "gptq_v2") and not config.get("dynamic"):
-        return Packed("gptq", bits, size, zero=int(version == "gptq"))
-    if method == "awq" and bits == 4 and str(config.get("version", "gemm")).lower() == "gemm":
-        return Packed("awq", bits, size)
+        needed = ("qzeros", "g_idx") if config.get("desc_act") else ("qzeros",)
+        return Packed("gptq", bits, size, int(version == "gptq"), needed)
+    is_gemm = str(config.get("version", "gemm")).lower() == "gemm" and config.get("zero_point", True)
+    if method == "awq" and bits == 4 and is_gemm:
+        return Packed("awq", bits, size, needed=("qzeros",))
     return _compressed(config) if method == "compressed-tensors" else None
 
 
@@ -103,5 +116,10 @@ def _compressed(config: Mapping[str, Any]) -> Packed | None:
         size = weights.get("group_size") if weights.get("strategy") == "group" else None
         is_known = form == "pack-quantized" and weights.get("type") == "int" and weights.get("num_bits") in (4, 8)
         is_known = is_known and weights.get("strategy") in ("group", "channel")
-        forms.add(Packed("compressed-tensors", weights["num_bits"], size) if is_known else None)
+        given = {
+            "weight_zero_point": not weights.get("symmetric", True),
+            "weight_g_idx": weights.get("actorder") in ("group", "dynamic", True),
+        }
+        needed = tuple(name for name, is_there in given.items() if is_there)
+        forms.add(Packed("compressed-tensors", weights["num_bits"], size, needed=needed) if is_known else None)
     return forms.pop() if len(forms) == 1 else None

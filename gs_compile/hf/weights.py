@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload
 from gs_compile.options import Frozen, Options
 from gs_compile.planner.run import host_budget
+
+if TYPE_CHECKING:
+    from gs_compile.hf.encoded import EncodedFolder
 
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"  # a switch of transformers
 _HUB = {"revision", "code_revision", "trust_remote_code", "cache_dir", "subfolder", "token", "local_files_only"}
@@ -55,20 +59,21 @@ def from_pretrained(
     checkpoint misses or has beside is reported by transformers.
 
     frozen, frozen_skip: as in `Options`; matrices of layers are frozen and encoded as they are read, and nothing else
-    of them comes to storage, where the next run finds them (docs/frozen.md). A quantization_config of transformers that
-    says the same does, too. Checkpoints that are quantized in a way that is one of `frozen` are read as they are; those
-    in GPTQ, AWQ or packed by compressed-tensors are decoded into the model's dtype, and with `frozen` encoded again, as
+    of them comes to storage, where the next run finds them (docs/frozen.md). keep_encoded (True) says where: False,
+    nowhere; a directory, there and not in the first one of `storage`. A quantization_config of transformers that says
+    the same does, too. Checkpoints that are quantized in a way that is one of `frozen` are read as they are; those in
+    GPTQ, AWQ or packed by compressed-tensors are decoded into the model's dtype, and with `frozen` encoded again, as
     they are read; others as transformers turns them into that dtype, if a quantization_config says so
     (`Mxfp4Config(dequantize=True)`), and with `frozen` are encoded in the first call.
 
     Raises OptionError for weights that are quantized otherwise, and for settings that place the model elsewhere;
     InitialisationError and StorageFullError as `init_on_storage` does.
     """
-    from gs_compile.hf.encoded import EncodedFolder, about
+    from gs_compile.hf.encoded import about
     from gs_compile.hf.frozen import FrozenConfig, asked, decodes, finish, skipped
     from gs_compile.hf.packed import packed
 
-    own = {"storage": storage, "host_memory": host_memory}
+    own, keep_encoded = {"storage": storage, "host_memory": host_memory}, given.pop("keep_encoded", True)
     Options.of(own)  # refuses what is wrong
     is_decoded = decodes(given.get("quantization_config"))
     if not is_decoded:
@@ -82,20 +87,29 @@ def from_pretrained(
     cache_nbytes, folder = min(CACHE_NBYTES, host_budget(options) // 4), directory(options.storage[0])
     is_encoded = frozen and not is_decoded and (stored is None or form)
     source = about(model_class, name_or_path, given, frozen, frozen_skip) if is_encoded else None
-    with EncodedFolder(folder, source) as kept, NewTensorsInFiles(folder, cache_nbytes) as files, _read_in_order():
+    kept, files = _kept(keep_encoded, folder, source), NewTensorsInFiles(folder, cache_nbytes)
+    with kept, files, _read_in_order():
         encoding = FrozenConfig(options, files, form, kept) if (frozen or form) and not is_decoded else None
         if encoding is not None and stored is None:
             given["quantization_config"] = encoding
         elif encoding is not None:
             given["config"] = _config_of(name_or_path, given)
             given["config"].quantization_config = encoding
-        found = model_class.from_pretrained(name_or_path, **{**given, "output_loading_info": True})
-    model, info = found
+        model, info = found = model_class.from_pretrained(name_or_path, **{**given, "output_loading_info": True})
     if encoding is not None:
         finish(model, encoding, info["unexpected_keys"])
     offload(model, files, group)
     model.greedysnake_options = {name: getattr(options, name) for name in own}
     return found if given.get("output_loading_info") else model
+
+
+def _kept(keep_encoded: bool | str | os.PathLike[str], folder: Path, source: Mapping[str, Any] | None) -> EncodedFolder:
+    """Where encoded matrices of a source are kept."""
+    from gs_compile.hf.encoded import EncodedFolder
+
+    if isinstance(keep_encoded, bool):
+        return EncodedFolder(folder, source if keep_encoded else None)
+    return EncodedFolder(Path(os.path.expandvars(keep_encoded)).expanduser(), source)
 
 
 def options_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,8 +214,8 @@ def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], 
         raise OptionError(
             f"{name_or_path}: the weights are quantized ({method}) in a form that is not read here: give a checkpoint "
             "that is not, or in nf4 or int8 of bitsandbytes, in FP8 with blocks of 128 x 128, "
-            "GPTQ in 2, 4 or 8 bits, AWQ (gemm), or compressed-tensors that are packed in 4 or 8 bits; or have "
-            "transformers decode it, as by quantization_config=Mxfp4Config(dequantize=True)"
+            "GPTQ in 2, 4 or 8 bits, AWQ (gemm, with zeros), or compressed-tensors that are packed in 4 or 8 bits; or "
+            "have transformers decode it, as by quantization_config=Mxfp4Config(dequantize=True)"
         )
     if frozen not in (None, found):
         raise OptionError(f'{name_or_path} has {found}, and frozen="{frozen}": leave frozen out, it is read as it is')

@@ -138,10 +138,10 @@ def does_fit(door: Door, samples: int, counted: dict[int, Counted] | None = None
     counted: by the pieces, what is known of other sizes; what is counted here is put there.
     """
     counted = {} if counted is None else counted
-    for each in door.extremes(samples):
+    for each in door.extremes(samples, counted):
         with suppress(PlanError):
             problem = each.problem(samples, counted.get(each.layer_updates))
             counted[each.layer_updates] = problem.formulas.counted
-            problem.search(1)
-            return True
+            if problem.does_fit(1):
+                return True
     return False

@@ -47,7 +47,7 @@ def may_fit(problem: Problem) -> bool:
     except NoFitError:  # which is said of that alone, before code is timed
         return True
     number = problem.builder.layout.num_micro_batches or problem.request.number(workload.micro_batch_size) or 1
-    return problem.of(workload.scaled(workspace=0.0)).solved(number) is not None
+    return problem.of(workload.scaled(workspace=0.0)).does_fit(number)
 
 
 def faster(problem: Problem, plan: StepPlan) -> Iterator[Problem]:

@@ -248,11 +248,16 @@ class Door:
             yield self.cut(problem.layer_tokens)
             yield scarce.cut(problem.layer_tokens)
 
-    def extremes(self, size: int) -> Iterator[Door]:
-        """Of those of `smaller` the first, and the one that takes the least memory."""
+    def extremes(self, size: int, counted: dict[int, Counted]) -> Iterator[Door]:
+        """Of those of `smaller` the first, and the one that takes the least memory. counted: as in `fit.does_fit`."""
         scarce, pieces = replace(self, layer_updates=SCARCE_UPDATES), self._pieces(size)
         yield self
-        yield scarce.cut(pieces[-1]) if pieces and in_pieces.may_help(scarce.problem(size)) else scarce
+        if pieces:
+            problem = scarce.problem(size, counted.get(SCARCE_UPDATES))
+            counted[SCARCE_UPDATES] = problem.formulas.counted
+            if in_pieces.may_help(problem):
+                scarce = scarce.cut(pieces[-1])
+        yield scarce
 
     def searched(self) -> list[Found]:
         """The micro-batch sizes that fit, until two larger ones have brought nothing; first the one with the highest

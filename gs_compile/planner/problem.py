@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Any, Protocol
 
-from gs_compile.errors import OptionError, PlanError
+from gs_compile.errors import NoFitError, OptionError, PlanError
 from gs_compile.options import Masters
 from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.levels import Levels
@@ -25,7 +25,8 @@ from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import DEVICE_RATIOS, Counted
-from gs_compile.planner.lp.search import Search, best_for, search
+from gs_compile.planner.lp.search import Search, best_for, check, search
+from gs_compile.planner.lp.search import fits as fits_any
 from gs_compile.planner.lp.solve import Solution, System
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.request import Budgets, Request
@@ -192,6 +193,14 @@ class Problem:
     def search(self, number: int | None = None) -> Search:
         """The best by the linear program, for `number` micro-batches or for as many as saturate; see `lp.search`."""
         return search(self.formulas, self.budgets, self.request, num_micro_batches=number)
+
+    def does_fit(self, number: int) -> bool:
+        """Whether a step of so many micro-batches does, by the linear program."""
+        try:
+            check(self.formulas, self.budgets, self.request, number)
+        except NoFitError:
+            return False
+        return fits_any(self.formulas, number, self.budgets, self.request)
 
     def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
         """The linear program's answer for one alpha or the best; None where nothing fits."""

@@ -308,3 +308,34 @@ def test_floats_of_the_model_are_constants_with_dynamic_shapes():
     reference = copy.deepcopy(model)
     model.compile(backend=greedysnake, options=OPTIONS, dynamic=True)
     assert_same_gradients(train(model, *batch())[1], train(reference, *batch())[1])
+
+
+@pytest.mark.skipif(not hasattr(functional, "linear_cross_entropy"), reason="of torch 2.13 and later")
+def test_a_loss_of_torch_in_its_own_chunks_is_one_in_pieces():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, ids, labels):
+            x = self.embedding(ids)
+            for layer in self.layers:
+                x = x + layer(x).tanh()
+            given = x.flatten(0, 1), self.head.weight, labels.flatten()
+            return functional.linear_cross_entropy(*given, options=nn.LinearCrossEntropyOptions())
+
+    torch.manual_seed(0)
+    model, ids = Model(), torch.randint(VOCAB, (4, 16))
+    labels = ids.masked_fill(torch.rand(4, 16) < 0.3, -100)
+    plain = copy.deepcopy(model)
+    expected = plain(ids, labels)
+    expected.backward()
+    model.compile(
+        backend="greedysnake", options={"micro_batch_size": 2, "expert": {**OPTIONS["expert"], "piece_tokens": 8}}
+    )
+    loss = model(ids, labels)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert_same_gradients(gradients(model), gradients(plain))
+    assert "the head runs on 8 tokens at a time" in str(gs_compile.inspect(model))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from zoo import small
 
 import gs_compile
-from gs_compile.hf.encoded import FOLDER, INDEX, UNFINISHED
+from gs_compile.hf import encoded
+from gs_compile.hf.encoded import FOLDER, INDEX, UNFINISHED, EncodedFolder
 from gs_compile.runtime.codecs import Int8, Nf4
 
 MATRICES = 14  # of two layers
@@ -142,3 +146,76 @@ def test_with_a_config_that_is_given_nothing_is_kept(source, encodings):
         read(source, config=AutoConfig.from_pretrained(source))
     assert len(encodings) == 2 * MATRICES
     assert not (source.parent / "storage" / FOLDER).exists()
+
+
+def test_nothing_is_kept_where_that_is_asked_for(source, encodings):
+    first, _ = read(source, keep_encoded=False)
+    second, _ = read(source, keep_encoded=False)
+    assert len(encodings) == 2 * MATRICES
+    assert same(first, second)
+    assert not (source.parent / "storage" / FOLDER).exists()
+
+
+def test_it_is_kept_in_the_directory_that_is_given(source, encodings, monkeypatch):
+    monkeypatch.setenv("OTHER", str(source.parent / "other"))
+    for given in ("$OTHER/drive", source.parent / "other" / "drive"):
+        read(source, keep_encoded=given)
+    assert len(encodings) == MATRICES
+    assert not (source.parent / "storage" / FOLDER).exists()
+    assert len(list((source.parent / "other" / "drive" / FOLDER).iterdir())) == 1
+
+
+@pytest.mark.parametrize("number", [1, 6, MATRICES + 1], ids=["the first", "a later one", "the index"])
+def test_a_full_drive_keeps_nothing_and_the_run_goes_on(source, encodings, monkeypatch, caplog, number):
+    synced, fsync = [], os.fsync
+
+    def is_full(fd):
+        synced.append(fd)
+        if len(synced) >= number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(fd)
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "gs_compile.hf.encoded"):
+        patched.setattr(encoded.os, "fsync", is_full)
+        first, _ = read(source)
+    (said,) = [each.getMessage() for each in caplog.records]
+    assert "not kept for the next run" in said
+    assert "No space left on device" in said
+    assert len(synced) == number
+    assert folders(source) == []
+    assert same(first, read(source)[0])
+    assert len(encodings) == 2 * MATRICES
+
+
+def test_a_directory_that_refuses_it_is_a_warning(source, encodings, caplog):
+    (source.parent / "file").write_text("no directory")
+    with caplog.at_level(logging.WARNING, "gs_compile.hf.encoded"):
+        read(source, keep_encoded=source.parent / "file")
+    assert "Not a directory" in caplog.text
+    assert len(encodings) == MATRICES
+
+
+def test_of_several_that_make_one_the_first_is_kept(tmp_path):
+    """Each with a lock of its own, as processes have."""
+    matrix, makers, errors = torch.arange(256, dtype=torch.uint8), 8, []
+    barrier = threading.Barrier(makers)
+
+    def make():
+        try:
+            barrier.wait()
+            with EncodedFolder(tmp_path, {"source": "one"}) as kept:
+                found = kept.find("matrix")
+                assert torch.equal(kept.put("matrix", matrix) if found is None else found, matrix)
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    for _ in range(10):
+        threads = [threading.Thread(target=make) for _ in range(makers)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert errors == []
+        (folder,) = (tmp_path / FOLDER).iterdir()
+        assert torch.equal(EncodedFolder(tmp_path, {"source": "one"}).find("matrix"), matrix)
+        (folder / INDEX).unlink()  # somebody cuts it

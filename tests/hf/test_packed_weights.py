@@ -35,6 +35,7 @@ FORMS = {
     "compressed": compressed(),
     "compressed 8": compressed(8, group_size=None),
     "compressed zeros": compressed(symmetric=False),
+    "compressed order": compressed(symmetric=False, actorder="group"),
 }
 
 
@@ -51,8 +52,10 @@ def words(form):
     scales = ((drawn((groups, OUTPUTS), 1) % 97 + 1) / 64).half()
     if config.method == "compressed-tensors":
         found = {"weight_packed": drawn((OUTPUTS, INPUTS * bits // 32), 2), "weight_scale": scales.T.contiguous()}
-        if form == FORMS["compressed zeros"]:
+        if "weight_zero_point" in config.needed:
             found["weight_zero_point"] = drawn((OUTPUTS * bits // 32, groups), 3)
+        if "weight_g_idx" in config.needed:
+            found["weight_g_idx"] = (torch.arange(INPUTS) * 37 % INPUTS // GROUP).int()
         return found | {"weight_shape": torch.tensor([OUTPUTS, INPUTS])}
     zeros = drawn((groups, OUTPUTS * bits // 32), 3)
     if config.method == "awq":
@@ -62,7 +65,8 @@ def words(form):
     return {"qweight": drawn((INPUTS * bits // 32, OUTPUTS), 2), "qzeros": zeros, "scales": scales, "g_idx": order}
 
 
-# Of float16 values, by AutoGPTQ 0.7.1, AutoAWQ 0.2.9 (`dequantize_gemm`) and compressed-tensors 0.20.
+# Of float16 values, by AutoGPTQ 0.7.1, AutoAWQ 0.2.9 (`dequantize_gemm`) and compressed-tensors 0.20; with an order by
+# compressed-tensors 0.12.2 (`dequantize`), as later releases have none.
 DECODED = {
     "gptq": "a2432f0d7c905d96",
     "gptq 2": "194f3d13c4e6fc0c",
@@ -71,6 +75,7 @@ DECODED = {
     "compressed": "d68e341b94f59cb1",
     "compressed 8": "f4895352fddc5400",
     "compressed zeros": "74e44eaac9707c65",
+    "compressed order": "eab3b275324bab9a",
 }
 
 
@@ -90,6 +95,40 @@ def test_zeros_of_the_second_version_are_stored_as_they_are():
     tensors = words(GPTQ)
     moved = tensors | {"qzeros": tensors["qzeros"] + 0x11111111}
     assert torch.equal(decoded(GPTQ | {"checkpoint_format": "gptq_v2"}, moved), decoded(GPTQ, tensors))
+
+
+def test_an_order_that_was_never_set_is_none():
+    """compressed-tensors makes "weight_g_idx" of -1, and takes it so."""
+    tensors = words(FORMS["compressed order"])
+    unset = tensors | {"weight_g_idx": torch.full((INPUTS,), -1, dtype=torch.int32)}
+    plain = {name: each for name, each in tensors.items() if name != "weight_g_idx"}
+    assert torch.equal(decoded(FORMS["compressed order"], unset), decoded(FORMS["compressed zeros"], plain))
+
+
+def test_without_desc_act_the_order_may_be_left_out():
+    tensors, form = words(GPTQ), GPTQ | {"desc_act": False}
+    tensors["g_idx"] = (torch.arange(INPUTS) // GROUP).int()
+    found = decoded(form, tensors)
+    assert torch.equal(found, decoded(GPTQ, tensors))
+    del tensors["g_idx"]
+    assert torch.equal(found, decoded(form, tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("gptq", "g_idx"),
+        ("gptq", "qzeros"),
+        ("awq", "qzeros"),
+        ("compressed zeros", "weight_zero_point"),
+        ("compressed order", "weight_g_idx"),
+    ],
+)
+def test_without_what_the_config_says_is_there_it_is_refused(name, missing):
+    tensors = words(FORMS[name])
+    del tensors[missing]
+    with pytest.raises(OptionError, match=f"has no {missing} for a weight"):
+        decoded(FORMS[name], tensors)
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -145,6 +184,7 @@ def test_other_dtypes_and_linears_that_are_transposed(tmp_path):
         (GPTQ | {"bits": 3}, "gptq"),
         (GPTQ | {"dynamic": {"-:lm_head": {}}}, "gptq"),
         (AWQ | {"version": "gemv"}, "awq"),
+        (AWQ | {"zero_point": False}, "awq"),
         (compressed(2), "compressed-tensors"),
         (compressed() | {"format": "nvfp4-pack-quantized"}, "compressed-tensors"),
         ({"quant_method": "hqq"}, "hqq"),

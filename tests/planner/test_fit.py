@@ -59,7 +59,7 @@ def test_each_way_keeps_the_budgets_and_is_a_bound_of_its_plan(found, doors, num
 
 
 def test_fewer_bytes_are_less_to_store_and_to_write(found):
-    full, lora, frozen = (each.peaks["ssd"] + each.peaks["host"] for each in found)
+    full, lora, frozen = (sum(each.peaks.values()) for each in found)  # of equal plans any may be found
     assert full > lora > frozen
     assert found[0].written_nbytes / found[0].batch_size > found[1].written_nbytes / found[1].batch_size
 

@@ -76,6 +76,13 @@ def best_for(formulas: Formulas, num_micro_batches: int, budgets: Budgets, reque
     return _Tries(formulas, budgets, request).at(num_micro_batches)
 
 
+def fits(
+    formulas: Formulas, num_micro_batches: int, budgets: Budgets, request: Request, alphas: Sequence[float] = ()
+) -> bool:
+    """Whether a step fits with one of these alphas, or of the request's; which is best is not looked for."""
+    return any(solve(formulas, num_micro_batches, alpha, budgets, request) for alpha in alphas or request.alphas)
+
+
 # The number of micro-batches ------------------------------------------------------------------------------------------
 
 
@@ -223,22 +230,22 @@ def several(number: int) -> str:
 def _nearest(formulas: Formulas, budgets: Budgets, request: Request, num_micro_batches: int) -> Iterator[str]:
     """Settings that fit, each with one thing changed."""
 
-    def fits(number: int, alphas: Sequence[float], request: Request) -> bool:
-        return any(solve(formulas, number, alpha, budgets, request) for alpha in alphas)
+    def does(number: int, alphas: Sequence[float], request: Request) -> bool:
+        return fits(formulas, number, budgets, request, alphas)
 
     alphas, ratios = request.alphas, request.ratios.given()
     below = (each for each in range(99, -1, -1) if request.alpha and each / 100 < request.alpha)
-    if (smaller := next((n for n in below if fits(num_micro_batches, [n / 100], request)), None)) is not None:
+    if (smaller := next((n for n in below if does(num_micro_batches, [n / 100], request)), None)) is not None:
         yield f"alpha {smaller / 100:g}"
     if (
         request.clip
         and not request.accumulate
-        and fits(num_micro_batches, ALPHAS, replace(request, clip=False, clipping=None))
+        and does(num_micro_batches, ALPHAS, replace(request, clip=False, clipping=None))
     ):
         yield "no clipping, so that updates need not wait"
-    if ratios and fits(num_micro_batches, alphas, replace(request, ratios=Ratios())):
+    if ratios and does(num_micro_batches, alphas, replace(request, ratios=Ratios())):
         yield f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in ratios.items())}"
-    if request.saves and fits(num_micro_batches, alphas, request.recomputing()):
+    if request.saves and does(num_micro_batches, alphas, request.recomputing()):
         yield "activations that are computed again"
-    if num_micro_batches > 1 and fits(1, alphas, request):
-        yield several(bisect_left(range(1, num_micro_batches), True, key=lambda n: not fits(n, alphas, request)))
+    if num_micro_batches > 1 and does(1, alphas, request):
+        yield several(bisect_left(range(1, num_micro_batches), True, key=lambda n: not does(n, alphas, request)))
