@@ -100,8 +100,13 @@ class TensorSpec:
         """That of its gradient, which has memory for each entry, also where several share theirs here (`expand`)."""
         if all(stride != 0 or size == 1 for size, stride in zip(self.shape, self.stride, strict=True)):
             return replace(self, requires_grad=False)
+        return replace(self.contiguous, requires_grad=False)
+
+    @property
+    def contiguous(self) -> TensorSpec:
+        """That of a copy whose entries are in order."""
         strides = tuple(accumulate(reversed(self.shape[1:]), Length.product, initial=1))
-        return replace(self, stride=strides[::-1], requires_grad=False)
+        return replace(self, stride=strides[::-1] if self.shape else ())
 
     @property
     def is_sized(self) -> bool:
