@@ -5,7 +5,7 @@ of every batch input has to be symbolic. So as Dynamo begins to compile a frame 
 frame was called with are looked at, and those of the batch are named in ``torch.compiler.config.dynamic_sources``: the
 first trace is the only one. Inputs that are not found so, in an object for example, or that turn out to be no batch,
 are known after the first trace, and Dynamo is asked for another one. Tensors whose size depends on values are captured,
-and checks of values by ``torch._check_tensor_all`` as an ``assert`` is.
+and `tracing` has more of what Dynamo does otherwise.
 
 The settings are global, so they are put back when Dynamo's compile of the frame ends, however it ends. Facts of Dynamo
 that this file rests on are each under a test in ``tests/capture/test_capture.py``.
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch._dynamo import callback_handler as callback_handler
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable, VariableTracker
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config
 
+from gs_compile.capture import tracing
 from gs_compile.progress import stage
 
 compiler_config: Any = torch.compiler.config
@@ -95,13 +95,6 @@ def _current() -> _Settings | None:
     return next((each for each in owners if isinstance(each, _Settings)), None)
 
 
-def _check_all(_: object, translator: Any, *args: Any, **kwargs: Any) -> VariableTracker:
-    """Have Dynamo trace ``torch._check_tensor_all`` as it traces an ``assert``: no value of a tensor becomes a number."""
-    condition = next(each for each in (*args, *kwargs.values()) if each.is_tensor())
-    translator.output.create_proxy("call_function", torch._assert_async, (condition.as_proxy(),), {})
-    return ConstantVariable.create(None)
-
-
 class _Settings(ExitStack):
     """Of a frame's traces; put back when Dynamo's compile of the frame ends, however it ends."""
 
@@ -112,10 +105,7 @@ class _Settings(ExitStack):
         self.enter_context(dynamo_config.patch(specialize_float=True, capture_dynamic_output_shape_ops=True))
         # Two dimensions of one size are not one symbol.
         self.enter_context(symbolic_config.patch("use_duck_shape", False))
-        handlers = TorchInGraphFunctionVariable._get_handlers()
-        for each in (torch._check_tensor_all, torch._check_tensor_all_with):
-            self.callback(handlers.__setitem__, each, handlers[each])
-            handlers[each] = _check_all
+        tracing.enter(self)
         self.enter_context(stage("tracing the model"))
         callback_handler.register_end_callback(self.end)
 

@@ -1,0 +1,68 @@
+"""tracing: what Dynamo would make a number or a break of, traced for this backend as something of the graph.
+
+* ``torch._check_tensor_all`` is traced as an ``assert`` is: its condition stays a tensor (`checks`).
+* A size in a text that has values of tensors beside it stays a symbol: nobody reads such a text while tracing.
+
+These are in force while Dynamo compiles a frame for this backend (`frame_settings`).
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import (
+    ConstantVariable,
+    LazyVariableTracker,
+    StringFormatVariable,
+    TorchInGraphFunctionVariable,
+    VariableTracker,
+)
+from torch._dynamo.variables.lazy import LazySymNodeFormatString
+
+_BUILD_STRING = dis.opmap["BUILD_STRING"]
+
+
+def enter(stack: ExitStack) -> None:
+    """Have these in force until `stack` is closed."""
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for each in (torch._check_tensor_all, torch._check_tensor_all_with):
+        _put(stack, handlers, each, _check_all)
+    for translator in _translators(InstructionTranslatorBase):
+        _put(stack, translator.dispatch_table, _BUILD_STRING, _build_string)
+
+
+def _put(stack: ExitStack, table: Any, key: Any, value: Any) -> None:
+    stack.callback(table.__setitem__, key, table[key])
+    table[key] = value
+
+
+def _translators(kind: type[InstructionTranslatorBase]) -> Iterator[Any]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _translators(each)
+
+
+def _check_all(_: object, translator: Any, *args: Any, **kwargs: Any) -> VariableTracker:
+    condition = next(each for each in (*args, *kwargs.values()) if each.is_tensor())
+    translator.output.create_proxy("call_function", torch._assert_async, (condition.as_proxy(),), {})
+    return ConstantVariable.create(None)
+
+
+def _build_string(translator: InstructionTranslatorBase, instruction: Any) -> None:
+    parts = translator.stack[-instruction.arg :]
+    if any(isinstance(part, StringFormatVariable) for part in parts):
+        translator.stack[-instruction.arg :] = map(_unread, parts)
+    InstructionTranslatorBase.BUILD_STRING(translator, instruction)
+
+
+def _unread(part: VariableTracker) -> VariableTracker:
+    """A size, as a part of a text, that is formatted if anybody reads the text."""
+    value = part.original_value() if isinstance(part, LazyVariableTracker) and not part.is_realized() else None
+    if isinstance(value, LazySymNodeFormatString):
+        return StringFormatVariable(value.fmt_var.as_python_constant(), [value.sym_node_var], {})
+    return part
