@@ -2,6 +2,8 @@
 
 * ``torch._check_tensor_all`` is traced as an ``assert`` is: its condition stays a tensor (`checks`).
 * A size in a text that has values of tensors beside it stays a symbol: nobody reads such a text while tracing.
+* ``torch.cat(list(x))`` is ``x.flatten(0, 1)``, so that the number of rows stays a symbol; a list of rows that is read
+  otherwise has its number, as Dynamo has it.
 
 These are in force while Dynamo compiles a frame for this backend (`frame_settings`).
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -18,10 +21,14 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import (
     ConstantVariable,
     LazyVariableTracker,
+    ListVariable,
     StringFormatVariable,
+    TensorVariable,
     TorchInGraphFunctionVariable,
     VariableTracker,
 )
+from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables.builtin import ListBuiltinVariable
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
 
 _BUILD_STRING = dis.opmap["BUILD_STRING"]
@@ -32,6 +39,10 @@ def enter(stack: ExitStack) -> None:
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for each in (torch._check_tensor_all, torch._check_tensor_all_with):
         _put(stack, handlers, each, _check_all)
+    for kind, call in ((ListBuiltinVariable, _list), (TorchInGraphFunctionVariable, _cat)):
+        plain = kind.call_function
+        stack.callback(setattr, kind, "call_function", plain)
+        setattr(kind, "call_function", partialmethod(call, plain))
     for translator in _translators(InstructionTranslatorBase):
         _put(stack, translator.dispatch_table, _BUILD_STRING, _build_string)
 
@@ -66,3 +77,43 @@ def _unread(part: VariableTracker) -> VariableTracker:
     if isinstance(value, LazySymNodeFormatString):
         return StringFormatVariable(value.fmt_var.as_python_constant(), [value.sym_node_var], {})
     return part
+
+
+class _Rows(ListVariable):
+    """The rows of a tensor whose number is a symbol; an ordinary list as soon as anybody asks for its items."""
+
+    def __init__(self, tensor: TensorVariable, translator: Any) -> None:
+        VariableTracker.__init__(self, mutation_type=ValueMutationNew())
+        self.tensor, self.translator = tensor, translator
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "items":
+            raise AttributeError(name)
+        self.items = self.tensor.unpack_var_sequence(self.translator)
+        del self.tensor, self.translator
+        self.__class__ = ListVariable
+        return self.items
+
+    def is_python_constant(self) -> bool:
+        return False
+
+    def clone(self, **kwargs: Any) -> VariableTracker:
+        return ListVariable(self.items).clone(**kwargs)
+
+
+def _list(builtin: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0].unwrap() if len(args) == 1 and not kwargs else None
+    if isinstance(rows, TensorVariable):
+        example = rows.as_proxy().node.meta["example_value"]
+        if example.dim() > 1 and isinstance(example.shape[0], torch.SymInt):
+            return _Rows(rows, translator)
+    return plain(builtin, translator, args, kwargs)
+
+
+def _cat(function: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    if function.value is torch.cat:
+        rows, *others = [each.unwrap() for each in (*args, *kwargs.values())]
+        if isinstance(rows, _Rows) and [each.as_python_constant() for each in others] in ([], [0]):
+            ends = [ConstantVariable.create(0), ConstantVariable.create(1)]
+            return rows.tensor.call_method(translator, "flatten", ends, {})
+    return plain(function, translator, args, kwargs)
