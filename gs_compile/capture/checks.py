@@ -1,20 +1,20 @@
 """checks: what a model checks of values as it runs, by ``assert`` or ``torch._check_tensor_all``, in units' code.
 
-Dynamo writes both as ``torch._assert_async`` (`frame_settings`), which no node reads, so a graph that is cut by what its
+Dynamo writes both as ``torch._assert_async`` (`tracing`), which no node reads, so a graph that is cut by what its
 outputs need has no place for it. So what follows a check reads one of its values through it. A check is made for each
-micro-batch. What it looks at is of that micro-batch alone, where a loss reads totals of the batch in its place.
+micro-batch: what it looks at is of that micro-batch alone, where a loss reads totals of the batch in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import fx
 
 from gs_compile.capture.arrange import needed_by
-from gs_compile.capture.graph import TensorSpec, block_of, source_line
+from gs_compile.capture.graph import TensorSpec, block_of, source_lines
 from gs_compile.capture.operations import has_samples, is_mutation, mutated
 from gs_compile.capture.residual_stream import storage_of
 from gs_compile.capture.shares import Shares
@@ -55,10 +55,10 @@ def place_checks(shares: Shares, outputs: Sequence[Any]) -> None:
     Raises `CaptureError` for a check behind which nothing is needed.
     """
     graph = shares.graph
-    checks = [node for node in graph.nodes if node.target in (torch._assert_async, torch._assert)]
-    live = needed_by([each for each in outputs if isinstance(each, fx.Node)], graph)
+    checks = graph.find_nodes(op="call_function", target=torch._assert_async)
+    live = set(needed_by([each for each in outputs if isinstance(each, fx.Node)], graph))
     conditions = [each.args[0] for each in checks if isinstance(each.args[0], fx.Node)]
-    for node in needed_by(conditions, graph).keys() - live.keys():
+    for node in needed_by(conditions, graph).keys() - live:
         node.meta[OF_A_CHECK] = True
     for check in checks:
         if isinstance(check.args[0], fx.Node):
@@ -66,11 +66,11 @@ def place_checks(shares: Shares, outputs: Sequence[Any]) -> None:
             checked = shares.checked(value, CHECKED, check, _words(check))
             for reader in readers:
                 reader.replace_input_with(value, checked)
-            live[checked] = readers
+            live.add(checked)
         graph.erase_node(check)
 
 
-def _place(check: fx.Node, live: dict[fx.Node, list[fx.Node]]) -> tuple[fx.Node, list[fx.Node]]:
+def _place(check: fx.Node, live: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
     """A value that is read through the check from there on, and its readers.
 
     Where the next reader is in another block than the check, all that follow read it so: one tensor goes on.
@@ -86,8 +86,8 @@ def _place(check: fx.Node, live: dict[fx.Node, list[fx.Node]]) -> tuple[fx.Node,
             value = max(values, key=lambda each: (block_of(each) == block_of(check), _requires_grad(each)))
             return value, [user for user in value.users if check < user]
     raise CaptureError(
-        f"nothing that the model returns comes behind its check{_words(check)}, so no unit can make it: put it ahead of "
-        "what is returned, or make it outside of the model"
+        f"nothing that the model returns comes behind its check{_words(check)}: put that ahead of what is "
+        "returned, or make it outside of the model"
     )
 
 
@@ -96,5 +96,8 @@ def _requires_grad(node: fx.Node) -> bool:
 
 
 def _words(check: fx.Node) -> str:
-    own = check.args[1] if len(check.args) > 1 else check.kwargs.get("assert_msg", "")
-    return f" ({own})" * bool(own) + (f", at {where}" if (where := source_line(check)) else "")
+    """The model's own, and its line; where a file of helpers has that line, the one that calls it too."""
+    own = check.args[1] if len(check.args) > 1 else ""
+    caller, line = ["", "", *source_lines(check)][-2:]
+    called = f", called at {caller}" if caller.partition(":")[0] != line.partition(":")[0] and caller else ""
+    return f" ({own})" * bool(own) + f", at {line}" * bool(line) + called

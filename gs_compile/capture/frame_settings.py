@@ -50,6 +50,11 @@ def free(batch: Sequence[str]) -> None:
     (_current() or _Settings()).name(batch)
 
 
+def begin() -> bool:
+    """Have this frame traced under its settings; returns whether it was not, as after ``torch._dynamo.reset()``."""
+    return _current() is None and bool(_Settings())
+
+
 def compiled_frame() -> Mapping[str, Any]:
     """What Dynamo's compile of a frame, which is among the callers, knows: its backend, and the frame's values."""
     frame: FrameType | None = sys._getframe()

@@ -291,9 +291,14 @@ def layer_name(layer: int, cut: BlockCut | None = None) -> str:
 
 def source_line(node: fx.Node) -> str:
     """The user's line that made `node`, as ``file:line: text``; empty where Dynamo kept none."""
+    return next(reversed(source_lines(node)), "")
+
+
+def source_lines(node: fx.Node) -> list[str]:
+    """The user's lines that called one another to make `node`, the last as in `source_line`."""
     trace = str(node.meta.get("stack_trace") or node.stack_trace or "")
     found = re.findall(r'^\s*File "([^"]*)", line (\d+)[^\n]*\n?(?=([^\n]*))', trace, re.MULTILINE)
-    return f"{found[-1][0]}:{found[-1][1]}: {found[-1][2].strip()}" if found else ""
+    return [f"{file}:{number}: {line.strip()}" for file, number, line in found]
 
 
 def block_of(node: fx.Node) -> Block | None:

@@ -74,10 +74,10 @@ def loss(module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], al
     """
     _refuse_sparse(module)
     refuse_dealing_by_index(module.graph)
-    shares, outputs = Shares(module.graph), _kept(module, kept)
-    place_checks(shares, outputs)
-    outputs = _kept(module, kept)
+    shares = Shares(module.graph)
+    place_checks(shares, _kept(module, kept))
     if alone:
+        outputs = _kept(module, kept)
         kinds: dict[fx.Node, Kind] = dict.fromkeys((value for value in outputs if isinstance(value, fx.Node)), "sum")
         return Separated(module, outputs, (), kinds, ())
     return _Separation(module, captured, shares).run(kept)
@@ -133,7 +133,7 @@ class _Separation:
         if node.meta.get(OF_A_CHECK):
             return State("local")
         if node.target is CHECKED:
-            return self.states[node.args[0]]
+            return self.states[node.all_input_nodes[0]]
         for source in node.all_input_nodes:
             if self.states[source].kind == "mixed":
                 return self.states[source]

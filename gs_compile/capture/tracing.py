@@ -14,7 +14,7 @@ import dis
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partialmethod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -26,30 +26,31 @@ from torch._dynamo.variables import (
     TensorVariable,
     TorchInGraphFunctionVariable,
     VariableTracker,
+    builtin,
 )
 from torch._dynamo.variables.base import ValueMutationNew
-from torch._dynamo.variables.builtin import ListBuiltinVariable
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
 
 _BUILD_STRING = dis.opmap["BUILD_STRING"]
+_LIST: Any = getattr(builtin, "ListBuiltinVariable", None)  # releases before have no class for `list`
 
 
 def enter(stack: ExitStack) -> None:
     """Have these in force until `stack` is closed."""
-    handlers = TorchInGraphFunctionVariable._get_handlers()
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     for each in (torch._check_tensor_all, torch._check_tensor_all_with):
-        _put(stack, handlers, each, _check_all)
-    for kind, call in ((ListBuiltinVariable, _list), (TorchInGraphFunctionVariable, _cat)):
-        plain = kind.call_function
-        stack.callback(setattr, kind, "call_function", plain)
-        setattr(kind, "call_function", partialmethod(call, plain))
+        stack.callback(handlers.__setitem__, each, handlers.get(each))
+        handlers[each] = _check_all
     for translator in _translators(InstructionTranslatorBase):
-        _put(stack, translator.dispatch_table, _BUILD_STRING, _build_string)
-
-
-def _put(stack: ExitStack, table: Any, key: Any, value: Any) -> None:
-    stack.callback(table.__setitem__, key, table[key])
-    table[key] = value
+        table = translator.dispatch_table
+        stack.callback(table.__setitem__, _BUILD_STRING, table[_BUILD_STRING])
+        table[_BUILD_STRING] = _build_string
+    if _LIST is not None:
+        kinds: tuple[tuple[Any, Any], ...] = ((_LIST, _list), (TorchInGraphFunctionVariable, _cat))
+        for kind, call in kinds:
+            plain = kind.call_function
+            stack.callback(setattr, kind, "call_function", plain)
+            kind.call_function = partialmethod(call, plain)
 
 
 def _translators(kind: type[InstructionTranslatorBase]) -> Iterator[Any]:
@@ -91,7 +92,7 @@ class _Rows(ListVariable):
             raise AttributeError(name)
         self.items = self.tensor.unpack_var_sequence(self.translator)
         del self.tensor, self.translator
-        self.__class__ = ListVariable
+        cast(Any, self).__class__ = ListVariable
         return self.items
 
     def is_python_constant(self) -> bool:
