@@ -8,6 +8,7 @@ from learner import distance
 from tiered import gpt2, options, tokens
 
 import gs_compile
+from gs_compile.errors import StepOrderError
 
 NUM_STEPS = 3
 
@@ -57,3 +58,33 @@ def test_a_penalty_of_weights_is_added_before_the_update(tmp_path, penalty, is_a
     optimizer.engine.tiers.close()
     assert distance(wanted, without) > 1e-3
     assert distance(found, wanted) < 2e-6
+
+
+READS = {
+    "a value": lambda model: model.lm_head.weight.detach() + 0,
+    "a norm": lambda model: model.transformer.h[0].mix.weight.norm(),
+    "a state dict": lambda model: model.state_dict()["lm_head.weight"] + 0,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_between_backward_and_step_names_the_option_with_which_it_works(tmp_path, read):
+    for accumulates in (False, True):
+        torch._dynamo.reset()
+        model, ids = gpt2(), tokens(0)
+        optimizer = gs_compile.SGD(model.parameters(), lr=0.5)
+        given = {"accumulate": True} if accumulates else {}
+        model.compile(backend="greedysnake", options=options(tmp_path / str(accumulates), **given))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = read(model).detach().clone()
+        model(input_ids=ids, labels=ids).loss.backward()
+        if accumulates:
+            assert torch.equal(read(model).detach(), before)
+        else:
+            with pytest.raises(StepOrderError, match=r'optimizer\.step\(\) first.*options={"accumulate": True}'):
+                read(model)
+        optimizer.step()
+        assert not torch.equal(read(model), before)
+        optimizer.engine.tiers.close()
