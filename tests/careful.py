@@ -36,6 +36,10 @@ class Careful(nn.Module):
             torch._check_tensor_all(scale.abs() < BIG)
         if self.where == "of a count":  # as models compare images with their places
             torch._check_tensor_all((scale.abs() < BIG).sum() == scale.numel())
+        if self.where == "by a branch" and scale is not None and scale.abs().max() >= BIG:
+            raise ValueError(f"too big: {len(scale)}")
+        if self.where == "by a branch that is not taken" and not (scale.abs() < BIG).all():
+            raise ValueError("too big")
         x = self.words(ids) * scale[:, None, None]
         if self.where == "ahead of blocks":
             assert (x.abs() < BIG).all(), "too big"

@@ -1,8 +1,9 @@
-"""checks: what a model checks of values as it runs, by ``assert`` or ``torch._check_tensor_all``, in units' code.
+"""checks: what a model checks of values as it runs, in units' code.
 
-Dynamo writes both as ``torch._assert_async`` (`tracing`), which no node reads, so a graph that is cut by what its
-outputs need has no place for it. So what follows a check reads one of its values through it. A check is made for each
-micro-batch: what it looks at is of that micro-batch alone, where a loss reads totals of the batch in its place.
+``assert``, ``if ...: raise`` and others come from Dynamo as ``torch._assert_async`` (`tracing`), which no node reads,
+so a graph that is cut by what its outputs need has no place for it. So what follows a check reads one of its values
+through it. A check is made for each micro-batch: what it looks at is of that micro-batch alone, where a loss reads
+totals of the batch in its place.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """tracing: what Dynamo would make a number or a break of, traced for this backend as something of the graph.
 
 * ``torch._check_tensor_all`` is traced as an ``assert`` is: its condition stays a tensor (`checks`).
+* ``if tensor: raise ...`` is such a check too.
 * A size in a text that has values of tensors beside it stays a symbol: nobody reads such a text while tracing.
 * ``torch.cat(list(x))`` is ``x.flatten(0, 1)``, so that the number of rows stays a symbol; a list of rows that is read
   otherwise has its number, as Dynamo has it.
@@ -11,9 +12,10 @@ These are in force while Dynamo compiles a frame for this backend (`frame_settin
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partialmethod
+from functools import partial, partialmethod
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -31,7 +33,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
 
-_BUILD_STRING = dis.opmap["BUILD_STRING"]
+_BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "STORE_", "RETURN_", "YIELD_")
 _LIST: Any = getattr(builtin, "ListBuiltinVariable", None)  # releases before have no class for `list`
 
 
@@ -43,8 +45,9 @@ def enter(stack: ExitStack) -> None:
         handlers[each] = _check_all
     for translator in _translators(InstructionTranslatorBase):
         table = translator.dispatch_table
-        stack.callback(table.__setitem__, _BUILD_STRING, table[_BUILD_STRING])
-        table[_BUILD_STRING] = _build_string
+        for opcode, traced in _INSTRUCTIONS.items():
+            stack.callback(table.__setitem__, opcode, table[opcode])
+            table[opcode] = traced
     if _LIST is not None:
         kinds: tuple[tuple[Any, Any], ...] = ((_LIST, _list), (TorchInGraphFunctionVariable, _cat))
         for kind, call in kinds:
@@ -60,9 +63,36 @@ def _translators(kind: type[InstructionTranslatorBase]) -> Iterator[Any]:
 
 
 def _check_all(_: object, translator: Any, *args: Any, **kwargs: Any) -> VariableTracker:
-    condition = next(each for each in (*args, *kwargs.values()) if each.is_tensor())
-    translator.output.create_proxy("call_function", torch._assert_async, (condition.as_proxy(),), {})
+    _assert(translator, next(each for each in (*args, *kwargs.values()) if each.is_tensor()))
     return ConstantVariable.create(None)
+
+
+def _assert(translator: Any, condition: VariableTracker) -> None:
+    translator.output.create_proxy("call_function", torch._assert_async, (condition.as_proxy(),), {})
+
+
+def _jump_over_raise(name: str, translator: Any, instruction: Any) -> None:
+    """A jump over nothing but a ``raise``, by the value of a tensor, is a check of that value."""
+    value = translator.stack[-1]
+    if (
+        _only_raises(translator, instruction)
+        and value.is_tensor()
+        and value.as_proxy().node.meta["example_value"].numel() == 1
+    ):
+        translator.pop()
+        _assert(translator, value if "TRUE" in name else value.call_method(translator, "logical_not", [], {}))
+        translator.jump(instruction)
+    else:
+        getattr(InstructionTranslatorBase, name)(translator, instruction)
+
+
+def _only_raises(translator: Any, instruction: Any) -> bool:
+    """Whether what a jump passes over does nothing but raise what no handler here catches; not of an ``assert``."""
+    following = translator.instructions[translator.instruction_pointer :]
+    passed = list(takewhile(lambda each: each is not instruction.target, following))
+    if not passed or passed[-1].opname != "RAISE_VARARGS" or passed[-1].exn_tab_entry is not None:
+        return False
+    return not any(each.opname.startswith(_BEYOND) or "JUMP" in each.opname for each in passed)
 
 
 def _build_string(translator: InstructionTranslatorBase, instruction: Any) -> None:
@@ -118,3 +148,10 @@ def _cat(function: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> 
             ends = [ConstantVariable.create(0), ConstantVariable.create(1)]
             return rows.tensor.call_method(translator, "flatten", ends, {})
     return plain(function, translator, args, kwargs)
+
+
+_JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_") for value in ("TRUE", "FALSE")]
+_INSTRUCTIONS: dict[int, Callable[..., None]] = {
+    dis.opmap["BUILD_STRING"]: _build_string,
+    **{dis.opmap[name]: partial(_jump_over_raise, name) for name in _JUMPS if name in dis.opmap},
+}

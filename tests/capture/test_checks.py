@@ -11,16 +11,19 @@ from careful import NUM_WORDS, Careful
 from learner import distance
 from tiered import options
 from torch import nn
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TorchInGraphFunctionVariable
 
 import gs_compile
 from gs_compile.capture import tracing
+from gs_compile.capture.frame_settings import set_from_the_start
 from gs_compile.errors import CheckError
 
 WHERE = (
     "of inputs",
     "of a count",
+    "by a branch",
+    "by a branch that is not taken",
     "ahead of blocks",
     "in a block",
     "behind a block",
@@ -67,7 +70,8 @@ def test_dynamo_is_as_it_was_when_the_frame_is_compiled():
     handlers = TorchInGraphFunctionVariable._get_handlers()
 
     def found():
-        tables = [kind.dispatch_table[tracing._BUILD_STRING] for kind in tracing._translators(InstructionTranslator)]
+        kinds = tracing._translators(InstructionTranslatorBase)
+        tables = [kind.dispatch_table[opcode] for kind in kinds for opcode in tracing._INSTRUCTIONS]
         calls = [kind.call_function for kind in (tracing._LIST, TorchInGraphFunctionVariable)]
         return [handlers[torch._check_tensor_all], handlers[torch._check_tensor_all_with], *tables, *calls]
 
@@ -75,6 +79,31 @@ def test_dynamo_is_as_it_was_when_the_frame_is_compiled():
     compiled = torch.compile(Careful("of inputs"), backend="greedysnake", options={"micro_batch_size": 2})
     compiled(torch.zeros((4, 7), dtype=torch.int64), torch.ones(4))
     assert found() == before
+
+
+class Catches(nn.Module):
+    """Does otherwise where a check fails, so that it is no check."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        try:
+            if x.max() > 0:
+                raise ValueError
+        except ValueError:
+            x = -x
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return x.square().mean()
+
+
+def test_a_raise_that_is_caught_is_no_check():
+    model, x = Catches(), torch.ones(4, 3, 8)
+    set_from_the_start()
+    compiled = torch.compile(model, backend="greedysnake", options={"micro_batch_size": 2})
+    assert torch.equal(compiled(x), model(x))  # Dynamo gives the forward up
 
 
 class Pictures(nn.Module):
