@@ -17,7 +17,7 @@ from torch import fx
 from gs_compile.capture.arrange import needed_by
 from gs_compile.capture.graph import TensorSpec, block_of, source_lines
 from gs_compile.capture.operations import has_samples, is_mutation, mutated
-from gs_compile.capture.residual_stream import storage_of
+from gs_compile.capture.residual_stream import is_free, storage_of
 from gs_compile.capture.shares import Shares
 from gs_compile.errors import CaptureError, CheckError
 
@@ -79,10 +79,10 @@ def _place(check: fx.Node, live: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
     graph = check.graph
     changed = {storage_of(mutated(node)) for node in graph.nodes if is_mutation(node)} - {None}
     for reader in (node for node in graph.nodes if check < node and (node in live or node.op == "output")):
-        values = [each for each in reader.all_input_nodes if each < check and storage_of(each) not in changed]
-        values = [each for each in values if isinstance(each.meta.get("spec"), TensorSpec) and has_samples(each)]
+        values = [each for each in reader.all_input_nodes if each in live and each < check and _is_computed(each)]
+        values = [each for each in values if storage_of(each) not in changed]
         if values and reader.op != "output" and block_of(reader) == block_of(check):
-            return min(values, key=_requires_grad), [reader]
+            return max(values, key=lambda each: (has_samples(each), not _requires_grad(each))), [reader]
         if values:
             value = max(values, key=lambda each: (block_of(each) == block_of(check), _requires_grad(each)))
             return value, [user for user in value.users if check < user]
@@ -90,6 +90,11 @@ def _place(check: fx.Node, live: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
         f"nothing that the model returns comes behind its check{_words(check)}: put that ahead of what is "
         "returned, or make it outside of the model"
     )
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether a value is a tensor of the inputs, or made: no parameter, buffer or constant."""
+    return isinstance(node.meta.get("spec"), TensorSpec) and (has_samples(node) or not is_free(node))
 
 
 def _requires_grad(node: fx.Node) -> bool:

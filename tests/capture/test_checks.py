@@ -28,6 +28,7 @@ WHERE = (
     "in a block",
     "behind a block",
     "of what is returned",
+    "of the loss",
 )
 
 
