@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -32,6 +32,13 @@ def rates_of(arguments: argparse.Namespace) -> tuple[float, float] | None:
     if given and (len(given) > 2 or min(given) <= 0):
         raise SystemExit(f"{OPTION} takes one or two rates above 0, not {given}")
     return (given[0], given[-1]) if given else None
+
+
+def bounded(rates: Mapping[str, float], limits: tuple[float, float] | None) -> dict[str, float]:
+    """Measured rates of a slowed drive, by the profile's names, none above its limit: the kernel lets bursts through."""
+    most = dict(zip(("ssd_read", "ssd_write"), limits or (), strict=False))
+    limit_of = {name: limit for name in rates for lane, limit in most.items() if name.startswith(lane)}
+    return {name: min(rate, limit_of.get(name, rate)) for name, rate in rates.items()}
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.slow_drive import bounded
 from gs_compile.machine import usable_cores, usable_memory
 from gs_compile.planner.measure.probe import products_on
 from gs_compile.planner.measure.probe_drive import drive_rates
@@ -70,14 +71,14 @@ class DriveSpeed:
 
     storage: Path
     seconds: float  # of one sample
+    limits: tuple[float, float] | None = None  # of a drive that is slowed, in bytes a second
     samples: list[dict[str, float]] = field(default_factory=list)
 
     def sample(self) -> None:
         if self.seconds:
             figures = drive_rates([self.storage], self.seconds, products_on(torch.device("cpu")))
-            self.samples.append(
-                {name: each.value for name, each in figures.items() if name.startswith(("ssd_read", "ssd_write"))}
-            )
+            rates = {name: each.value for name, each in figures.items() if name.startswith(("ssd_read", "ssd_write"))}
+            self.samples.append(bounded(rates, self.limits))
 
     @property
     def median(self) -> dict[str, float]:

@@ -19,11 +19,12 @@ from typing import Any
 from benchmarks.race.measures import wait_until_idle
 from benchmarks.race.protocol import PRESETS, Case
 from benchmarks.race.registry import PEERS_PYTHON, ROOT
-from benchmarks.slow_drive import add_drive_argument, rates_of, slowed
+from benchmarks.slow_drive import add_drive_argument, bounded, rates_of, slowed
 from gs_compile.planner.measure.machines import probe, profile
 from gs_compile.planner.measure.profile import Profile
 
 MOST_STEPS = 8  # of a round
+DRIVE_RATES = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Settings:
     drive_seconds: float = 3.0  # in which the drive is measured before and after every round; 0: not at all
     storage: Path | None = None
     machine: Path | None = None  # the profile that ours plan with
+    drive_limits: tuple[float, float] | None = None  # bytes a second that are read and written, where that is slowed
     peers_python: Path = PEERS_PYTHON
     deadline: float = math.inf  # of time.monotonic()
     most_together: int = 100  # contestants in memory at once
@@ -102,12 +104,14 @@ def settings_of(arguments: argparse.Namespace) -> Iterator[tuple[Settings, Profi
             except OSError as error:
                 raise SystemExit(str(error)) from error
         found = profile(arguments.machine) if arguments.machine else probe((storage,))
+        found = replace(found, **bounded({name: getattr(found, name) for name in DRIVE_RATES}, rates))
         found.save(path)
         settings = Settings(
             rounds=arguments.rounds,
             round_seconds=arguments.round_seconds,
             storage=arguments.storage,
             machine=path,
+            drive_limits=rates,
             peers_python=arguments.peers_python,
             deadline=deadline,
             most_together=arguments.most_together,
