@@ -35,7 +35,7 @@ def rates_of(arguments: argparse.Namespace) -> tuple[float, float] | None:
 
 
 def bounded(rates: Mapping[str, float], limits: tuple[float, float] | None) -> dict[str, float]:
-    """Measured rates of a slowed drive, by the profile's names, none above its limit: the kernel lets bursts through."""
+    """Measured rates of a slowed drive, by the profile's names, none above its limit: the kernel lets bursts by."""
     most = dict(zip(("ssd_read", "ssd_write"), limits or (), strict=False))
     limit_of = {name: limit for name in rates for lane, limit in most.items() if name.startswith(lane)}
     return {name: min(rate, limit_of.get(name, rate)) for name, rate in rates.items()}

@@ -112,6 +112,10 @@ class SeparationError(CaptureError):
     """An output of the whole batch cannot be computed from micro-batches; names the operation and its source line."""
 
 
+class CheckError(GreedySnakeError, AssertionError, ValueError):
+    """What the model itself checks of its values does not hold; says its words and its line."""
+
+
 class OutputGradientError(GreedySnakeError, RuntimeError):
     """A gradient arrived for an output whose gradient is not supported."""
 

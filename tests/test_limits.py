@@ -128,6 +128,13 @@ LIMITS: dict[str, list[Case]] = {
         ),
         ("model/test_first_call.py", "test_a_model_that_is_itself_a_sequential_is_compiled_by_torch_compile", "itself"),
     ],
+    "What the model checks of values": [
+        (
+            "capture/test_checks.py",
+            "test_the_words_of_a_check_and_the_share_of_the_batch_are_in_its_error",
+            "whole batch alone",
+        ),
+    ],
     "Tensors whose size depends on values": [
         ("end_to_end/test_experts.py", "", "gave a forward up at"),
         ("end_to_end/test_experts.py", "", "has a size that values decide"),

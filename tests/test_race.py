@@ -14,6 +14,7 @@ from benchmarks.race.registry import PEERS_PYTHON, Entry
 from benchmarks.race.run import Run, Settings
 from benchmarks.race.settings import load, save
 from benchmarks.race.worker import Worker, WorkerError
+from benchmarks.slow_drive import bounded
 from gs_compile.planner.measure.profile import Profile
 
 TINY = Case(layers=2, hidden=64, heads=2, vocabulary=128, sequence=16, micro_batches=2)
@@ -171,3 +172,13 @@ def test_the_share_of_the_roofline(machine):
     assert results["vertical/ssd/inductor"]["share"] == pytest.approx(0.95)
     assert results["plain"]["share"] == results["plain/compile=blocks"]["share"] == 1.0
     assert "share" not in results["fsdp2"]
+
+
+def test_a_slowed_drive_is_no_faster_than_its_limit():
+    rates = {
+        "ssd_read_bytes_per_second": 2.2e8,
+        "ssd_read_mixed_bytes_per_second": 1.9e8,
+        "ssd_write_bytes_per_second": 9e7,
+    }
+    assert bounded(rates, (2e8, 1e8)) == {**rates, "ssd_read_bytes_per_second": 2e8}
+    assert bounded(rates, None) == rates

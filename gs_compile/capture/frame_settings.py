@@ -4,7 +4,8 @@ By itself Dynamo traces a frame with static shapes first. To run micro-batches o
 of every batch input has to be symbolic. So as Dynamo begins to compile a frame for this backend, the tensors that the
 frame was called with are looked at, and those of the batch are named in ``torch.compiler.config.dynamic_sources``: the
 first trace is the only one. Inputs that are not found so, in an object for example, or that turn out to be no batch,
-are known after the first trace, and Dynamo is asked for another one. Tensors whose size depends on values are captured.
+are known after the first trace, and Dynamo is asked for another one. Tensors whose size depends on values are captured,
+and `tracing` has more of what Dynamo does otherwise.
 
 The settings are global, so they are put back when Dynamo's compile of the frame ends, however it ends. Facts of Dynamo
 that this file rests on are each under a test in ``tests/capture/test_capture.py``.
@@ -25,6 +26,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config
 
+from gs_compile.capture import tracing
 from gs_compile.progress import stage
 
 compiler_config: Any = torch.compiler.config
@@ -46,6 +48,11 @@ def is_freed(batch: Sequence[str], sources: Iterable[str]) -> bool:
 def free(batch: Sequence[str]) -> None:
     """Have the next trace of this frame treat dimension 0 of these sources as symbolic."""
     (_current() or _Settings()).name(batch)
+
+
+def begin() -> bool:
+    """Have this frame traced under its settings; returns whether it was not, as after ``torch._dynamo.reset()``."""
+    return _current() is None and bool(_Settings())
 
 
 def compiled_frame() -> Mapping[str, Any]:
@@ -103,6 +110,7 @@ class _Settings(ExitStack):
         self.enter_context(dynamo_config.patch(specialize_float=True, capture_dynamic_output_shape_ops=True))
         # Two dimensions of one size are not one symbol.
         self.enter_context(symbolic_config.patch("use_duck_shape", False))
+        tracing.enter(self)
         self.enter_context(stage("tracing the model"))
         callback_handler.register_end_callback(self.end)
 

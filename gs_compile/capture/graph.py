@@ -100,8 +100,13 @@ class TensorSpec:
         """That of its gradient, which has memory for each entry, also where several share theirs here (`expand`)."""
         if all(stride != 0 or size == 1 for size, stride in zip(self.shape, self.stride, strict=True)):
             return replace(self, requires_grad=False)
+        return replace(self.contiguous, requires_grad=False)
+
+    @property
+    def contiguous(self) -> TensorSpec:
+        """That of a copy whose entries are in order."""
         strides = tuple(accumulate(reversed(self.shape[1:]), Length.product, initial=1))
-        return replace(self, stride=strides[::-1], requires_grad=False)
+        return replace(self, stride=strides[::-1] if self.shape else ())
 
     @property
     def is_sized(self) -> bool:
@@ -286,9 +291,14 @@ def layer_name(layer: int, cut: BlockCut | None = None) -> str:
 
 def source_line(node: fx.Node) -> str:
     """The user's line that made `node`, as ``file:line: text``; empty where Dynamo kept none."""
+    return next(reversed(source_lines(node)), "")
+
+
+def source_lines(node: fx.Node) -> list[str]:
+    """The user's lines that called one another to make `node`, the last as in `source_line`."""
     trace = str(node.meta.get("stack_trace") or node.stack_trace or "")
     found = re.findall(r'^\s*File "([^"]*)", line (\d+)[^\n]*\n?(?=([^\n]*))', trace, re.MULTILINE)
-    return f"{found[-1][0]}:{found[-1][1]}: {found[-1][2].strip()}" if found else ""
+    return [f"{file}:{number}: {line.strip()}" for file, number, line in found]
 
 
 def block_of(node: fx.Node) -> Block | None:

@@ -29,6 +29,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional
 
+from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
 from gs_compile.capture.dealing import refuse_dealing_by_index
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
 from gs_compile.capture.operations import (
@@ -83,11 +84,13 @@ def loss(
     """
     _refuse_sparse(module)
     refuse_dealing_by_index(module.graph)
+    shares = Shares(module.graph)
+    place_checks(shares, _kept(module, kept))
     if alone:
         outputs = _kept(module, kept)
         kinds: dict[fx.Node, Kind] = dict.fromkeys((value for value in outputs if isinstance(value, fx.Node)), "sum")
         return Separated(module, outputs, (), kinds, ())
-    return _Separation(module, captured, layer_major).run(kept)
+    return _Separation(module, captured, shares, layer_major).run(kept)
 
 
 def _refuse_sparse(module: fx.GraphModule) -> None:
@@ -100,16 +103,16 @@ def _refuse_sparse(module: fx.GraphModule) -> None:
 
 
 class _Separation:
-    def __init__(self, module: fx.GraphModule, captured: Captured, layer_major: bool) -> None:
+    def __init__(self, module: fx.GraphModule, captured: Captured, shares: Shares, layer_major: bool) -> None:
         self.module, self.layer_major = module, layer_major
         self.batch = captured.names("batch")
         self.data = captured.names("batch", "constant", "buffer")
-        self.shares = Shares(module.graph)
+        self.shares = shares
         self.states = self.shares.states
 
     def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
-        for node in [node for node in self.module.graph.nodes if node is not output]:
+        for node in [node for node in self.module.graph.nodes if node not in (output, self.shares.fraction)]:
             self.states[node] = self._state(node)
             if is_mutation(node):
                 self._change(node)
@@ -143,6 +146,10 @@ class _Separation:
             is_data = node.op == "get_attr" or node.name in self.data
             kind: Kind = "local" if node.name in self.batch else "same"
             return State(kind, from_inputs=is_data, source="inputs" if is_data else "")
+        if node.meta.get(OF_A_CHECK):
+            return State("local")
+        if node.target is CHECKED:
+            return self.states[node.all_input_nodes[0]]
         made_from = self._source(node)
         for source in node.all_input_nodes:
             if self.states[source].kind == "mixed":

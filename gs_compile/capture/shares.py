@@ -104,6 +104,14 @@ class Shares:
         scatter.args, scatter.kwargs = (target, checked, source), {}
         self.say(scatter, "local", "each micro-batch must have as many places as entries")
 
+    def checked(self, value: fx.Node, operation: Any, check: fx.Node, words: str) -> fx.Node:
+        """`value` read through a check of the model, behind which it is."""
+        with self.graph.inserting_before(check):
+            checked = self._new(operation, (value, check.args[0], self._fraction(value), words), like=value)
+        checked.meta |= {key: check.meta[key] for key in ("nn_module_stack", "stack_trace") if key in check.meta}
+        checked.meta |= {"spec": value.meta["spec"].contiguous, "storage": None}
+        return checked
+
     def say(self, node: fx.Node, kind: str, why: str) -> None:
         self.terms.append(LossTerm(node.name, kind, why, source_line(node)))
 

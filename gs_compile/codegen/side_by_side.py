@@ -54,8 +54,8 @@ def compile_all(wanted: Sequence[Wanted]) -> None:
         known = num_cache_misses()
         own([first])
         may_fork = num_cache_misses() > known and all(each.code.compiles_in_forks for each in others)
-        number = min(len(others), _most_processes()) if may_fork else 1
-        mine, *shares = (others[place::number] for place in range(max(number, 1)))
+        number = max(1, min(len(others), _most_processes())) if may_fork else 1
+        mine, *shares = (others[place::number] for place in range(number))
         with _forked(shares) as wait:
             own(mine)
             wait()

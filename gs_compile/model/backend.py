@@ -38,6 +38,7 @@ from gs_compile.model.call import Call, whole_batch
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_step import begin
 from gs_compile.model.freezing import train_others, trains_others
+from gs_compile.model.materialize import evaluating
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.tiered_optimizer import optimizers_of
@@ -106,14 +107,15 @@ class _AsWritten:
     ranks: Ranks | None
 
     def run(self) -> list[Any]:
-        return list(self.module(*self.args))
+        with evaluating(self.args):
+            return list(self.module(*self.args))
 
 
 def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
     if any(is_offloaded(arg) for arg in args):
         warnings.warn(
-            f"this evaluation runs as plain PyTorch does, and reads parameter by parameter: {error.message}\n"
-            "`with gs_compile.streaming(model):` keeps what host_memory has room for, and is faster",
+            f"this evaluation runs as plain PyTorch does, and reads parameters as gs_compile.streaming does: "
+            f"{error.message}",
             UncapturedWarning,
             stacklevel=2,
         )

@@ -177,6 +177,7 @@ class Engine(ParameterStore):
         models: of every micro-batch; units: their computations; shape: of the step if its parameters were in memory.
         """
         self._refuse_unfinished()
+        self.reader = None
         spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()

@@ -184,3 +184,8 @@ def _bounds(num_rows: int, rank: int, number: int) -> tuple[int, int]:
     """The rows that a rank has, as DTensor shares them."""
     step = -(-num_rows // number)
     return min(num_rows, rank * step), min(num_rows, (rank + 1) * step)
+
+
+def shares_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether one is a view of the other, or both of a third tensor."""
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != 0

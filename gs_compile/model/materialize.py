@@ -8,7 +8,7 @@ The values are mapped from unnamed files, so that memory need not hold them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import StepOrderError
-from gs_compile.model.parameter_store import ParameterStore
-from gs_compile.model.residency import Reader, in_memory, is_offloaded, residency_of
+from gs_compile.model.parameter_store import ParameterStore, Reader
+from gs_compile.model.residency import in_memory, is_offloaded, residency_of
 from gs_compile.runtime.ranks import Ranks
 
 _ALONE = "what the first rank reads alone"
@@ -51,7 +51,7 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
 @contextmanager
 def whole_states(model: nn.Module) -> Iterator[None]:
     """State dicts that all ranks make in the block hold whole tensors on each, mapped from files."""
-    stores = [store for store in _stores_of(model) if not store.shows_whole]
+    stores = [store for store in stores_of(model.parameters()) if not store.shows_whole]
     for store in stores:
         store.shows_whole = True
     try:
@@ -67,7 +67,7 @@ def on_first_rank(model: nn.Module) -> Iterator[bool]:
 
     The others read with it at the end of their block, and keep nothing. So state dicts are as those of one rank.
     """
-    stores = _stores_of(model)
+    stores = stores_of(model.parameters())
     for store in stores:
         store.synchronize()
     ranks = stores[0].tiers.setting.ranks if stores else None
@@ -121,25 +121,54 @@ def streaming(model: nn.Module) -> Iterator[nn.Module]:
     `host_memory`, or of the device's own memory. As in `materialize` a call with gradients enabled raises
     StepOrderError.
     """
-    places = [residency_of(parameter) for parameter in model.parameters() if is_offloaded(parameter)]
-    stores = _stores_of(model)
+    parameters = list(model.parameters())
+    for store in stores_of(parameters):
+        store.reader = None
+    with _plain_calls(model), reading(parameters, _reader(stores_of(parameters))):
+        yield model
+
+
+@contextmanager
+def evaluating(args: Sequence[Any]) -> Iterator[None]:
+    """A call that is no step reads the parameters among `args` as in `streaming`.
+
+    What the budget has room for is kept until the next call that is one.
+    """
+    stores = stores_of(args)
+    reader = next((store.reader for store in stores if store.reader is not None), None) or _reader(stores)
+    for store in stores:
+        store.reader = reader
+    with reading(args, reader):
+        yield
+
+
+@contextmanager
+def reading(args: Sequence[Any], reader: Reader) -> Iterator[None]:
+    """The parameters among `args` that are offloaded are read by `reader`, unless they have one."""
+    places = [residency_of(each) for each in args if is_offloaded(each)]
+    places = [place for place in places if place.reader is None]
+    for place in places:
+        place.reader = reader
+    try:
+        yield
+    finally:
+        for place in places:
+            place.reader = None
+
+
+def _reader(stores: Sequence[ParameterStore]) -> Reader:
+    """With the room that steps leave, once every update is done."""
     for store in stores:
         store.synchronize()
     room_nbytes = min((store.room_nbytes for store in stores), default=0)
     for ranks in filter(None, dict.fromkeys(store.tiers.setting.ranks for store in stores)):  # in one order on all
         room_nbytes = min(ranks.agree("the room for parameters", room_nbytes))  # what one keeps, no other reads again
-    reader = Reader(room_nbytes)
-    with ExitStack() as stack:
-        stack.enter_context(_plain_calls(model))
-        for place in places:
-            stack.callback(setattr, place, "reader", place.reader)
-            place.reader = reader
-        yield model
+    return Reader(room_nbytes)
 
 
-def _stores_of(model: nn.Module) -> list[ParameterStore]:
-    """What has the parameters of a model, each once; all ranks find them in the same order."""
-    places = (residency_of(parameter).tiered for parameter in model.parameters() if is_offloaded(parameter))
+def stores_of(args: Iterable[Any]) -> list[ParameterStore]:
+    """What has the parameters among `args`, each once; all ranks find them in the same order."""
+    places = (residency_of(each).tiered for each in args if is_offloaded(each))
     return list(dict.fromkeys(place[0] for place in places if place is not None))
 
 

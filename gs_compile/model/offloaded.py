@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
 from gs_compile.capture.internals import changes, makes_state_dict, tree_map_only, untraced
 from gs_compile.errors import ReleasedParameterError
+from gs_compile.model.files import shares_memory
 
 Tensor = torch.Tensor
 
@@ -339,8 +340,3 @@ def _read(tensor: Tensor) -> Tensor:
 def _plain(tensor: Tensor) -> Tensor:
     """The same memory as an ordinary tensor."""
     return cast(Tensor, nn.Parameter.__torch_function__(Tensor.as_subclass, (), (tensor, Tensor), {}))
-
-
-def shares_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether one is a view of the other, or both of a third tensor."""
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != 0

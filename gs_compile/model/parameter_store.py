@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -13,7 +14,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import OptimizerError
-from gs_compile.model.files import CHUNK_NBYTES, copied, directory, leave_memory, mapped, mapped_rows, whole
+from gs_compile.model.files import (
+    CHUNK_NBYTES,
+    copied,
+    directory,
+    leave_memory,
+    mapped,
+    mapped_rows,
+    shares_memory,
+    whole,
+)
 from gs_compile.runtime.codecs import Encoded
 from gs_compile.runtime.formats import rounds_to
 from gs_compile.runtime.spans import Slice
@@ -37,6 +47,24 @@ def in_turn(method: Method) -> Method:
     return cast(Method, run)
 
 
+@dataclass
+class Reader:
+    """Reads values for an evaluation, when no updates are to come, and keeps those that there is room for."""
+
+    room_nbytes: int
+    held: list[Tensor] = field(default_factory=list)
+
+    def read(self, store: ParameterStore, span: Slice, device: torch.device) -> Tensor:
+        """A value, not copied if it lives in memory in one piece."""
+        here = store.tiers.here(span)
+        values = (store.tiers.read(span) if here is None else here).to(device).detach()
+        nbytes = 0 if here is not None and shares_memory(values, here) else values.nbytes
+        if nbytes <= self.room_nbytes:
+            self.room_nbytes -= nbytes
+            self.held.append(values)
+        return values
+
+
 class ParameterStore:
     """Reads and writes the parameters and states of one model between steps, each in its span.
 
@@ -52,6 +80,7 @@ class ParameterStore:
         self.shows_whole = False  # in state dicts, also where ranks have rows of each
         self.num_steps = 0  # after which values have changed
         self.has_loaded_state = False  # the user has given the state of an earlier run
+        self.reader: Reader | None = None  # of calls that are no step, since the last one that is
         self._masters: dict[Slice, Tensor] = {}  # that came before the values that they round to
 
     @property

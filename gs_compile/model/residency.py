@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from gs_compile.capture.internals import changes
 from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError, StepOrderError
 from gs_compile.model import files
-from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, shares_memory
-from gs_compile.model.parameter_store import ParameterStore
+from gs_compile.model.files import shares_memory
+from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder
+from gs_compile.model.parameter_store import ParameterStore, Reader
 from gs_compile.runtime.codecs import CODECS, Encoded, dense
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice
@@ -55,24 +56,6 @@ class Shown:
         values = self.values()
         known = values is not None and shares_memory(values, tensor)
         return known and (version, changes(tensor)) == (self.version, self.changes)
-
-
-@dataclass
-class Reader:
-    """Reads values for an evaluation, when no updates are to come, and keeps those that there is room for."""
-
-    room_nbytes: int
-    held: list[Tensor] = field(default_factory=list)
-
-    def read(self, store: ParameterStore, span: Slice, device: torch.device) -> Tensor:
-        """A value, not copied if it lives in memory in one piece."""
-        here = store.tiers.here(span)
-        values = (store.tiers.read(span) if here is None else here).to(device).detach()
-        nbytes = 0 if here is not None and shares_memory(values, here) else values.nbytes
-        if nbytes <= self.room_nbytes:
-            self.room_nbytes -= nbytes
-            self.held.append(values)
-        return values
 
 
 @dataclass(eq=False)

@@ -72,6 +72,13 @@ def test_forks_compile_what_this_process_takes_from_the_cache_then(tmp_path):
     assert len(code.done) == len(NAMES)
 
 
+@pytest.mark.usefixtures("cold")
+def test_one_function_is_compiled_here(tmp_path):
+    code = Code(tmp_path)
+    compile_all(wanted(code)[:1])
+    assert (code.of("own"), code.of("fork")) == ({"f00"}, set())
+
+
 @pytest.mark.parametrize("hit", [True, False])
 def test_nothing_is_forked_for_what_is_in_the_cache_or_runs_on_the_way(tmp_path, monkeypatch, hit):
     misses = iter(range(1000))

@@ -230,9 +230,11 @@ def test_a_model_on_storage_that_has_not_run(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "tiered"), [pytest.param("gpt2", False, marks=pytest.mark.slow), ("qwen3", True)])
-def test_generate_of_a_compiled_model_runs_as_written(name, tiered, tmp_path):
-    """Also outside of `streaming`: a call with a cache is no step in layers."""
+def test_generate_of_a_compiled_model_runs_as_written(name, tiered, tmp_path, monkeypatch):
+    """A call with a cache is no step in layers. Also outside of `streaming` it keeps what there is room for."""
     torch._dynamo.reset()
+    reads, read = Counter(), Tiers.read
+    monkeypatch.setattr(Tiers, "read", lambda tiers, span, **given: reads.update([span]) or read(tiers, span, **given))
     model, reference = small(name), small(name)
     optimizer = (gs_compile if tiered else torch.optim).AdamW(model.parameters())
     model.compile(backend="greedysnake", options=options(tmp_path))
@@ -240,11 +242,17 @@ def test_generate_of_a_compiled_model_runs_as_written(name, tiered, tmp_path):
     before = step(model, optimizer, ids)
     reference.load_state_dict(model.state_dict())
     expected = reference.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
+    reads.clear()
     with pytest.warns(UncapturedWarning, match="input of their own") if tiered else nullcontext():
         found = model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
     assert torch.equal(found, expected)
+    assert set(reads.values()) == ({1} if tiered else set())
     with gs_compile.streaming(model):
         assert torch.equal(model.generate(ids[:, :3], max_new_tokens=3, do_sample=False), expected)
     assert step(model, optimizer, ids) < before
     if tiered:
+        assert optimizer.engine.reader is None
+        reference.load_state_dict(model.state_dict())
+        expected = reference.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
+        assert torch.equal(model.generate(ids[:, :3], max_new_tokens=3, do_sample=False), expected)
         optimizer.engine.tiers.close()

@@ -16,7 +16,7 @@ from launch import Fleet
 from tiered import gpt2, options, tokens
 
 import gs_compile
-from gs_compile.errors import LaneError, RankError, StorageError
+from gs_compile.errors import LaneError, OptimizerError, RankError, StorageError
 from gs_compile.runtime.storage import ssd
 from gs_compile.runtime.storage.folder import Folder
 
@@ -74,6 +74,21 @@ def test_orders_that_follow_micro_batches_are_refused_where_these_differ(pair, t
         assert each.startswith(
             f'expert.schedule "{schedule}": the number of micro-batches is 2 on rank 0; 4 on rank 1.'
         )
+
+
+def freezes(info, tmp_path):
+    """Blocks are frozen between two steps."""
+    model, optimizer = begin(tmp_path)
+    step(model, optimizer, tokens(0, 4))
+    model.transformer.h.requires_grad_(False)
+    with pytest.raises(OptimizerError) as caught:
+        step(model, optimizer, tokens(1, 4))
+    return str(caught.value)
+
+
+def test_what_is_trained_is_not_changed_after_the_first_step(pair, tmp_path):
+    for each in pair.run(freezes, tmp_path):
+        assert "which settles what is trained on several ranks. Save the model" in each
 
 
 def empty(info, tmp_path):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gs_compile.capture.checks import MADE_UP
 from gs_compile.capture.dealing import masks_of
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel, levels_of
@@ -290,7 +291,7 @@ class _Trial:
         generator = torch.Generator(self.device).manual_seed(SEED)
         most = _smallest_table(unit)
         self._reads: dict[str, Any] = {"w": {}, "batch": {}, "side": {}, "tap": {}, "whole": {}, "total": {}}
-        fraction = torch.ones((), device=self.device)
+        fraction = torch.full((), MADE_UP, device=self.device)
         placeholders, dealt = unit.module.graph.find_nodes(op="placeholder"), masks_of(unit.module.graph)
         for source, spec, placeholder in zip(unit.sources, unit.specs, placeholders, strict=True):
             tensor = _random(spec, most, generator)

@@ -1,0 +1,109 @@
+"""checks: what a model checks of values as it runs, in units' code.
+
+``assert``, ``if ...: raise`` and others come from Dynamo as ``torch._assert_async`` (`tracing`), which no node reads,
+so a graph that is cut by what its outputs need has no place for it. So what follows a check reads one of its values
+through it. A check is made for each micro-batch: what it looks at is of that micro-batch alone, where a loss reads
+totals of the batch in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from gs_compile.capture.arrange import needed_by
+from gs_compile.capture.graph import TensorSpec, block_of, source_lines
+from gs_compile.capture.operations import has_samples, is_mutation, mutated
+from gs_compile.capture.residual_stream import is_free, storage_of
+from gs_compile.capture.shares import Shares
+from gs_compile.errors import CaptureError, CheckError
+
+MADE_UP = 2.0  # the fraction of a micro-batch of made-up values, of which nothing is checked
+OF_A_CHECK = "of_a_check"  # in the meta of nodes that nothing else needs
+
+
+@torch.library.custom_op("greedysnake::checked", mutates_args=())
+def _checked(value: torch.Tensor, condition: torch.Tensor, fraction: torch.Tensor, words: str) -> torch.Tensor:
+    """A copy of `value`; raises `CheckError` where an element of `condition` is false.
+
+    `fraction`: the micro-batch's part of the samples. `words`: the model's, and the line. On an accelerator the host
+    waits for the condition.
+    """
+    if not bool(condition.all()) and float(fraction) <= 1:
+        found, do = "the batch", ""
+        if float(fraction) < 1:
+            found, do = "a micro-batch", "; where it does for the whole batch alone, set micro_batch_size to that"
+        raise CheckError(f"what the model checks does not hold for {found}{words}: look at the inputs of this call{do}")
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+@_checked.register_fake
+def _(value: torch.Tensor, condition: torch.Tensor, fraction: torch.Tensor, words: str) -> torch.Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+_checked.register_autograd(lambda _, gradient: (gradient, None, None, None))
+
+CHECKED = torch.ops.greedysnake.checked.default
+
+
+def place_checks(shares: Shares, outputs: Sequence[Any]) -> None:
+    """Have what `outputs` need read values through the checks of the graph.
+
+    Raises `CaptureError` for a check behind which nothing is needed.
+    """
+    graph = shares.graph
+    checks = graph.find_nodes(op="call_function", target=torch._assert_async)
+    live = set(needed_by([each for each in outputs if isinstance(each, fx.Node)], graph))
+    conditions = [each.args[0] for each in checks if isinstance(each.args[0], fx.Node)]
+    for node in needed_by(conditions, graph).keys() - live:
+        node.meta[OF_A_CHECK] = True
+    for check in checks:
+        if isinstance(check.args[0], fx.Node):
+            value, readers = _place(check, live)
+            checked = shares.checked(value, CHECKED, check, _words(check))
+            for reader in readers:
+                reader.replace_input_with(value, checked)
+            live.add(checked)
+        graph.erase_node(check)
+
+
+def _place(check: fx.Node, live: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
+    """A value that is read through the check from there on, and its readers.
+
+    Where the next reader is in another block than the check, all that follow read it so: one tensor goes on.
+    """
+    graph = check.graph
+    changed = {storage_of(mutated(node)) for node in graph.nodes if is_mutation(node)} - {None}
+    for reader in (node for node in graph.nodes if check < node and (node in live or node.op == "output")):
+        values = [each for each in reader.all_input_nodes if each in live and each < check and _is_computed(each)]
+        values = [each for each in values if storage_of(each) not in changed]
+        if values and reader.op != "output" and block_of(reader) == block_of(check):
+            return max(values, key=lambda each: (has_samples(each), not _requires_grad(each))), [reader]
+        if values:
+            value = max(values, key=lambda each: (block_of(each) == block_of(check), _requires_grad(each)))
+            return value, [user for user in value.users if check < user]
+    raise CaptureError(
+        f"nothing that the model returns comes behind its check{_words(check)}: put that ahead of what is "
+        "returned, or make it outside of the model"
+    )
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether a value is a tensor of the inputs, or made: no parameter, buffer or constant."""
+    return isinstance(node.meta.get("spec"), TensorSpec) and (has_samples(node) or not is_free(node))
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    return bool(node.meta["spec"].requires_grad)
+
+
+def _words(check: fx.Node) -> str:
+    """The model's own, and its line; where a file of helpers has that line, the one that calls it too."""
+    own = check.args[1] if len(check.args) > 1 else ""
+    caller, line = ["", "", *source_lines(check)][-2:]
+    called = f", called at {caller}" if caller.partition(":")[0] != line.partition(":")[0] and caller else ""
+    return f" ({own})" * bool(own) + f", at {line}" * bool(line) + called

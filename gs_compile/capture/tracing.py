@@ -1,0 +1,157 @@
+"""tracing: what Dynamo would make a number or a break of, traced for this backend as something of the graph.
+
+* ``torch._check_tensor_all`` is traced as an ``assert`` is: its condition stays a tensor (`checks`).
+* ``if tensor: raise ...`` is such a check too.
+* A size in a text that has values of tensors beside it stays a symbol: nobody reads such a text while tracing.
+* ``torch.cat(list(x))`` is ``x.flatten(0, 1)``, so that the number of rows stays a symbol; a list of rows that is read
+  otherwise has its number, as Dynamo has it.
+
+These are in force while Dynamo compiles a frame for this backend (`frame_settings`).
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial, partialmethod
+from itertools import takewhile
+from typing import Any, cast
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import (
+    ConstantVariable,
+    LazyVariableTracker,
+    ListVariable,
+    StringFormatVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    VariableTracker,
+    builtin,
+)
+from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables.lazy import LazySymNodeFormatString
+
+_BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "STORE_", "RETURN_", "YIELD_")
+_LIST: Any = getattr(builtin, "ListBuiltinVariable", None)  # releases before have no class for `list`
+
+
+def enter(stack: ExitStack) -> None:
+    """Have these in force until `stack` is closed."""
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+    for each in (torch._check_tensor_all, torch._check_tensor_all_with):
+        stack.callback(handlers.__setitem__, each, handlers.get(each))
+        handlers[each] = _check_all
+    for translator in _translators(InstructionTranslatorBase):
+        table = translator.dispatch_table
+        for opcode, traced in _INSTRUCTIONS.items():
+            stack.callback(table.__setitem__, opcode, table[opcode])
+            table[opcode] = traced
+    if _LIST is not None:
+        kinds: tuple[tuple[Any, Any], ...] = ((_LIST, _list), (TorchInGraphFunctionVariable, _cat))
+        for kind, call in kinds:
+            plain = kind.call_function
+            stack.callback(setattr, kind, "call_function", plain)
+            kind.call_function = partialmethod(call, plain)
+
+
+def _translators(kind: type[InstructionTranslatorBase]) -> Iterator[Any]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _translators(each)
+
+
+def _check_all(_: object, translator: Any, *args: Any, **kwargs: Any) -> VariableTracker:
+    _assert(translator, next(each for each in (*args, *kwargs.values()) if each.is_tensor()))
+    return ConstantVariable.create(None)
+
+
+def _assert(translator: Any, condition: VariableTracker) -> None:
+    translator.output.create_proxy("call_function", torch._assert_async, (condition.as_proxy(),), {})
+
+
+def _jump_over_raise(name: str, translator: Any, instruction: Any) -> None:
+    """A jump over nothing but a ``raise``, by the value of a tensor, is a check of that value."""
+    value = translator.stack[-1]
+    if (
+        _only_raises(translator, instruction)
+        and value.is_tensor()
+        and value.as_proxy().node.meta["example_value"].numel() == 1
+    ):
+        translator.pop()
+        _assert(translator, value if "TRUE" in name else value.call_method(translator, "logical_not", [], {}))
+        translator.jump(instruction)
+    else:
+        getattr(InstructionTranslatorBase, name)(translator, instruction)
+
+
+def _only_raises(translator: Any, instruction: Any) -> bool:
+    """Whether what a jump passes over does nothing but raise what no handler here catches; not of an ``assert``."""
+    following = translator.instructions[translator.instruction_pointer :]
+    passed = list(takewhile(lambda each: each is not instruction.target, following))
+    if not passed or passed[-1].opname != "RAISE_VARARGS" or passed[-1].exn_tab_entry is not None:
+        return False
+    return not any(each.opname.startswith(_BEYOND) or "JUMP" in each.opname for each in passed)
+
+
+def _build_string(translator: InstructionTranslatorBase, instruction: Any) -> None:
+    parts = translator.stack[-instruction.arg :]
+    if any(isinstance(part, StringFormatVariable) for part in parts):
+        translator.stack[-instruction.arg :] = map(_unread, parts)
+    InstructionTranslatorBase.BUILD_STRING(translator, instruction)
+
+
+def _unread(part: VariableTracker) -> VariableTracker:
+    """A size, as a part of a text, that is formatted if anybody reads the text."""
+    value = part.original_value() if isinstance(part, LazyVariableTracker) and not part.is_realized() else None
+    if isinstance(value, LazySymNodeFormatString):
+        return StringFormatVariable(value.fmt_var.as_python_constant(), [value.sym_node_var], {})
+    return part
+
+
+class _Rows(ListVariable):
+    """The rows of a tensor whose number is a symbol; an ordinary list as soon as anybody asks for its items."""
+
+    def __init__(self, tensor: TensorVariable, translator: Any) -> None:
+        VariableTracker.__init__(self, mutation_type=ValueMutationNew())
+        self.tensor, self.translator = tensor, translator
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "items":
+            raise AttributeError(name)
+        self.items = self.tensor.unpack_var_sequence(self.translator)
+        del self.tensor, self.translator
+        cast(Any, self).__class__ = ListVariable
+        return self.items
+
+    def is_python_constant(self) -> bool:
+        return False
+
+    def clone(self, **kwargs: Any) -> VariableTracker:
+        return ListVariable(self.items).clone(**kwargs)
+
+
+def _list(builtin: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0].unwrap() if len(args) == 1 and not kwargs else None
+    if isinstance(rows, TensorVariable):
+        example = rows.as_proxy().node.meta["example_value"]
+        if example.dim() > 1 and isinstance(example.shape[0], torch.SymInt):
+            return _Rows(rows, translator)
+    return plain(builtin, translator, args, kwargs)
+
+
+def _cat(function: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    if function.value is torch.cat:
+        rows, *others = [each.unwrap() for each in (*args, *kwargs.values())]
+        if isinstance(rows, _Rows) and [each.as_python_constant() for each in others] in ([], [0]):
+            ends = [ConstantVariable.create(0), ConstantVariable.create(1)]
+            return rows.tensor.call_method(translator, "flatten", ends, {})
+    return plain(function, translator, args, kwargs)
+
+
+_JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_") for value in ("TRUE", "FALSE")]
+_INSTRUCTIONS: dict[int, Callable[..., None]] = {
+    dis.opmap["BUILD_STRING"]: _build_string,
+    **{dis.opmap[name]: partial(_jump_over_raise, name) for name in _JUMPS if name in dis.opmap},
+}

@@ -1,0 +1,81 @@
+"""LLaVA and Gemma 3 with images, as transformers has them: what they learn, and what they check as they run."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from learner import distance
+from tiered import options
+
+import gs_compile
+from benchmarks.zoo.hf_others import images, labels, with_images
+from benchmarks.zoo.registry import CASES
+from gs_compile.errors import CheckError
+
+NUM_PLACES = {"llava": 16, "gemma3": 4}
+NUM_STEPS, SETTINGS = 2, {"lr": 1e-2, "eps": 1e-3}
+
+
+def built(kind: str, is_frozen: bool) -> torch.nn.Module:
+    torch.manual_seed(0)
+    case = next(each for key, each in CASES.items() if key.startswith(f"transformers/{kind},"))
+    model = case.make().model.train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # a projection of zeros would keep gradients from the tower
+            parameter += 0.02 * torch.randn_like(parameter)
+    if is_frozen:
+        model.model.vision_tower.requires_grad_(False)
+    return model
+
+
+def batch(kind: str, step: int) -> dict[str, torch.Tensor]:
+    tokens = with_images(step, NUM_PLACES[kind])
+    return {"input_ids": tokens, "pixel_values": images(step), "labels": labels(tokens)}
+
+
+def trained(model, optimizer, kind: str) -> dict[str, torch.Tensor]:
+    """The losses of some steps, and the values afterwards."""
+    found = {}
+    for step in range(NUM_STEPS):
+        loss = model(**batch(kind, step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"loss {step}"] = loss.detach().clone()
+    return found | {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained tower", "frozen tower"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_images_beside_words_are_learned_as_by_plain_pytorch(tmp_path, kind, is_frozen):
+    first = built(kind, is_frozen)
+    plain = copy.deepcopy(first)
+    wanted = trained(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS), kind)
+    found = {}
+    for size, ratio in ((2, 0.0), (2, 1.0), (4, 1.0))[: 2 if is_frozen else 3]:
+        model = copy.deepcopy(first)
+        optimizer = gs_compile.AdamW(model.parameters(), **SETTINGS)
+        ratios = {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio}
+        own = options(tmp_path / f"{size}-{ratio}", micro_batch_size=size, ratios=ratios, outputs="loss")
+        model.compile(backend="greedysnake", options=own)
+        found[size, ratio] = trained(model, optimizer, kind)
+        assert distance(found[size, ratio], wanted) < 1e-6
+        if ratio:
+            refuses_a_batch_without_a_place(model, kind, size)
+        optimizer.engine.tiers.close()
+    assert all(torch.equal(value, found[2, 1.0][name]) for name, value in found[2, 0.0].items())
+
+
+def refuses_a_batch_without_a_place(model: torch.nn.Module, kind: str, size: int) -> None:
+    """What transformers checks holds for no batch with a place too few; nothing is learned of it."""
+    before, wrong = model.state_dict(), batch(kind, 0)
+    before = {name: value.clone() for name, value in before.items()}
+    wrong["input_ids"][3, 0] = 5
+    part = "a micro-batch" if size == 2 else "the batch"
+    with pytest.raises(
+        CheckError, match=rf"does not hold for {part}, at .*import_utils.py:\d+: torch._check.*modeling_{kind}.py"
+    ):
+        model(**wrong)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,90 @@
+"""Gradients from outside of the compiled model, as continual learning has them: added before the update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from learner import distance
+from tiered import gpt2, options, tokens
+
+import gs_compile
+from gs_compile.errors import StepOrderError
+
+NUM_STEPS = 3
+
+
+def orthogonality(model, first):
+    """How far the matrices of layers are from having orthogonal rows."""
+    matrices = [each for name, each in model.named_parameters() if name.endswith("mix.weight")]
+    return sum((each @ each.T - torch.eye(len(each))).square().sum() for each in matrices)
+
+
+def elastic(model, first):
+    """Elastic weight consolidation: each value is held to its first one by how much that mattered."""
+    named = dict(model.named_parameters())
+    return sum((value.square() * (named[name] - value).square()).sum() for name, value in first.items())
+
+
+def learned(model, optimizer, penalty, is_apart):
+    """The parameters after some steps; the penalty is in one sum with the loss, or has a backward of its own."""
+    first = {name: each.detach().clone() + 0.1 for name, each in model.named_parameters()}
+    for number in range(NUM_STEPS):
+        ids = tokens(number)
+        loss = model(input_ids=ids, labels=ids).loss
+        extra = 0.01 * penalty(model, first)
+        if is_apart:
+            loss.backward()
+            extra.backward()
+        else:
+            (loss + extra).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["in the loss", "a backward of its own"])
+@pytest.mark.parametrize("penalty", [orthogonality, elastic])
+def test_a_penalty_of_weights_is_added_before_the_update(tmp_path, penalty, is_apart):
+    torch._dynamo.reset()
+    plain, mine = gpt2(), gpt2()
+    wanted = learned(plain, torch.optim.SGD(plain.parameters(), lr=0.5), penalty, is_apart)
+    without = gpt2()
+    without = learned(
+        without, torch.optim.SGD(without.parameters(), lr=0.5), lambda *_: torch.zeros(()).requires_grad_(), False
+    )
+    optimizer = gs_compile.SGD(mine.parameters(), lr=0.5)
+    mine.compile(backend="greedysnake", options=options(tmp_path))
+    found = learned(mine, optimizer, penalty, is_apart)
+    optimizer.engine.tiers.close()
+    assert distance(wanted, without) > 1e-3
+    assert distance(found, wanted) < 2e-6
+
+
+READS = {
+    "a value": lambda model: model.lm_head.weight.detach() + 0,
+    "a norm": lambda model: model.transformer.h[0].mix.weight.norm(),
+    "a state dict": lambda model: model.state_dict()["lm_head.weight"] + 0,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_between_backward_and_step_names_the_option_with_which_it_works(tmp_path, read):
+    for accumulates in (False, True):
+        torch._dynamo.reset()
+        model, ids = gpt2(), tokens(0)
+        optimizer = gs_compile.SGD(model.parameters(), lr=0.5)
+        given = {"accumulate": True} if accumulates else {}
+        model.compile(backend="greedysnake", options=options(tmp_path / str(accumulates), **given))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = read(model).detach().clone()
+        model(input_ids=ids, labels=ids).loss.backward()
+        if accumulates:
+            assert torch.equal(read(model).detach(), before)
+        else:
+            with pytest.raises(StepOrderError, match=r'optimizer\.step\(\) first.*options={"accumulate": True}'):
+                read(model)
+        optimizer.step()
+        assert not torch.equal(read(model), before)
+        optimizer.engine.tiers.close()
