@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.race import measures
-from benchmarks.race.protocol import CANNOT, FAILED, PRESETS, Cannot, Case, Contestant, _serve, batch
+from benchmarks.race.protocol import CANNOT, FAILED, PRESETS, Cannot, Case, Contestant, _serve, _timed, batch
 
 TINY = Case(layers=1, hidden=8, heads=2, vocabulary=16, sequence=4, micro_batch_size=2, micro_batches=3)
 
@@ -67,6 +67,21 @@ def test_a_contestant_answers_every_command(tmp_path: Path) -> None:
     assert stats["peak_rss"] >= ready["idle_rss"] > 0
     assert torch.equal(torch.load(saved["weights"])["w"], torch.ones(2))
     assert bye == {"quit": True}
+
+
+@pytest.mark.parametrize(("lead", "seconds"), [(0, 4.0), (1, 3.0)])
+def test_steps_among_others_are_timed_without_what_they_leave(
+    monkeypatch: pytest.MonkeyPatch, lead: int, seconds: float
+) -> None:
+    """Three steps, each of which takes a second, and what is left to do, which takes another."""
+    done: list[str] = []
+    monkeypatch.setattr(Counter, "step", lambda _, ids: done.append("step") or 0.0)
+    monkeypatch.setattr(Counter, "settle", lambda _: done.append("settle"))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(len(done)))
+    found, losses = _timed(Counter(TINY, Path("unused"), {}), 0, 3, lead)
+    assert found == seconds
+    assert len(losses) == lead + 3
+    assert done == [*["step"] * (lead + 3), "settle"]
 
 
 def test_who_cannot_run_or_fails_says_why(capsys: pytest.CaptureFixture[str]) -> None:

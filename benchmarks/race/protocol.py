@@ -8,6 +8,7 @@ print goes to standard error):
     (start)          {"ready": NAME, "settings": ..., "versions": ..., ...}, or {"cannot": NAME, "why": ...} and exit 3
     step K           {"step": K, "seconds": s, "loss": l}: training step K on batch K, with all that belongs to it done
     steps K COUNT    {"steps": K, "count": COUNT, "seconds": s, "losses": [...]}: timed as a whole, all done at the end
+    steps K COUNT L  the same of steps among others: L more come first, untimed, and leave to do what the last one does
     stats            {"peak_rss": bytes, "read_bytes": bytes, "write_bytes": bytes}, counted from the start
     reset_peak       {"reset_peak": true}: the peak begins again at what is resident now
     weights PATH     {"weights": PATH}: fp32 parameters by name, saved with torch.save
@@ -246,8 +247,8 @@ def _obey(runner: Contestant, command: str, *arguments: str) -> dict[str, Any]:
         seconds, losses = _timed(runner, int(arguments[0]), 1)
         return {"step": int(arguments[0]), "seconds": seconds, "loss": losses[0]}
     if command == "steps":
-        first, count = int(arguments[0]), int(arguments[1])
-        seconds, losses = _timed(runner, first, count)
+        first, count, *lead = map(int, arguments)
+        seconds, losses = _timed(runner, first, count, *lead)
         return {"steps": first, "count": count, "seconds": seconds, "losses": losses}
     if command == "stats":
         return {"peak_rss": _status("VmHWM"), **_disk_bytes()}
@@ -262,13 +263,18 @@ def _obey(runner: Contestant, command: str, *arguments: str) -> dict[str, Any]:
     return runner.other(command, *arguments)
 
 
-def _timed(runner: Contestant, first: int, count: int) -> tuple[float, list[float]]:
-    batches = [batch(runner.case, first + i) for i in range(count)]
-    start = time.perf_counter()
-    losses = [runner.step(ids) for ids in batches]
-    runner.settle()
+def _timed(runner: Contestant, first: int, count: int, lead: int = 0) -> tuple[float, list[float]]:
+    batches = [batch(runner.case, first + i) for i in range(lead + count)]
+    losses = [runner.step(ids) for ids in batches[:lead]]
     wait_for_device(runner.case)
-    return time.perf_counter() - start, losses
+    start = time.perf_counter()
+    losses += [runner.step(ids) for ids in batches[lead:]]
+    if not lead:
+        runner.settle()
+    wait_for_device(runner.case)
+    seconds = time.perf_counter() - start
+    runner.settle()
+    return seconds, losses
 
 
 def _status(field: str) -> int:

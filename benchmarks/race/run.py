@@ -25,6 +25,7 @@ from benchmarks.race.worker import Team, Worker, WorkerError
 from gs_compile.machine import available_memory, format_bytes
 from gs_compile.planner.measure.profile import Profile
 
+LEAD_STEPS = 1  # of a round, untimed: consecutive steps have what those before have left to do beside them
 CHECKED_STEPS = 2  # before anything is timed; they also compile, and fill whatever is kept from step to step
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses against plain PyTorch's, relative
 DRIFT = 10.0  # times as much for the steps that are timed: rounding grows as training goes on
@@ -144,7 +145,7 @@ class Run:
             return
         fastest = min(runner.step_seconds for runner in runners)
         count = self.settings.num_steps(fastest)
-        one_round = count * sum(runner.step_seconds for runner in runners)
+        one_round = (LEAD_STEPS + count) * sum(runner.step_seconds for runner in runners)
         timed = {runner.entry.name: Timing() for runner in runners}
         for runner in list(runners):
             self._ask(runner, runners, "reset_peak")
@@ -154,7 +155,8 @@ class Run:
                 print(f"  {number} of {self.settings.rounds} rounds: the time is up", flush=True)
                 break
             for runner in list(runners):
-                self._time(runner, runners, timed[runner.entry.name], CHECKED_STEPS + number * count, count)
+                first = CHECKED_STEPS + number * (LEAD_STEPS + count)
+                self._time(runner, runners, timed[runner.entry.name], first, count)
             self.drive.sample()
         for runner in list(runners):
             timed[runner.entry.name].close(runner.result, self.speed, count)
@@ -167,7 +169,7 @@ class Run:
     def _time(self, runner: Runner, runners: list[Runner], timing: Timing, first: int, count: int) -> None:
         before = self.speed.sample()
         start = self._ask(runner, runners, "stats")
-        found = self._ask(runner, runners, f"steps {first} {count}")
+        found = self._ask(runner, runners, f"steps {first} {count} {LEAD_STEPS}")
         stop = self._ask(runner, runners, "stats")
         if start and found and stop:
             timing.add(found, start, stop, (before, self.speed.sample()))
@@ -229,7 +231,7 @@ class Timing:
                 result["verdict"] = "not raced: out of time"
             return
         here = [seconds / count for seconds in self.seconds]
-        steps = count * len(here)
+        steps = (LEAD_STEPS + count) * len(here)
         each = [*result.get("seconds", ()), *here]
         normalised = [speed.normalised(s, *speeds) for s, speeds in zip(here, self.speeds, strict=True)]
         normalised = [*result.get("normalised_seconds", ()), *normalised]
