@@ -273,7 +273,8 @@ def _timed(runner: Contestant, first: int, count: int, lead: int = 0) -> tuple[f
         runner.settle()
     wait_for_device(runner.case)
     seconds = time.perf_counter() - start
-    runner.settle()
+    if lead:
+        runner.settle()
     return seconds, losses
 
 
