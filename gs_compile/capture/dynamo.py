@@ -61,6 +61,7 @@ try:
     from torch.utils._sympy.value_ranges import bound_sympy
 
     from gs_compile.capture.frame_settings import begin, free, is_freed, is_ours
+    from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
         f"torch {torch.__version__} moved what greedysnake's capture rests on ({error}); "
@@ -86,6 +87,7 @@ def capture(
     Raises an exception of Dynamo's when the frame has to be traced again, and `CaptureError` (graph break, no batch
     input, inputs on several devices) when the graph cannot be used.
     """
+    broadcast(module)
     nodes = module.graph.find_nodes(op="placeholder")
     inputs = [_input(node, example) for node, example in zip(nodes, example_inputs, strict=True)]
     _refuse_graph_break(module)
@@ -94,8 +96,7 @@ def capture(
     shapes = {node: _example(node).shape for node in nodes if isinstance(_example(node), torch.Tensor)}
     symbols = _symbols(shapes[node][0] for node in batch)
     others = _symbols(chain.from_iterable(shape[1:] for shape in shapes.values()))
-    entries = zip(inputs, example_inputs, strict=True)
-    is_another = detach([example for entry, example in entries if entry.role == "parameter"])
+    is_another = detach([each for entry, each in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"])
     if current_compile_id() is not None:
         guard_memory()
     sources = [_source(node) for node in batch]

@@ -177,7 +177,6 @@ class Engine(ParameterStore):
         models: of every micro-batch; units: their computations; shape: of the step if its parameters were in memory.
         """
         self._refuse_unfinished()
-        self.reader = None
         spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()
@@ -195,7 +194,7 @@ class Engine(ParameterStore):
             if self.reporter is not None:
                 self.reporter.begin()
         placement = self.planning.sized(models, shape)
-        self.latest = placement, shape
+        self.latest, self.reader = (placement, shape), None  # whose memory the step may need
         pending = self.tiers.pending if shape.training and placement.has_late else None
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}

@@ -1,4 +1,7 @@
-"""LLaVA and Gemma 3 with images, as transformers has them: what they learn, and what they check as they run."""
+"""LLaVA and Gemma 3 with images, as transformers has them: what they learn, and what they check as they run.
+
+Gemma 3 as its processor has it, too, with the types of tokens: those of an image see each other.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ from learner import distance
 from tiered import options
 
 import gs_compile
-from benchmarks.zoo.hf_others import images, labels, with_images
+from benchmarks.zoo.hf_others import IMAGE, images, labels, with_images
 from benchmarks.zoo.registry import CASES
 from gs_compile.errors import CheckError
 
-NUM_PLACES = {"llava": 16, "gemma3": 4}
+NUM_PLACES = {"llava": 16, "gemma3": 4, "gemma3 with types": 4}
 NUM_STEPS, SETTINGS = 2, {"lr": 1e-2, "eps": 1e-3}
 
 
 def built(kind: str, is_frozen: bool) -> torch.nn.Module:
     torch.manual_seed(0)
-    case = next(each for key, each in CASES.items() if key.startswith(f"transformers/{kind},"))
+    name, _, _ = kind.partition(" ")
+    case = next(each for key, each in CASES.items() if key.startswith(f"transformers/{name},"))
     model = case.make().model.train()
     with torch.no_grad():
         for parameter in model.parameters():  # a projection of zeros would keep gradients from the tower
@@ -32,7 +36,8 @@ def built(kind: str, is_frozen: bool) -> torch.nn.Module:
 
 def batch(kind: str, step: int) -> dict[str, torch.Tensor]:
     tokens = with_images(step, NUM_PLACES[kind])
-    return {"input_ids": tokens, "pixel_values": images(step), "labels": labels(tokens)}
+    found = {"input_ids": tokens, "pixel_values": images(step), "labels": labels(tokens)}
+    return found | ({"token_type_ids": (tokens == IMAGE).long()} if kind.endswith("types") else {})
 
 
 def trained(model, optimizer, kind: str) -> dict[str, torch.Tensor]:
@@ -47,8 +52,11 @@ def trained(model, optimizer, kind: str) -> dict[str, torch.Tensor]:
     return found | {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained tower", "frozen tower"])
-@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of vmap
+@pytest.mark.parametrize(
+    ("kind", "is_frozen"),
+    [("llava", False), ("llava", True), ("gemma3", False), ("gemma3", True), ("gemma3 with types", False)],
+)
 def test_images_beside_words_are_learned_as_by_plain_pytorch(tmp_path, kind, is_frozen):
     first = built(kind, is_frozen)
     plain = copy.deepcopy(first)
@@ -73,7 +81,7 @@ def refuses_a_batch_without_a_place(model: torch.nn.Module, kind: str, size: int
     before, wrong = model.state_dict(), batch(kind, 0)
     before = {name: value.clone() for name, value in before.items()}
     wrong["input_ids"][3, 0] = 5
-    part = "a micro-batch" if size == 2 else "the batch"
+    part, kind = "a micro-batch" if size == 2 else "the batch", kind.partition(" ")[0]
     with pytest.raises(
         CheckError, match=rf"does not hold for {part}, at .*import_utils.py:\d+: torch._check.*modeling_{kind}.py"
     ):
