@@ -78,13 +78,14 @@ def test_a_loss_of_routers(name, size):
     both_ways(balanced(name), half_of_the_loss, micro_batch_size=size, tolerance=2e-6)
 
 
+@pytest.mark.slow
 def test_models_that_share_its_code_have_inputs_of_their_own():
     for name in ("mixtral", "qwen3_moe"):
         both_ways(balanced(name), masked, tolerance=2e-6)
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("use", [its_own_term, alone, evaluated])
+@pytest.mark.parametrize("use", [its_own_term, alone, pytest.param(evaluated, marks=pytest.mark.slow)])
 def test_how_a_loss_of_routers_is_used(use):
     both_ways(balanced(), use, tolerance=2e-6)
 

@@ -55,7 +55,13 @@ def trained(model, optimizer, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of vmap
 @pytest.mark.parametrize(
     ("kind", "is_frozen"),
-    [("llava", False), ("llava", True), ("gemma3", False), ("gemma3", True), ("gemma3 with types", False)],
+    [
+        ("llava", False),
+        pytest.param("llava", True, marks=pytest.mark.slow),
+        pytest.param("gemma3", False, marks=pytest.mark.slow),
+        ("gemma3", True),
+        ("gemma3 with types", False),
+    ],
 )
 def test_images_beside_words_are_learned_as_by_plain_pytorch(tmp_path, kind, is_frozen):
     first = built(kind, is_frozen)

@@ -177,6 +177,7 @@ def test_supervised(case, tmp_path):
         assert len(mine.train_dataset["seq_lengths"][0]) > 1
 
 
+@pytest.mark.slow
 def test_preferences_against_the_model_without_adapters(tmp_path):
     """Two forwards before the backward, each for all batches of the step."""
     assert_alike(*both(dpo, tmp_path), (*METRICS, *REWARDS))
