@@ -3,7 +3,7 @@
 Dynamo keeps what vmap does to its inputs and results as operations, with tensors between them whose dimensions are out
 of sight. Where a function takes scalars and makes scalars of them, entry by entry, as that of an attention mask takes
 the indices of a sample, a head, a query and a key, its operations broadcast: each input gets its own dimension, and
-vmap is not needed. Any other is refused.
+vmap is not needed. Any other stays, which a block may have, and is refused where samples have to be told apart.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from torch import fx
 from torch._functorch import predispatch
 from torch.fx.node import map_arg
 
-from gs_compile.capture.graph import source_line
 from gs_compile.capture.operations import operation
-from gs_compile.errors import CaptureError
 
 BEGIN, END = predispatch._add_batch_dim, predispatch._remove_batch_dim
 INNER, OUTER = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
@@ -31,16 +29,12 @@ ENTRY_BY_ENTRY = frozenset(
 
 
 def broadcast(module: fx.GraphModule) -> None:
-    """Have the functions of scalars that a graph maps over dimensions broadcast; raises `CaptureError` for others."""
+    """Have the functions of scalars that a graph maps over dimensions broadcast; others stay."""
     for nodes in _nests(module.graph):
         _broadcast(module.graph, nodes)
-    for node in module.graph.find_nodes(op="call_function", target=BEGIN):
-        raise CaptureError(
-            f"torch.vmap of a function that takes or makes more than single entries cannot be cut into micro-batches, "
-            f"at {source_line(node)}: write it for whole tensors"
-        )
-    for node in module.graph.find_nodes(op="call_function", target=LAZY):
-        module.graph.erase_node(node)
+    if not module.graph.find_nodes(op="call_function", target=BEGIN):
+        for node in module.graph.find_nodes(op="call_function", target=LAZY):
+            module.graph.erase_node(node)
     module.recompile()
 
 
