@@ -184,23 +184,30 @@ MUTATIONS |= {f"{owner.__name__}.{name}: {line}": (owner, name, line) for owner,
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_without_it_the_card_shows_it(learned, tmp_path, monkeypatch, mutation):
-    """As other values, as poison or an error; where values are right, as a copy that is waited for, or as a touch."""
+    """As other values, as poison or an error; where values are right, as a copy that is waited for, or as a touch.
+
+    Where other work keeps the host behind copies that are slow, with slower ones.
+    """
     owner, name, changed = MUTATIONS[mutation]
     monkeypatch.setattr(owner, name, without(owner, name, changed) if isinstance(changed, str) else changed)
     monkeypatch.setattr(Card, "unpin", unpin)
     make = muon if owner is Orthogonalizer else adamw
+    assert any(shown(learned(3, make), make, tmp_path / f"{delay}", delay) for delay in (2e-3, 2e-2, 1e-1))
+
+
+def shown(expected, make, storage, delay):
+    """Whether a run in which every copy takes so long differs from what is expected."""
     card.set_device(1)
-    card.delays(copy=2e-3)
+    card.delays(copy=delay)
     card.take_touches(0)
     before, found = card.counts(), None
     with suppress(Exception):
-        found = harness_on("card:1").train(make, options(tmp_path, **MIXED), 3)
+        found = harness_on("card:1").train(make, options(storage, **MIXED), 3)
     after = card.counts()
     waits = after.synchronous - before.synchronous > after.asynchronous - before.asynchronous
-    expected = learned(3, make)
     is_right = found is not None and set(found.differences(expected)) <= {"norms"}
     is_right = is_right and found.norms == pytest.approx(expected.norms, rel=1e-6)
-    assert not is_right or waits or card.take_touches(0)
+    return not is_right or waits or bool(card.take_touches(0))
 
 
 @pytest.mark.parametrize("patience", [lanes.PATIENCE_SECONDS, 0.0])
@@ -209,7 +216,7 @@ def test_a_lane_that_is_closed_has_no_copies_under_way(monkeypatch, patience):
     monkeypatch.setattr(lanes, "PATIENCE_SECONDS", patience)
     device = Card(torch.device("card", 0))
     memory, target = map_memory(64, device), device.empty((64,), torch.uint8)
-    card.delays(copy=0.2)
+    card.delays(copy=0.2 if patience else 1.0)
     lane = Lane("h2d", Failure(), Trace(), device=device, stream=device.new_stream())
     ticket = lane.submit("copy", partial(device.copy, target, memory))
     lane.close()
