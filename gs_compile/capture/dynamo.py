@@ -60,7 +60,7 @@ try:
     from torch._guards import CompileContext
     from torch.utils._sympy.value_ranges import bound_sympy
 
-    from gs_compile.capture.frame_settings import begin, free, is_freed, is_ours
+    from gs_compile.capture.frame_settings import enter_settings, free, is_freed, is_ours
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
@@ -270,7 +270,7 @@ def _has_float_symbols(module: fx.GraphModule) -> bool:
 def _refuse_graph_break(module: fx.GraphModule) -> None:
     found, reason = getattr(module, "compile_subgraph_reason", None), "step_unsupported"
     if found is not None and found.graph_break:
-        if absorb_libraries() or begin():
+        if absorb_libraries() or enter_settings():
             raise _TraceAgain(restart_reason="greedysnake: a call that can be passed over, or traced otherwise")
         where, reason = _where(found.user_stack), str(found.reason)
     else:

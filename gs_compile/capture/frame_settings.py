@@ -50,7 +50,7 @@ def free(batch: Sequence[str]) -> None:
     (_current() or _Settings()).name(batch)
 
 
-def begin() -> bool:
+def enter_settings() -> bool:
     """Have this frame traced under its settings; returns whether it was not, as after ``torch._dynamo.reset()``."""
     return _current() is None and bool(_Settings())
 

@@ -67,9 +67,7 @@ class Separated:
     totals: tuple[fx.Node, ...]  # nodes of `module` whose sum over micro-batches is total_k
     kinds: dict[fx.Node, Kind]  # of every output node: "local", "sum" or "same"
     terms: tuple[LossTerm, ...]  # the derivation, for people
-    wholes: Mapping[fx.Node, str] = field(
-        default_factory=dict
-    )  # nodes of the whole batch, with the words that refuse each
+    wholes: Mapping[fx.Node, str] = field(default_factory=dict)  # nodes of the whole batch: the words that refuse each
     samples: frozenset[fx.Node] = frozenset()  # nodes with one row or more for each sample, along one dimension
 
 

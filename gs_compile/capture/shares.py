@@ -30,9 +30,7 @@ class State:
 
     kind: Kind
     from_inputs: bool = False  # made from the user's inputs alone, so it can be known before the step
-    source: Literal["", "inputs", "taps"] = (
-        ""  # all it is made from, outside of blocks: inputs; or what blocks make, too
-    )
+    source: Literal["", "inputs", "taps"] = ""  # outside of blocks, all it is made from; "taps": what blocks make, too
     cause: fx.Node | None = None  # of "mixed"
     why: str = ""
 

@@ -30,7 +30,10 @@ ENTRY_BY_ENTRY = frozenset(
 
 def broadcast(module: fx.GraphModule) -> None:
     """Have the functions of scalars that a graph maps over dimensions broadcast; others stay."""
-    for nodes in _nests(module.graph):
+    nests = _nests(module.graph)
+    if not nests:
+        return
+    for nodes in nests:
         _broadcast(module.graph, nodes)
     if not module.graph.find_nodes(op="call_function", target=BEGIN):
         for node in module.graph.find_nodes(op="call_function", target=LAZY):

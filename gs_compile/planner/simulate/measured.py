@@ -45,7 +45,9 @@ def _steps(issues: Sequence[Issue]) -> Iterator[Step]:
     """Those of which every operation was issued and is known."""
     step: Step = []
     for issue in issues:
-        step = [issue] if issue.op_index == 0 else [*step, issue]
+        if issue.op_index == 0:
+            step = []
+        step.append(issue)
         if len(step) == len(issue.program.ops):
             yield step
 
