@@ -7,7 +7,7 @@ group's states being read and the last one's being written.
 
 What was chosen, and why (all in SETTINGS; `--settings` changes any):
 
-- `parameters`: nvme, or cpu, in host memory.
+- `parameters`, `states`: nvme, or cpu, in host memory; both there are what DeepSpeed calls ZeRO-Offload.
 - `max_in_cpu` 0: by default 1e9 parameters stay in memory, which would be every model of this race.
 - `optimizer_buffers` 12: parameter, gradient and two moments for the group being read, updated and written. Each is as
   large as the largest group, so groups are one block (`sub_group_blocks`); a group is never less than one parameter.
@@ -52,6 +52,7 @@ from benchmarks.race.zero_breakdown import parts, spent
 
 SETTINGS: dict[str, Any] = {
     "parameters": "nvme",
+    "states": "nvme",
     "block_size": 1 << 20,
     "queue_depth": 32,
     "intra_op_parallelism": 1,
@@ -137,11 +138,18 @@ def configuration(case: Case, storage: Path, settings: dict[str, Any]) -> dict[s
     block = 12 * case.hidden**2
     largest = max(case.vocabulary * case.hidden, 4 * case.hidden**2)
     nvme = {"device": "nvme", "nvme_path": str(storage), "pin_memory": True}
-    on_nvme = {
+    in_memory = {"device": "cpu", "pin_memory": True}
+    parameters_on_nvme = {
         **nvme,
         "buffer_count": settings["parameter_buffers"],
         "buffer_size": largest,
         "max_in_cpu": settings["max_in_cpu"],
+    }
+    states_on_nvme = {
+        **nvme,
+        "buffer_count": settings["optimizer_buffers"],
+        "pipeline_read": settings["pipeline_read"],
+        "pipeline_write": settings["pipeline_write"],
     }
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.micro_batch_size,
@@ -153,13 +161,8 @@ def configuration(case: Case, storage: Path, settings: dict[str, Any]) -> dict[s
         },
         "zero_optimization": {
             "stage": 3,
-            "offload_param": on_nvme if settings["parameters"] == "nvme" else {"device": "cpu", "pin_memory": True},
-            "offload_optimizer": {
-                **nvme,
-                "buffer_count": settings["optimizer_buffers"],
-                "pipeline_read": settings["pipeline_read"],
-                "pipeline_write": settings["pipeline_write"],
-            },
+            "offload_param": parameters_on_nvme if settings["parameters"] == "nvme" else in_memory,
+            "offload_optimizer": states_on_nvme if settings["states"] == "nvme" else in_memory,
             "sub_group_size": int(settings["sub_group_blocks"] * block),
             "stage3_prefetch_bucket_size": int(settings["prefetch_blocks"] * block),
             "stage3_max_live_parameters": largest + 2 * block,
