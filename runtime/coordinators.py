@@ -28,7 +28,7 @@ from gs_compile.runtime.spans import Binding
 from gs_compile.runtime.storage.ssd import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
-from gs_compile.runtime.values import Saved, tensors_of
+from gs_compile.runtime.values import Saved, tensors_of, without_contents
 
 Tensor = torch.Tensor
 Activation = Tensor | Saved
@@ -238,7 +238,7 @@ class Activations:
 
 
 def _without_contents(activation: Activation) -> Activation:
-    return activation.like() if isinstance(activation, Saved) else torch.empty_like(activation, device="meta")
+    return activation.like() if isinstance(activation, Saved) else without_contents(activation)
 
 
 def transfer(reads: Sequence[Activation | Extent], targets: Sequence[Activation | Extent]) -> None:

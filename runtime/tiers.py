@@ -128,7 +128,13 @@ class Tiers(Homes):
             stream = self.setting.device.new_stream() if name in ("h2d", "d2h", "net") else None
             threads = self._num_threads if name == "cpu" else 1  # a copy's team of threads would spin beside compute
             self._lanes[name] = Lane(
-                name, self.failure, self.trace, device=self.setting.device, stream=stream, num_threads=threads
+                name,
+                self.failure,
+                self.trace,
+                device=self.setting.device,
+                stream=stream,
+                num_threads=threads,
+                copies=name in ("h2d", "d2h"),
             )
         return self._lanes[name]
 

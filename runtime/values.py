@@ -10,6 +10,7 @@ Gradient   a unit's gradient sums, one flat tensor with a view for each paramete
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class Saved:
 
     def like(self) -> Saved:
         """The same without contents."""
-        return Saved([torch.empty_like(tensor, device="meta") for tensor in self.tensors])
+        return Saved([without_contents(tensor) for tensor in self.tensors])
 
     def within(self, flat: torch.Tensor) -> Saved:
         """Tensors like these in a stretch of bytes."""
@@ -99,6 +100,17 @@ class Saved:
             tensors.append(there.as_strided(tensor.shape, tensor.stride(), there.storage_offset()))
             at += aligned(tensor.nbytes)
         return Saved(tensors, flat)
+
+
+def without_contents(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's shape, strides where it is dense, and type, on the device "meta"."""
+    return _on_meta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _on_meta(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Once for all micro-batches: torch takes longer for it than for the launch of a copy."""
+    return torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
 
 def flat_of(content: torch.Tensor | Gradient) -> torch.Tensor:

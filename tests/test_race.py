@@ -120,7 +120,7 @@ for line in sys.stdin:
     if word in ("step", "steps"):
         answer = {"seconds": 0.5 * count, "loss": LOSS, "losses": [LOSS] * count}
     else:
-        answer = {"peak_rss": 1, "read_bytes": 0, "write_bytes": 0}
+        answer = {"peak_rss": 1, "peak_device": 0, "read_bytes": 0, "write_bytes": 0}
     print(json.dumps(answer), flush=True)
 """
 

@@ -36,6 +36,13 @@ class Output(NamedTuple):
     logits: torch.Tensor  # BTV
 
 
+class WideNorm(nn.LayerNorm):
+    """In the type of its weights, where all else has another: on a CPU alone torch's own takes two types."""
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_BTD.to(self.weight.dtype)).to(x_BTD.dtype)
+
+
 class Block(nn.Module):
     """Two residual halves that mix no tokens: what Dynamo reads of it is short."""
 
@@ -103,7 +110,7 @@ def gpt2(
         model.bfloat16()
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
-                module.to(norms)
+                module.to(norms).__class__ = WideNorm
     return model
 
 

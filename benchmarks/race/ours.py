@@ -6,6 +6,7 @@ home      ssd: parameters, checkpoints and optimizer states are on SSD; host: al
           parameters: these are in host memory, all else on SSD
           half, quarter, or a number: planned, with that part of the bytes of parameters and states as `host_memory`
 memory    that part of these bytes as `host_memory`, where home is ssd, mixed, host or parameters
+device_memory  of an accelerator, such as 24GiB; left out, what is free there
 compiler  of the layers' code: eager, as the peers run it, or inductor
 alpha     the part of every update that waits for the next forward; left out, the planner's (0 where homes are given)
 recompute what of the layers runs again in the backward: auto (the planner's), all or none
@@ -37,6 +38,7 @@ DEFAULTS = {
     "compiler": "eager",
     "alpha": None,
     "memory": None,
+    "device_memory": None,
     "recompute": "auto",
 }
 
@@ -101,7 +103,13 @@ class GreedySnake(Contestant):
     # -----------------------------------------------------------------------------------------------------------------
 
     def _options(
-        self, schedule: str, home: str, alpha: float | None, memory: float | None, **settings: str
+        self,
+        schedule: str,
+        home: str,
+        alpha: float | None,
+        memory: float | None,
+        device_memory: str | None,
+        **settings: str,
     ) -> dict[str, Any]:
         expert: dict[str, Any] = {"schedule": schedule, **settings}
         options: dict[str, Any] = {
@@ -116,6 +124,8 @@ class GreedySnake(Contestant):
             alpha = 0.0 if alpha is None else alpha
         else:
             memory = PARTS.get(home) or float(home)
+        if device_memory is not None:
+            options["device_memory"] = device_memory
         if memory is not None:
             options["host_memory"] = int(memory * self._trained_bytes() / self.case.ranks)
         if alpha is not None and self.case.max_grad_norm is None:  # clipping settles it

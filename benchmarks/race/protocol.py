@@ -9,8 +9,9 @@ print goes to standard error):
     step K           {"step": K, "seconds": s, "loss": l}: training step K on batch K, with all that belongs to it done
     steps K COUNT    {"steps": K, "count": COUNT, "seconds": s, "losses": [...]}: timed as a whole, all done at the end
     steps K COUNT L  the same of steps among others: L more come first, untimed, and leave to do what the last one does
-    stats            {"peak_rss": bytes, "read_bytes": bytes, "write_bytes": bytes}, counted from the start
-    reset_peak       {"reset_peak": true}: the peak begins again at what is resident now
+    stats            {"peak_rss": bytes, "peak_device": bytes, "read_bytes": bytes, "write_bytes": bytes}, counted from
+                     the start; of a device, what torch's allocator has reserved
+    reset_peak       {"reset_peak": true}: peaks begin again at what is there now
     weights PATH     {"weights": PATH}: fp32 parameters by name, saved with torch.save
     quit             {"quit": true}
 
@@ -251,9 +252,10 @@ def _obey(runner: Contestant, command: str, *arguments: str) -> dict[str, Any]:
         seconds, losses = _timed(runner, first, count, *lead)
         return {"steps": first, "count": count, "seconds": seconds, "losses": losses}
     if command == "stats":
-        return {"peak_rss": _status("VmHWM"), **_disk_bytes()}
+        return {"peak_rss": _status("VmHWM"), "peak_device": _peak_device(runner.case), **_disk_bytes()}
     if command == "reset_peak":
         Path("/proc/self/clear_refs").write_text("5")
+        _peak_device(runner.case, reset=True)
         return {"reset_peak": True}
     if command == "weights":
         import torch
@@ -276,6 +278,18 @@ def _timed(runner: Contestant, first: int, count: int, lead: int = 0) -> tuple[f
     if lead:
         runner.settle()
     return seconds, losses
+
+
+def _peak_device(case: Case, *, reset: bool = False) -> int:
+    """The most bytes of the device that torch's allocator has reserved; 0 without one. `reset`: from now on."""
+    if case.device == "cpu":
+        return 0
+    import torch
+
+    if reset:
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+    return int(torch.accelerator.max_memory_reserved())
 
 
 def _status(field: str) -> int:

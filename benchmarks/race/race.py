@@ -103,10 +103,11 @@ def show(run: dict[str, Any]) -> None:
         speed = run["tokens"] / found["median_seconds"]
         share = f", {found['share']:.0%} of its roofline" if "share" in found else ""
         share += f", predicted {found['predicted_seconds']:.3f} s" if "predicted_seconds" in found else ""
+        device = f" (device {format_bytes(found['step_peak_device'])})" if found["step_peak_device"] else ""
         note = "" if found["verdict"] == "right" else f"  {found['verdict']}"
         print(
             f"  {name:<28} {found['median_seconds']:8.3f} s ±{found['spread']:.0%} {speed:8.0f} tokens/s{share}, peak "
-            f"{format_bytes(found['step_peak_rss'])}, read {format_bytes(int(found['read_bytes']))}, "
+            f"{format_bytes(found['step_peak_rss'])}{device}, read {format_bytes(int(found['read_bytes']))}, "
             f"written {format_bytes(int(found['write_bytes']))}{note}",
             flush=True,
         )

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses against plain PyTorch's, r
 DRIFT = 10.0  # times as much for the steps that are timed: rounding grows as training goes on
 START_SECONDS = 1800.0  # a start may build operators in C++
 STEP_SECONDS = 1800.0
+PREDICT_SECONDS = 60.0  # that a prediction may take, which times the code anew
 HEADROOM = 1.25  # memory that has to be free for the next start, in peaks of the largest so far
 
 
@@ -95,6 +97,11 @@ class Run:
             if plain is None:
                 raise SystemExit(f"plain PyTorch, whose losses are right, has failed: {self.results[PLAIN]['verdict']}")
             runners = [plain] if any(entry.name == PLAIN for entry in self.entries) else []
+            if self.settings.start_together:
+                with ThreadPoolExecutor(len(waiting)) as pool:
+                    started_all = pool.map(lambda entry: self._start(entry, storage, stack), waiting)
+                runners += [runner for runner in started_all if runner is not None]
+                waiting.clear()
             peak, started = plain.result["peak_rss"], 0
             while waiting and self.settings.left > 0 and started < self.settings.most_together:
                 if started and available_memory() < HEADROOM * peak:
@@ -151,7 +158,7 @@ class Run:
             self._ask(runner, runners, "reset_peak")
         self.drive.sample()
         for number in range(self.settings.rounds):
-            if self.settings.left < one_round:
+            if number and self.settings.left < one_round:  # whoever has started is timed once
                 print(f"  {number} of {self.settings.rounds} rounds: the time is up", flush=True)
                 break
             for runner in list(runners):
@@ -160,7 +167,7 @@ class Run:
             self.drive.sample()
         for runner in list(runners):
             timed[runner.entry.name].close(runner.result, self.speed, count)
-            if runner.entry.is_ours and self.settings.machine is not None:
+            if runner.entry.is_ours and self.settings.machine is not None and self.settings.left > PREDICT_SECONDS:
                 self._predict(runner, runners, self.settings.machine)
         for runner in runners:
             if runner is not plain and plain in runners:
@@ -173,6 +180,7 @@ class Run:
         stop = self._ask(runner, runners, "stats")
         if start and found and stop:
             timing.add(found, start, stop, (before, self.speed.sample()))
+            print(f"  {runner.entry.name}: {found['seconds'] / count:.3g} s a step", flush=True)
 
     def _predict(self, runner: Runner, runners: list[Runner], machine: Path) -> None:
         """What the simulator says of its step, with the drive's rates of these rounds and its code timed now."""
@@ -213,6 +221,7 @@ class Timing:
     read_bytes: int = 0
     write_bytes: int = 0
     peak_rss: int = 0
+    peak_device: int = 0
 
     def add(
         self, found: dict[str, Any], start: dict[str, Any], stop: dict[str, Any], speeds: tuple[float, float]
@@ -223,6 +232,7 @@ class Timing:
         self.read_bytes += stop["read_bytes"] - start["read_bytes"]
         self.write_bytes += stop["write_bytes"] - start["write_bytes"]
         self.peak_rss = max(self.peak_rss, stop["peak_rss"])
+        self.peak_device = max(self.peak_device, stop["peak_device"])
 
     def close(self, result: dict[str, Any], speed: MachineSpeed, count: int) -> None:
         """Enters what is known at the end, of one step each; plain races in every group, and all its rounds count."""
@@ -245,6 +255,7 @@ class Timing:
             "read_bytes": self.read_bytes / steps,
             "write_bytes": self.write_bytes / steps,
             "step_peak_rss": max(self.peak_rss, result.get("step_peak_rss", 0)),
+            "step_peak_device": max(self.peak_device, result.get("step_peak_device", 0)),
         }
 
 

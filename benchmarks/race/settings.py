@@ -40,6 +40,7 @@ class Settings:
     peers_python: Path = PEERS_PYTHON
     deadline: float = math.inf  # of time.monotonic()
     most_together: int = 100  # contestants in memory at once
+    start_together: bool = False  # all of them side by side: memory has to hold them, and their first steps say no time
 
     @property
     def left(self) -> float:
@@ -86,6 +87,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", type=Path, help="a profile to plan with (default: this machine, probed now)")
     add_drive_argument(parser)
     parser.add_argument("--most-together", type=int, default=100, help="contestants in memory at once, without plain")
+    parser.add_argument("--start-together", action="store_true", help="side by side, where memory holds all of them")
 
 
 @contextmanager
@@ -115,6 +117,7 @@ def settings_of(arguments: argparse.Namespace) -> Iterator[tuple[Settings, Profi
             peers_python=arguments.peers_python,
             deadline=deadline,
             most_together=arguments.most_together,
+            start_together=arguments.start_together,
         )
         yield settings, found
 

@@ -195,6 +195,7 @@ _COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "loss": statistics.fmean,
     "losses": _means,
     "peak_rss": sum,
+    "peak_device": sum,
     "read_bytes": sum,
     "write_bytes": sum,
 }

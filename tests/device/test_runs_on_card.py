@@ -162,7 +162,7 @@ MUTATIONS = {
     "host memory is not pinned": (Card, "pin", nothing),
     "threads stand on the first device": (Card, "enter", nothing),
     "lanes launch where the computation does": (Card, "on", lambda *_: nullcontext()),
-    "what is launched is done": (Ticket, "done", property(lambda ticket: ticket._launched.is_set())),
+    "what is launched is done": (Ticket, "done", property(lambda ticket: ticket.is_launched)),
 }
 LINES = [  # each by itself; of what only the computation is behind, which is synchronous here, runtime/test_mutations.py
     (Ticket, "join", "stream.wait_event(self.event)"),

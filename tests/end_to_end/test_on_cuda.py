@@ -36,9 +36,9 @@ IN_MEMORY = {"alpha": 0.0, "ratios": {"parameter": 1.0, "checkpoint": 1.0, "opti
 ROWS = [row for row in table.ROWS if row["separate_device"]]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -63,6 +63,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("expected")
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("row", ROWS[::EVERY], ids=table.named)
 def test_a_row_learns_the_same_bits_wherever_data_lives(row, folder, tmp_path, monkeypatch):
     task = table.task_of(row)
@@ -73,6 +74,7 @@ def test_a_row_learns_the_same_bits_wherever_data_lives(row, folder, tmp_path, m
     assert found.differences(expected(task, folder)) == []
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # fp32 is what is tested
 def test_it_learns_what_plain_pytorch_does(tmp_path):
     """transformers' GPT-2 in fp32, with the attention that torch takes on this device. The same kernels, on smaller batches."""
     ids = [tokens(number, 6).to(WHERE) for number in range(4)]
@@ -95,6 +97,8 @@ def test_it_learns_what_plain_pytorch_does(tmp_path):
         assert far < 1e-3, "an update of AdamW is at most its learning rate, whatever the gradient's rounding"
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # fp32 is what is tested
+@pytest.mark.usefixtures("deterministic")
 def test_compiled_layers_learn_the_same_bits_wherever_data_lives(tmp_path):
     found = []
     for name, place in (("memory", IN_MEMORY), ("mixed", MIXED), ("ssd", {"alpha": 1.0})):
@@ -110,6 +114,7 @@ def test_compiled_layers_learn_the_same_bits_wherever_data_lives(tmp_path):
     assert [other.differences(first) for other in others] == [[], []]
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_units_in_pieces(tmp_path):
     given = {"piece_tokens": 5, "layer_tokens": 7}
     harness = Harness(lambda: gpt2(width=16).to(WHERE))
@@ -118,6 +123,7 @@ def test_units_in_pieces(tmp_path):
     assert found.differences(expected) == []
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("codec", ["nf4", "int8", "fp8"])
 def test_frozen_matrices_are_decoded_there(tmp_path, codec):
     """As the decoded values themselves are learned with."""
@@ -130,6 +136,7 @@ def test_frozen_matrices_are_decoded_there(tmp_path, codec):
     assert found.differences(wanted) == []
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_evaluation_generation_and_state_dicts(tmp_path):
     """Of transformers' own GPT-2, beside the same with everything in memory."""
 
@@ -215,6 +222,7 @@ def test_without_memory_it_says_what_to_give(tmp_path):
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_a_model_built_on_storage_learns_the_same(tmp_path):
     build, found = partial(gpt2, num_layers=6), []
     for kind in ("built", "on storage"):
@@ -258,6 +266,7 @@ print("over", flush=True)
 """
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_inside_a_backward_is_answered_and_the_run_goes_on(tmp_path, number):
     tests = Path(__file__).parent.parent
