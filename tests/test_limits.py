@@ -163,7 +163,7 @@ LIMITS: dict[str, list[Case]] = {
     "The second length of sequences": [
         ("end_to_end/test_batches.py", "test_where_lengths_cannot_be_symbolic", "pad_to_multiple_of"),
     ],
-    "Bit for bit on CUDA": [("end_to_end/test_tiers_gpu.py", "", "use_deterministic_algorithms(True)")],
+    "Bit for bit on CUDA": [("end_to_end/test_on_cuda.py", "", "use_deterministic_algorithms(True)")],
     "CUDA graphs are never used": [("capture/test_inductor.py", "test_mode_reaches_inductor", "cudagraphs")],
 }
 

@@ -158,7 +158,7 @@ class Run:
             self._ask(runner, runners, "reset_peak")
         self.drive.sample()
         for number in range(self.settings.rounds):
-            if number and self.settings.left < one_round:  # whoever has started is timed once
+            if self.settings.left < (one_round if number else 0.0):  # whoever has started is timed once
                 print(f"  {number} of {self.settings.rounds} rounds: the time is up", flush=True)
                 break
             for runner in list(runners):

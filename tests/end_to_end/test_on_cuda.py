@@ -177,7 +177,8 @@ def test_a_trainer_with_an_adapter(tmp_path):
     assert {each.device for each in mine.model.parameters()} == {torch.device(WHERE)}
     for key in ("loss", "grad_norm"):
         assert curve(mine, key) == pytest.approx(curve(theirs, key), rel=1e-5), key
-    assert distance(values(mine.model), values(theirs.model)) < 1e-5
+    mine_learned, their = ({name: each.cpu() for name, each in values(of.model).items()} for of in (mine, theirs))
+    assert distance(mine_learned, their) < 1e-5
 
 
 # Memory -------------------------------------------------------------------------------------------------------------
@@ -241,6 +242,11 @@ def test_a_model_built_on_storage_learns_the_same(tmp_path):
 
 # Ends ---------------------------------------------------------------------------------------------------------------
 
+ENDS = {  # 1: Python forgets that Ctrl-C has ended it where a library runs code at exit
+    signal.SIGTERM: {143},
+    signal.SIGINT: {-signal.SIGINT, 1},
+    signal.SIGKILL: {-signal.SIGKILL},
+}
 ENDED = """
 import sys, threading, torch
 sys.path += {paths!r}
@@ -281,7 +287,8 @@ def test_a_signal_inside_a_backward_is_answered_and_the_run_goes_on(tmp_path, nu
             seconds = time.monotonic() - begin
         finally:
             process.kill()
-    assert process.returncode == {signal.SIGTERM: 143}.get(number, -number), errors
+    assert process.returncode in ENDS[number], errors
+    assert number != signal.SIGINT or errors.rstrip().endswith("KeyboardInterrupt")
     assert seconds < 15, "a signal waits for what is launched, a few computations, and not for the backward"
     expected = Harness(lambda: gpt2(num_layers=4).to(WHERE)).train(adamw, options(tmp_path / "whole", alpha=0.0), 4)
     harness = Harness(lambda: gpt2(num_layers=4).to(WHERE))
