@@ -32,7 +32,7 @@ from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed, with_products
 from gs_compile.planner.cost.workload import activations, workload_of
 from gs_compile.planner.decide import decide, remedies, undecided
-from gs_compile.planner.measure.machines import Where, named, remembered_code
+from gs_compile.planner.measure.machines import ENVIRONMENT, Where, named, remembered_code
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
@@ -178,8 +178,8 @@ class Run:
             found = find_profile(self.options.machine, self.options.storage, ranks=self.ranks, where=self.model.where)
         if found.separate and not self.builder(self.masters).layout.separate:
             raise OptionError(
-                f"machine is {self.options.machine!r}, whose device has memory of its own, and this model is on the "
-                f"{self.model.device}: leave machine out, and this one is measured"
+                f"machine is {named(self.options.machine)!r}, whose device has memory of its own, and this model is on "
+                f"the {self.model.device}: leave machine out, and {ENVIRONMENT} unset, and this one is measured"
             )
         return found
 
