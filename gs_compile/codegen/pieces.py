@@ -22,7 +22,8 @@ from torch import Tensor
 
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.capture.inductor import Generator
-from gs_compile.codegen.differentiate import Cost, Cuts, Differentiated, Function, OfAllLengths, OfPieces
+from gs_compile.codegen.costs import Cost
+from gs_compile.codegen.differentiate import Cuts, Differentiated, Function, OfAllLengths, OfPieces
 from gs_compile.codegen.parts import Gradients, OnAll, OnSome, Values
 from gs_compile.codegen.token_forms import NotInPiecesError
 from gs_compile.codegen.token_wise import Chain, Part, chain
