@@ -54,14 +54,19 @@ def cost_of(counts: Counted) -> Cost:
 
 @dataclass
 class AllSizes:
-    """What is known of one unit by its number of samples: its own sizes, and of each function traced what it counts."""
+    """What is known of one unit by its number of samples: its own sizes, and of each function traced what it counts.
+
+    parts: of those that run on some tokens at a time, by their place and code; their samples are tokens.
+    """
 
     units: dict[int, Counted] = field(default_factory=dict)
     functions: dict[str, dict[int, Counted]] = field(default_factory=dict)
+    parts: dict[tuple[Any, ...], AllSizes] = field(default_factory=dict)
 
-    def of(self, unit: UnitGraph, samples: int) -> Costs:
-        self.units.setdefault(samples, _sizes(unit))
-        return Costs(self, samples)
+    def of(self, unit: UnitGraph, samples: int) -> Costs | None:
+        """None where the unit was another one when it had as many samples before."""
+        sizes = _sizes(unit)
+        return Costs(self, samples) if self.units.setdefault(samples, sizes) == sizes else None
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,9 @@ class Costs:
         """Of a function. count: what counts it on its own graph, which is traced for that."""
         found = self.known.functions.setdefault(name, {})
         return cost_of(found.get(self.samples) or self._extended(found) or found.setdefault(self.samples, count()))
+
+    def of_part(self, place: int, part: UnitGraph, tokens: int) -> Costs | None:
+        return self.known.parts.setdefault((place, *_sizes(part).structure), AllSizes()).of(part, tokens)
 
     def _extended(self, found: dict[int, Counted]) -> Counted | None:
         """From the last two numbers of samples that were traced, if the unit itself is as they say, too."""
@@ -103,9 +111,10 @@ def extended(two: Mapping[int, Counted], samples: int) -> Counted | None:
 
 
 def _sizes(unit: UnitGraph) -> Counted:
-    """What a unit is made of, and the sizes of all that it takes and makes."""
+    """What a unit is made of, the sizes of all that it takes and makes, and the numbers in its code."""
     nodes = list(unit.module.graph.nodes)
     specs = [each for each in tree_leaves([node.meta.get("spec") for node in nodes]) if isinstance(each, TensorSpec)]
     kinds = tuple((each.dtype, each.requires_grad, len(each.shape)) for each in (*unit.specs, *specs))
     sizes = tuple(size for each in (*unit.specs, *specs) for size in (*each.shape, *each.stride))
-    return Counted((tuple(str(node.target) for node in nodes), kinds, unit.results), sizes)
+    numbers = (each for node in nodes for each in tree_leaves((node.args, node.kwargs)) if type(each) is int)
+    return Counted((tuple(str(node.target) for node in nodes), kinds, unit.results), (*sizes, *numbers))

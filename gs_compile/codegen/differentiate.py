@@ -219,7 +219,17 @@ class Differentiated:
 
     def cost(self, name: str) -> Cost:
         """Of "forward", "backward" or "both"."""
-        count = partial(self._counted, name)
+        return self._known_or(name, partial(self._counted, name))
+
+    def cost_with_results(self, name: str) -> Cost:
+        """Of "forward", or of "joint" as factored, with its results counted as alive inside."""
+
+        def count() -> Counted:
+            return counted(self.factored(name)[0] if name == "joint" else self.graph(name), ())
+
+        return self._known_or(f"{name} with results", count)
+
+    def _known_or(self, name: str, count: Callable[[], Counted]) -> Cost:
         return self.costs.cost(name, count) if self.costs else cost_of(count())
 
     def _counted(self, name: str) -> Counted:

@@ -141,7 +141,9 @@ class InPieces(Differentiated):
             if isinstance(part, Part):
                 found.append(OnAll(part))
             else:
-                found.append(OnSome(part, size, self._generator, common.setdefault(place, OfAllLengths())))
+                found.append(some := OnSome(part, size, self._generator, common.setdefault(place, OfAllLengths())))
+                if self.costs:
+                    some.know(self.costs, place)
         read = set[str]()
         for one in reversed(found):  # those run ahead of the backward that make what the backward of later ones reads
             one.is_ahead = not read.isdisjoint(one.part.outputs)
