@@ -29,22 +29,22 @@ class Cost(NamedTuple):
     nbytes: int
 
 
-class Counted(NamedTuple):
+class Counts(NamedTuple):
     """What is counted on something that has several sizes: what all sizes have in common, and a size's own numbers."""
 
     structure: tuple[Any, ...]
     numbers: tuple[int, ...]
 
 
-def counted(graph: fx.GraphModule, held: Collection[int]) -> Counted:
+def counted(graph: fx.GraphModule, held: Collection[int]) -> Counts:
     """Of a graph: the operations of each node, then the bytes of each memory. held: as of `lifetimes`."""
     nodes, alive = list(graph.graph.nodes), lifetimes(graph, held)
     flops = [int(node_flops(node)) if node.op == "call_function" else 0 for node in nodes]
     structure = tuple(str(node.target) for node in nodes), tuple((each.made, each.last) for each in alive)
-    return Counted(structure, (*flops, *(each.nbytes for each in alive)))
+    return Counts(structure, (*flops, *(each.nbytes for each in alive)))
 
 
-def cost_of(counts: Counted) -> Cost:
+def cost_of(counts: Counts) -> Cost:
     """From what `counted` gives."""
     targets, spans = counts.structure
     flops, nbytes = counts.numbers[: len(targets)], counts.numbers[len(targets) :]
@@ -59,8 +59,8 @@ class AllSizes:
     parts: of those that run on some tokens at a time, by their place and code; their samples are tokens.
     """
 
-    units: dict[int, Counted] = field(default_factory=dict)
-    functions: dict[str, dict[int, Counted]] = field(default_factory=dict)
+    units: dict[int, Counts] = field(default_factory=dict)
+    functions: dict[str, dict[int, Counts]] = field(default_factory=dict)
     parts: dict[tuple[Any, ...], AllSizes] = field(default_factory=dict)
 
     def of(self, unit: UnitGraph, samples: int) -> Costs | None:
@@ -76,7 +76,7 @@ class Costs:
     known: AllSizes
     samples: int
 
-    def cost(self, name: str, count: Callable[[], Counted]) -> Cost:
+    def cost(self, name: str, count: Callable[[], Counts]) -> Cost:
         """Of a function. count: what counts it on its own graph, which is traced for that."""
         found = self.known.functions.setdefault(name, {})
         return cost_of(found.get(self.samples) or self._extended(found) or found.setdefault(self.samples, count()))
@@ -84,7 +84,7 @@ class Costs:
     def of_part(self, place: int, part: UnitGraph, tokens: int) -> Costs | None:
         return self.known.parts.setdefault((place, *_sizes(part).structure), AllSizes()).of(part, tokens)
 
-    def _extended(self, found: dict[int, Counted]) -> Counted | None:
+    def _extended(self, found: dict[int, Counts]) -> Counts | None:
         """From the last two numbers of samples that were traced, if the unit itself is as they say, too."""
         traced, units = sorted(found)[-2:], self.known.units
         if len(traced) < 2 or self.samples < traced[1]:
@@ -94,7 +94,7 @@ class Costs:
         return extended({each: found[each] for each in traced}, self.samples)
 
 
-def extended(two: Mapping[int, Counted], samples: int) -> Counted | None:
+def extended(two: Mapping[int, Counts], samples: int) -> Counts | None:
     """The counts for a third number of samples; None where those of two others do not tell them."""
     (few, at_few), (many, at_many) = two.items()
     if at_few.structure != at_many.structure:
@@ -107,14 +107,14 @@ def extended(two: Mapping[int, Counted], samples: int) -> Counted | None:
         if rest:
             return None
         numbers.append(number)
-    return Counted(at_few.structure, tuple(numbers))
+    return Counts(at_few.structure, tuple(numbers))
 
 
-def _sizes(unit: UnitGraph) -> Counted:
+def _sizes(unit: UnitGraph) -> Counts:
     """What a unit is made of, the sizes of all that it takes and makes, and the numbers in its code."""
     nodes = list(unit.module.graph.nodes)
     specs = [each for each in tree_leaves([node.meta.get("spec") for node in nodes]) if isinstance(each, TensorSpec)]
     kinds = tuple((each.dtype, each.requires_grad, len(each.shape)) for each in (*unit.specs, *specs))
     sizes = tuple(size for each in (*unit.specs, *specs) for size in (*each.shape, *each.stride))
     numbers = (each for node in nodes for each in tree_leaves((node.args, node.kwargs)) if type(each) is int)
-    return Counted((tuple(str(node.target) for node in nodes), kinds, unit.results), (*sizes, *numbers))
+    return Counts((tuple(str(node.target) for node in nodes), kinds, unit.results), (*sizes, *numbers))

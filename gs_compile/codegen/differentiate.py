@@ -32,7 +32,7 @@ from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
 from gs_compile.capture.nondeterministic import Nondeterministic, Watch
 from gs_compile.capture.partition import CannotSaveError
-from gs_compile.codegen.costs import Cost, Costs, Counted, cost_of, counted
+from gs_compile.codegen.costs import Cost, Costs, Counts, cost_of, counted
 from gs_compile.codegen.factor import Form, assemble, factor
 from gs_compile.codegen.levels import Cut, JointGraph, SavedLevel, cuts
 from gs_compile.errors import LengthWarning
@@ -224,15 +224,15 @@ class Differentiated:
     def cost_with_results(self, name: str) -> Cost:
         """Of "forward", or of "joint" as factored, with its results counted as alive inside."""
 
-        def count() -> Counted:
+        def count() -> Counts:
             return counted(self.factored(name)[0] if name == "joint" else self.graph(name), ())
 
         return self._known_or(f"{name} with results", count)
 
-    def _known_or(self, name: str, count: Callable[[], Counted]) -> Cost:
+    def _known_or(self, name: str, count: Callable[[], Counts]) -> Cost:
         return self.costs.cost(name, count) if self.costs else cost_of(count())
 
-    def _counted(self, name: str) -> Counted:
+    def _counted(self, name: str) -> Counts:
         graph, results = self.graph(name), len(self.unit.results)
         held = set(range(results if name != "backward" else 0))
         if name != "forward":

@@ -6,7 +6,7 @@ import pytest
 import zoo
 
 from gs_compile.codegen import compiled
-from gs_compile.codegen.costs import Counted, extended
+from gs_compile.codegen.costs import Counts, extended
 from gs_compile.planner.cost.workload import ModelSpec
 
 pytestmark = zoo.WARNINGS
@@ -41,16 +41,16 @@ def test_costs_are_those_of_each_sizes_own_graphs(name, settings, monkeypatch):
 
 
 def test_a_third_size_follows_from_two_where_numbers_stay_or_are_in_proportion():
-    two = {2: Counted(("mm",), (6, 5)), 4: Counted(("mm",), (12, 5))}
-    assert extended(two, 7) == Counted(("mm",), (21, 5))
+    two = {2: Counts(("mm",), (6, 5)), 4: Counts(("mm",), (12, 5))}
+    assert extended(two, 7) == Counts(("mm",), (21, 5))
 
 
 @pytest.mark.parametrize(
     ("two", "samples"),
     [
-        ({1: Counted(("mm",), (6,)), 2: Counted(("mm", "view"), (12,))}, 4),  # another code
-        ({1: Counted(("mm",), (6,)), 2: Counted(("mm",), (13,))}, 4),  # not in proportion
-        ({2: Counted(("mm",), (3,)), 4: Counted(("mm",), (6,))}, 5),  # half of something
+        ({1: Counts(("mm",), (6,)), 2: Counts(("mm", "view"), (12,))}, 4),  # another code
+        ({1: Counts(("mm",), (6,)), 2: Counts(("mm",), (13,))}, 4),  # not in proportion
+        ({2: Counts(("mm",), (3,)), 4: Counts(("mm",), (6,))}, 5),  # half of something
     ],
 )
 def test_nothing_follows_otherwise(two, samples):
