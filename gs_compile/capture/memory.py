@@ -7,7 +7,10 @@ tensor is, it counts with the most that it can be.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -18,8 +21,21 @@ from gs_compile.capture.graph import output_values
 from gs_compile.capture.internals import tree_leaves
 
 
+class Lifetime(NamedTuple):
+    """Of one memory in a graph: the places of the node that makes it and of its last reader, and its bytes."""
+
+    made: int
+    last: int
+    nbytes: int
+
+
 def peak_nbytes(module: fx.GraphModule, held: Collection[int] = ()) -> int:
     """The most bytes alive at once beside the graph's inputs and its results of the numbers `held`."""
+    return most_alive(lifetimes(module, held))
+
+
+def lifetimes(module: fx.GraphModule, held: Collection[int] = ()) -> list[Lifetime]:
+    """Of all memory beside that of the graph's inputs and of its results of the numbers `held`."""
     nodes = list(module.graph.nodes)
     given = {storage for node in nodes if node.op == "placeholder" for storage, _ in _storages(node)}
     values = output_values(module)
@@ -35,15 +51,16 @@ def peak_nbytes(module: fx.GraphModule, held: Collection[int] = ()) -> int:
                 sizes[storage] = nbytes
         for read in (node, *node.all_input_nodes):
             last |= dict.fromkeys((storage for storage, _ in _storages(read)), place)
-    changes = [0] * (len(nodes) + 1)
-    for storage, place in made.items():
-        changes[place] += sizes[storage]
-        changes[last[storage] + 1] -= sizes[storage]
-    alive = peak = 0
-    for change in changes:
-        alive += change
-        peak = max(peak, alive)
-    return peak
+    return [Lifetime(place, last[storage], sizes[storage]) for storage, place in made.items()]
+
+
+def most_alive(memory: Iterable[Lifetime]) -> int:
+    """The most bytes at once."""
+    changes: Counter[int] = Counter()
+    for made, last, nbytes in memory:
+        changes[made] += nbytes
+        changes[last + 1] -= nbytes
+    return max(accumulate(changes[place] for place in sorted(changes)), default=0)
 
 
 def _storages(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:

@@ -29,6 +29,7 @@ from gs_compile.capture.off_meta import off_meta
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.capture.uniform import Uniform, structure, uniform
+from gs_compile.codegen.costs import AllSizes
 from gs_compile.codegen.levels import SavedLevel
 from gs_compile.codegen.pieces import InPieces
 from gs_compile.codegen.side_by_side import Wanted, compile_all
@@ -57,7 +58,10 @@ MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and 
 
 @dataclass(frozen=True)
 class SpecializedModel:
-    """A captured model at one micro-batch size: its graph, its units and their code."""
+    """A captured model at one micro-batch size: its graph, its units and their code.
+
+    costs: what is known of its units at all micro-batch sizes.
+    """
 
     micro_batch_size: int
     separated: Separated
@@ -66,6 +70,7 @@ class SpecializedModel:
     options: Options
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
     alone: bool = False  # the micro-batch is the whole batch
+    costs: dict[Unit, AllSizes] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def codes(self) -> Mapping[Unit, InPieces]:
@@ -77,7 +82,10 @@ class SpecializedModel:
         if not any(unit.is_meta for unit in self.split.units):
             return self.codes
         as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
-        return _codes_of(list(map(off_meta, self.split.units)), self.uniform.keys, as_traced)
+        codes = _codes_of(list(map(off_meta, self.split.units)), self.uniform.keys, as_traced)
+        for unit, code in codes.items():
+            code.costs = code.costs or self.costs.setdefault(unit, AllSizes()).of(code.unit, self.micro_batch_size)
+        return codes
 
     def in_pieces(self, num_tokens: int | None) -> SpecializedModel:
         """The same with layers that run on so many tokens at a time, as a plan says; None: as the options say."""
@@ -219,6 +227,7 @@ class Compilation:
     options: Options
     models: dict[Hashable, SpecializedModel] = field(default_factory=dict)
     wholes: dict[Hashable, tuple[UnitGraph, InPieces]] = field(default_factory=dict)
+    costs: dict[Hashable, dict[Unit, AllSizes]] = field(default_factory=dict)
     programs: dict[StepSpec, list[Program]] = field(default_factory=dict)
     latest: Step | None = None
     seconds: float = 0.0  # spent in the passes
@@ -308,7 +317,8 @@ class Compilation:
         cut = split(separated, captured, self.schedule.block_cut, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
-        return SpecializedModel(micro_batch_size, separated, cut, alike, self.options, sizes, alone)
+        costs = self.costs.setdefault((*self._key(sizes, 0), alone), {})
+        return SpecializedModel(micro_batch_size, separated, cut, alike, self.options, sizes, alone, costs)
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:

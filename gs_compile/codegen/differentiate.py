@@ -28,12 +28,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from gs_compile.capture.flops import count_flops
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
-from gs_compile.capture.memory import peak_nbytes
 from gs_compile.capture.nondeterministic import Nondeterministic, Watch
 from gs_compile.capture.partition import CannotSaveError
+from gs_compile.codegen.costs import Cost, Costs, Counts, cost_of, counted
 from gs_compile.codegen.factor import Form, assemble, factor
 from gs_compile.codegen.levels import Cut, JointGraph, SavedLevel, cuts
 from gs_compile.errors import LengthWarning
@@ -65,16 +64,6 @@ class OfPieces:
     parts: dict[int, OfAllLengths] = field(default_factory=dict)
 
 
-class Cost(NamedTuple):
-    """Of one function of a unit.
-
-    nbytes: the most bytes that it has alive inside, beside its inputs, the results of a forward and the gradient of x.
-    """
-
-    flops: float
-    nbytes: int
-
-
 class Cuts(NamedTuple):
     """The levels above 0, and the code whose graphs they are; reason: why there are none."""
 
@@ -89,8 +78,10 @@ class Differentiated:
     `graphs` holds the ATen graphs made so far. Where lengths are symbolic in the capture, functions are those that
     `common` has for all lengths, as far as they may be used with these.
 
-    sizes: of such a code itself, the symbols that it is traced with.
+    sizes: of such a code itself, the symbols that it is traced with. costs: those known from other batch sizes.
     """
+
+    costs: Costs | None = None
 
     def __init__(
         self, unit: UnitGraph, generator: Generator, common: OfAllLengths | None = None, sizes: Sizes | None = None
@@ -228,12 +219,26 @@ class Differentiated:
 
     def cost(self, name: str) -> Cost:
         """Of "forward", "backward" or "both"."""
+        return self._known_or(name, partial(self._counted, name))
+
+    def cost_with_results(self, name: str) -> Cost:
+        """Of "forward", or of "joint" as factored, with its results counted as alive inside."""
+
+        def count() -> Counts:
+            return counted(self.factored(name)[0] if name == "joint" else self.graph(name), ())
+
+        return self._known_or(f"{name} with results", count)
+
+    def _known_or(self, name: str, count: Callable[[], Counts]) -> Cost:
+        return self.costs.cost(name, count) if self.costs else cost_of(count())
+
+    def _counted(self, name: str) -> Counts:
         graph, results = self.graph(name), len(self.unit.results)
         held = set(range(results if name != "backward" else 0))
         if name != "forward":
             kinds = [self.unit.sources[index].kind for index in self.unit.differentiable]
             held |= {len(held) + place for place, kind in enumerate(kinds) if kind == "x"}
-        return Cost(count_flops(graph), peak_nbytes(graph, held))
+        return counted(graph, held)
 
     @property
     def is_trained(self) -> bool:

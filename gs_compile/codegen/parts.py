@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gs_compile.capture.flops import count_flops
 from gs_compile.capture.gradients import tensors_of
 from gs_compile.capture.graph import TensorSpec, output_values
 from gs_compile.capture.inductor import Generator, memory_of
 from gs_compile.capture.memory import peak_nbytes
+from gs_compile.codegen.costs import Costs
 from gs_compile.codegen.differentiate import Differentiated, OfAllLengths
 from gs_compile.codegen.levels import subgraph
 from gs_compile.codegen.token_wise import Part, TokenPart
@@ -150,7 +150,8 @@ class OnSome:
         number = -(-part.num_tokens // size)  # of two sizes at most, as even as can be
         bounds = [part.num_tokens * place // number for place in range(number + 1)]
         self._ranges = list(pairwise(bounds))
-        self.part, self._code = self._piece(max(end - begin for begin, end in self._ranges))
+        self._of_piece = max(end - begin for begin, end in self._ranges)
+        self.part, self._code = self._piece(self._of_piece)
 
     @property
     def is_trained(self) -> bool:
@@ -162,8 +163,7 @@ class OnSome:
 
     @property
     def forward_flops(self) -> float:
-        of_piece = max(end - begin for begin, end in self._ranges)
-        return count_flops(self._code.graph("forward")) * self.tokens.num_tokens / of_piece
+        return self._code.cost_with_results("forward").flops * self.tokens.num_tokens / self._of_piece
 
     def compile_code(self, *, backward: bool) -> None:
         for begin, end in self._ranges:
@@ -171,9 +171,7 @@ class OnSome:
 
     def inside_nbytes(self, *, backward: bool) -> int:
         """Bytes alive inside, beside what it takes and makes, and the gradients that it adds."""
-        if not backward or not self.is_trained:
-            return peak_nbytes(self._code.graph("forward"))
-        return peak_nbytes(self._code.factored("joint")[0])
+        return self._code.cost_with_results("joint" if backward and self.is_trained else "forward").nbytes
 
     @property
     def made_nbytes(self) -> dict[str, int]:
@@ -253,6 +251,10 @@ class OnSome:
             part = self.tokens.of(size)
             self._pieces[size] = part, Differentiated(part.graph, self._generator, self._common)
         return self._pieces[size]
+
+    def know(self, costs: Costs, place: int) -> None:
+        """costs: of the whole unit, in which it has this place."""
+        self._code.costs = costs.of_part(place, self.part.graph, self._of_piece)
 
     def _rows(self, values: Values) -> Values:
         """What it takes, what has tokens as [samples, tokens, ...]."""

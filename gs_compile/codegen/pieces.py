@@ -22,7 +22,8 @@ from torch import Tensor
 
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.capture.inductor import Generator
-from gs_compile.codegen.differentiate import Cost, Cuts, Differentiated, Function, OfAllLengths, OfPieces
+from gs_compile.codegen.costs import Cost
+from gs_compile.codegen.differentiate import Cuts, Differentiated, Function, OfAllLengths, OfPieces
 from gs_compile.codegen.parts import Gradients, OnAll, OnSome, Values
 from gs_compile.codegen.token_forms import NotInPiecesError
 from gs_compile.codegen.token_wise import Chain, Part, chain
@@ -140,7 +141,9 @@ class InPieces(Differentiated):
             if isinstance(part, Part):
                 found.append(OnAll(part))
             else:
-                found.append(OnSome(part, size, self._generator, common.setdefault(place, OfAllLengths())))
+                found.append(some := OnSome(part, size, self._generator, common.setdefault(place, OfAllLengths())))
+                if self.costs:
+                    some.know(self.costs, place)
         read = set[str]()
         for one in reversed(found):  # those run ahead of the backward that make what the backward of later ones reads
             one.is_ahead = not read.isdisjoint(one.part.outputs)
