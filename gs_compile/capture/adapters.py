@@ -40,7 +40,8 @@ def trace_recorders() -> bool:
         return False
 
     def while_tracing(context: ComptimeContext) -> None:
-        install(context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value)
+        model: Any = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker()
+        install(model.realize().value)
 
     def maybe_install_capturing_hooks(model: Any) -> None:
         comptime(while_tracing)
