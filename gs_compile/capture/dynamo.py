@@ -167,7 +167,7 @@ def _ignore_logging() -> bool:
 
 
 class _Functions(set[Any]):
-    """Functions. A copy has their names: torch before 2.13 copies Dynamo's configuration for its log, sorted, as JSON."""
+    """Functions. A copy has their names: torch 2.11 has its configuration in a log, a set sorted, as JSON."""
 
     def __deepcopy__(self, _: object) -> set[str]:
         return {f"{each.__module__}.{each.__qualname__}" for each in self}
