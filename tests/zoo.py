@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.variables import builder as dynamo_builder
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from gs_compile.model.backend import greedysnake
 
 VOCAB, TOKENS, WIDTH, LAYERS, BATCH = 70, 12, 32, 3, 5
+# Whether `dynamic_sources` may name one dimension of a source, as since torch 2.13; else all of it becomes symbolic.
+NAMES_DIMENSIONS = hasattr(dynamo_builder, "_parse_source_entry")
 
 # Models with names of their own for the usual sizes; the others share those of llama.
 OLD_NAMES = {

@@ -5,13 +5,14 @@ that it can.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.nn import functional
 
-_MARK = "_dynamo_marked_constant"  # of a function that Dynamo calls while it traces
 _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
 
 
@@ -25,11 +26,7 @@ def trace_adapters() -> bool:
     original = getattr(integrations, "dequantize_module_weight", None)
     if original is None:
         return False
-    try:
-        torch.compiler.substitute_in_graph(original)(_weight)
-    except ValueError:  # Dynamo has a substitute
-        return False
-    return True
+    return _substitute(original, _weight)
 
 
 def trace_recorders() -> bool:
@@ -39,10 +36,17 @@ def trace_recorders() -> bool:
     states. Dynamo breaks the graph there; so they are installed while it traces, once for a model.
     """
     install = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
-    if install is None or hasattr(install, _MARK):
+    if install is None:
         return False
-    torch._dynamo.assume_constant_result(install)
-    return hasattr(install, _MARK)
+
+    def while_tracing(context: ComptimeContext) -> None:
+        model: Any = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker()
+        install(model.realize().value)
+
+    def maybe_install_capturing_hooks(model: Any) -> None:
+        comptime(while_tracing)
+
+    return _substitute(install, maybe_install_capturing_hooks)
 
 
 def trace_chunked_loss() -> bool:
@@ -59,8 +63,13 @@ def trace_chunked_loss() -> bool:
     def linear_cross_entropy(*given: Any, options: Any = None, **named: Any) -> Any:
         return whole(*given, **named)
 
+    return _substitute(original, linear_cross_entropy)
+
+
+def _substitute(original: Any, traced: Callable[..., Any]) -> bool:
+    """Have Dynamo trace a function as another one; returns whether it was not so."""
     try:
-        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(linear_cross_entropy)
+        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traced)
     except ValueError:  # Dynamo has a substitute
         return False
     return True

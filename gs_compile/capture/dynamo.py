@@ -160,9 +160,17 @@ def _ignore_logging() -> bool:
     names = ("warning_once", "info_once")
     methods = {getattr(transformers_logging, name) for name in names if hasattr(transformers_logging, name)}
     ignored = dynamo_config.ignore_logging_functions
-    changed = not methods <= ignored
-    ignored |= methods
-    return changed
+    if methods <= ignored:
+        return False
+    dynamo_config.ignore_logging_functions = _Functions(ignored | methods)
+    return True
+
+
+class _Functions(set[Any]):
+    """Functions. A copy has their names: torch 2.11 has its configuration in a log, a set sorted, as JSON."""
+
+    def __deepcopy__(self, _: object) -> set[str]:
+        return {f"{each.__module__}.{each.__qualname__}" for each in self}
 
 
 def hint(size: Any) -> int:

@@ -108,6 +108,8 @@ class _Settings(ExitStack):
         self.sources: set[str] = set()
         self._before = compiler_config.dynamic_sources
         self.enter_context(dynamo_config.patch(specialize_float=True, capture_dynamic_output_shape_ops=True))
+        # A parameter's class, dtype and `requires_grad` change where the dict that holds it does not.
+        self.enter_context(dynamo_config.patch(skip_tensor_guards_with_matching_dict_tags=False))
         # Two dimensions of one size are not one symbol.
         self.enter_context(symbolic_config.patch("use_duck_shape", False))
         tracing.enter(self)

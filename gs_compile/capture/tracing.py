@@ -34,7 +34,7 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
 
 _BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "STORE_", "RETURN_", "YIELD_")
-_LIST: Any = getattr(builtin, "ListBuiltinVariable", None)  # releases before have no class for `list`
+_LIST: Any = getattr(builtin, "ListBuiltinVariable", builtin.BuiltinVariable)  # before 2.13 `list` has no own class
 
 
 def enter(stack: ExitStack) -> None:
@@ -48,12 +48,11 @@ def enter(stack: ExitStack) -> None:
         for opcode, traced in _INSTRUCTIONS.items():
             stack.callback(table.__setitem__, opcode, table[opcode])
             table[opcode] = traced
-    if _LIST is not None:
-        kinds: tuple[tuple[Any, Any], ...] = ((_LIST, _list), (TorchInGraphFunctionVariable, _cat))
-        for kind, call in kinds:
-            plain = kind.call_function
-            stack.callback(setattr, kind, "call_function", plain)
-            kind.call_function = partialmethod(call, plain)
+    kinds: tuple[tuple[Any, Any], ...] = ((_LIST, _list), (TorchInGraphFunctionVariable, _cat))
+    for kind, call in kinds:
+        plain = kind.call_function
+        stack.callback(setattr, kind, "call_function", plain)
+        kind.call_function = partialmethod(call, plain)
 
 
 def _translators(kind: type[InstructionTranslatorBase]) -> Iterator[Any]:
@@ -133,7 +132,7 @@ class _Rows(ListVariable):
 
 
 def _list(builtin: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0].unwrap() if len(args) == 1 and not kwargs else None
+    rows = args[0].unwrap() if builtin.as_python_constant() is list and len(args) == 1 and not kwargs else None
     if isinstance(rows, TensorVariable):
         example = rows.as_proxy().node.meta["example_value"]
         if example.dim() > 1 and isinstance(example.shape[0], torch.SymInt):

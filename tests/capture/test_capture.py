@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,10 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config as symbolic_config
 from torch.nn import functional
-from zoo import GPT, VOCAB, WIDTH, Block, assert_same_gradients, compile_model, gradients, train
+from zoo import GPT, NAMES_DIMENSIONS, VOCAB, WIDTH, Block, assert_same_gradients, compile_model, gradients, train
 
 import gs_compile
+from gs_compile.capture.dynamo import absorb_libraries
 from gs_compile.capture.frame_settings import set_from_the_start
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import UniformityError
@@ -83,7 +85,8 @@ def traces_beside_another_setting():
         train(model, *batch(4))
         assert torch.compiler.config.dynamic_sources == "L['another']"
     symbolic = spy.traces[-1]
-    assert symbolic["dynamic_sources"].split(",") == ["L['another']", r"L\['ids'\]:0", r"L\['labels'\]:0"]
+    named = [r"L\['ids'\]:0", r"L\['labels'\]:0"] if NAMES_DIMENSIONS else ["L['ids']", "L['labels']"]
+    assert symbolic["dynamic_sources"].split(",") == ["L['another']", *named]
     assert symbolic["specialize_float"] is True
     assert symbolic["use_duck_shape"] is False
     assert captured(model).batch_symbols
@@ -144,6 +147,7 @@ def test_what_is_found_in_an_object_is_known_after_the_first_trace():
     assert len(spy.traces) == 2
 
 
+@pytest.mark.skipif(not NAMES_DIMENSIONS, reason="torch names whole sources: what is no batch stays symbolic")
 def test_what_is_no_batch_is_fixed_after_the_first_trace():
     """The first tensor of two dimensions that the frame has is not the first that the model reads."""
     set_from_the_start()
@@ -182,6 +186,24 @@ def test_settings_are_put_back_when_the_retrace_does_not_reach_the_backend(monke
     assert settings() == before
 
 
+def test_what_changes_of_a_parameter_where_its_dict_does_not_is_guarded():
+    set_from_the_start()
+    model, spy = GPT(), Spy()
+    model.compile(backend=spy, options=OPTIONS)
+    for is_trained in (True, False, True):
+        model.embedding.requires_grad_(is_trained)
+        for _ in range(2):
+            train(model, *batch())
+    assert len(spy.traces) == 2
+
+
+def test_what_dynamo_passes_over_is_named_in_the_log_of_its_configuration():
+    ignored = dynamo_config.ignore_logging_functions
+    absorb_libraries()
+    assert json.dumps(sorted(copy.deepcopy(dynamo_config.ignore_logging_functions)))
+    assert ignored <= dynamo_config.ignore_logging_functions
+
+
 def test_the_last_refusal_says_what_the_next_call_would_do():
     with dynamo_config.patch(recompile_limit=1), pytest.raises(UniformityError) as caught:
         train(compile_model(GPT(num_layers=1), 2), *batch())
@@ -205,7 +227,7 @@ def test_releases_that_cannot_name_a_dimension(monkeypatch):
         sources = torch.compiler.config.dynamic_sources.split(",")
         return any(name == source or re.match(source, name) for source in filter(None, sources))
 
-    monkeypatch.delattr(dynamo_builder, "_parse_source_entry")
+    monkeypatch.delattr(dynamo_builder, "_parse_source_entry", raising=False)
     monkeypatch.setattr(dynamo_builder, "is_dynamic_source", is_dynamic_source)
     model, spy = GPT(), Spy()
     model.compile(backend=spy, options=OPTIONS)

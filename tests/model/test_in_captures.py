@@ -25,7 +25,7 @@ class Weighted(nn.Module):
         self.weights = nn.ParameterList(torch.rand(shape) for shape in shapes)
 
     def forward(self, x):
-        return self.function(x, *self.weights)
+        return self.function(x, *[self.weights[index] for index in range(len(self.weights))])
 
 
 class Attends(nn.MultiheadAttention):

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
 from gs_compile.errors import ReleasedParameterError
@@ -159,7 +160,8 @@ def compiled():
         return graph.forward
 
     model = Model()
-    yield model, torch.compile(model, backend=backend, dynamic=False, fullgraph=True), compilations
+    with dynamo_config.patch(skip_tensor_guards_with_matching_dict_tags=False):  # as for this package's
+        yield model, torch.compile(model, backend=backend, dynamic=False, fullgraph=True), compilations
     torch._dynamo.reset()
 
 
