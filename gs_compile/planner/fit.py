@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gs_compile.errors import PlanError
+from gs_compile.errors import CaptureError, PlanError
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.plan import Door, door_of
 from gs_compile.planner.request import Request
@@ -74,14 +74,20 @@ def fit(
 
     doors: of the same model, whose captures serve again; those that are made are put there.
 
-    Raises `PlanError` for what is wrong with the model or the request; what does not fit says so.
+    Raises `PlanError` for what is wrong with the model or the request; what does not fit, or with adapters cannot be
+    captured, says so.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
     found: list[Fit] = []
     doors = [] if doors is None else doors
     for way, asked in ways(request):
         doors.append(door_of(model, asked, doors))
-        found.append(_fit(way, doors[-1], model, longest=longest))
+        try:
+            found.append(_fit(way, doors[-1], model, longest=longest))
+        except CaptureError as error:
+            if not asked.lora:
+                raise
+            found.append(Fit(way=way, missing=error.message))
     return found
 
 

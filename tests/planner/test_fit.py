@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import zoo
 
+from gs_compile.errors import CaptureError
 from gs_compile.planner import fit as module
 from gs_compile.planner.fit import Fit, fit, ways
+from gs_compile.planner.plan import Door
 from gs_compile.planner.request import Request
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
@@ -95,3 +97,18 @@ def test_what_does_not_fit_says_what_is_missing(config, monkeypatch):
     assert "it needs" in full.missing
     assert "of host memory" in full.missing
     assert full.tokens_per_second == 0.0
+
+
+def test_adapters_that_cannot_be_captured_leave_the_other_ways(config, found, doors, monkeypatch):
+    """As PEFT's are on experts whose matrices are one parameter: PEFT changes that in each forward."""
+    searched = Door.searched
+
+    def refused(door):
+        if door.request.lora:
+            raise CaptureError("no batch")
+        return searched(door)
+
+    monkeypatch.setattr(Door, "searched", refused)
+    full, *adapted = fit(config, **ASKED, **BATCH, doors=list(doors))
+    assert full == found[0]
+    assert [each.missing for each in adapted] == ["no batch", "no batch"]
