@@ -137,14 +137,21 @@ def scripted(monkeypatch):
     monkeypatch.setattr(Entry, "start", start)
 
 
-def test_who_is_wrong_is_not_timed(scripted):
-    found = raced(("plain", "fsdp2", "zero-infinity"))
+@pytest.mark.parametrize("start_together", [False, True])
+def test_who_is_wrong_is_not_timed(scripted, start_together):
+    found = raced(("plain", "fsdp2", "zero-infinity"), start_together=start_together)
     each = found["contestants"]
     assert each["fsdp2"]["verdict"] == "wrong: its losses differ from plain's by 5.0e-02"
     assert "median_seconds" not in each["fsdp2"]
     assert each["zero-infinity"]["verdict"] == "right"
     assert each["zero-infinity"]["times_plain"] == 1.0
     assert found["groups"] == [["plain", "zero-infinity"]]
+
+
+def test_whoever_has_started_is_timed_once(scripted, monkeypatch):
+    monkeypatch.setattr(Settings, "left", 1.0)  # seconds; a round takes two
+    found = raced(("plain", "zero-infinity"), rounds=3)
+    assert [len(each["seconds"]) for each in found["contestants"].values()] == [1, 1]
 
 
 def test_a_race_whose_time_is_up_says_so(scripted):

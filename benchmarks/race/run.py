@@ -97,7 +97,7 @@ class Run:
             if plain is None:
                 raise SystemExit(f"plain PyTorch, whose losses are right, has failed: {self.results[PLAIN]['verdict']}")
             runners = [plain] if any(entry.name == PLAIN for entry in self.entries) else []
-            if self.settings.start_together:
+            if self.settings.start_together and waiting:
                 with ThreadPoolExecutor(len(waiting)) as pool:
                     started_all = pool.map(lambda entry: self._start(entry, storage, stack), waiting)
                 runners += [runner for runner in started_all if runner is not None]
