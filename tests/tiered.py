@@ -373,11 +373,12 @@ def capture_cheaply() -> None:
 
     It would collect garbage, which a first call does itself, and time its guards for its log, with the processor's caches
     emptied before. Nor does the first backward start threads, which no fork survives, for devices that fake tensors
-    have a torch built for CUDA believe in.
+    have a torch built for CUDA believe in; what the card of `device` needs is started there.
     """
     import torch._dynamo.guards
 
-    torch.ones(1, requires_grad=True).backward()
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        torch.ones(1, requires_grad=True).backward()
     torch._dynamo.config.run_gc_after_compile = False
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
