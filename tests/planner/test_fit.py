@@ -110,5 +110,5 @@ def test_adapters_that_cannot_be_captured_leave_the_other_ways(config, found, do
 
     monkeypatch.setattr(Door, "searched", refused)
     full, *adapted = fit(config, **ASKED, **BATCH, doors=list(doors))
-    assert full == found[0]
+    assert full.tokens_per_second == pytest.approx(found[0].tokens_per_second)
     assert [each.missing for each in adapted] == ["no batch", "no batch"]

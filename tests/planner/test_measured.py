@@ -16,15 +16,22 @@ from gs_compile.program.ir import LANES
 from gs_compile.runtime.trace import Label, Trace, name_of
 
 NUM_STEPS = 3
+OP_SECONDS = 0.25
 
 
 def played_back(simulation, monkeypatch):
-    """The trace of a run in which everything happens when it does in a simulation."""
+    """The trace of a run in which everything happens when it does in a simulation.
+
+    A run tells of an operation before a memory verb waits, a simulation says when that was over.
+    """
     trace, order, times = Trace(events=True), simulation.order, simulation.times
     for number, program in enumerate(simulation.programs):
         for index, op in enumerate(program.ops):
             at = order.starts[number] + index
-            monkeypatch.setattr("gs_compile.runtime.trace.time.perf_counter", lambda at=at: 100 + times.issued[at])
+            told = times.issued[at]
+            if at and op.lane == "memory":
+                told = min(told, times.issued[at - 1] + OP_SECONDS)
+            monkeypatch.setattr("gs_compile.runtime.trace.time.perf_counter", lambda told=told: 100 + told)
             trace.issue(program, index)
             if op.lane in LANES:
                 label = Label(op.lane, name_of(op), kind=op.kind, number=trace.number)
@@ -41,7 +48,7 @@ def test_what_is_simulated_is_found_in_its_trace(step, chosen, inline, data):
     program = packed(lower(spec)[-1], placement)
     seconds = data.draw(st.lists(st.integers(0, 8), min_size=len(program.ops), max_size=len(program.ops)))
     seconds = [float(each) if op.lane in LANES else 0.0 for op, each in zip(program.ops, seconds, strict=True)]
-    rule = Rule(inline=inline, op_seconds=0.25)
+    rule = Rule(inline=inline, op_seconds=OP_SECONDS)
     simulation = simulate([program] * NUM_STEPS, [seconds] * NUM_STEPS, placement=placement, rule=rule)
     with pytest.MonkeyPatch.context() as monkeypatch:
         trace = played_back(simulation, monkeypatch)

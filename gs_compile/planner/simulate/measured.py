@@ -66,7 +66,17 @@ def _simulation(
             event = events[issue.number]
             started[at], stopped[at] = event.start_seconds - first, event.end_seconds - first
     let_go = stopped if inline else started
-    released = [0.0 if holder < 0 else let_go[holder] for holder in order.computed]
-    times = Times(issued, started, stopped, order.computed, released)
+    holders, released = list(order.computed), [0.0] * len(issued)
+    held, until = -1, 0.0  # by what a memory verb has waited for last
+    for at, (lane, after) in enumerate(zip(order.lanes, order.after, strict=True)):
+        if lane == MEMORY and after:
+            last = max(after, key=stopped.__getitem__)
+            if stopped[last] > issued[at]:
+                held, until = last, stopped[last]
+                issued[at] = started[at] = stopped[at] = until
+        released[at] = let_go[holders[at]] if holders[at] >= 0 else 0.0
+        if until > released[at]:
+            holders[at], released[at] = held, until
+    times = Times(issued, started, stopped, holders, released)
     durations = [stop - start for start, stop in zip(started, stopped, strict=True)]
     return Simulation(order, durations, times, tuple(programs), placement)
