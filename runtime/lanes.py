@@ -245,17 +245,21 @@ class Lane:
 
     def _launch(self, task: _Task) -> None:
         """Carry a task out on the thread that submits it, which hears of an interruption as ever."""
-        failed: BaseException | None = None
+        try:
+            failed = self._attempt(task)
+        except BaseException as error:
+            self._finish(task.ticket, without_frames(error))
+            raise
+        if failed is not None:
+            clear_frames(failed)  # those of `_attempt` and what it called; they have ended
+        self._finish(task.ticket, failed)
+
+    def _attempt(self, task: _Task) -> Exception | None:
         try:
             self._carry_out(task)
         except Exception as error:  # noqa: BLE001  it is raised where the ticket is waited for
-            failed = error
-            clear_frames(error)
-        except BaseException as error:
-            failed = error
-            raise
-        finally:
-            self._finish(task.ticket, failed)
+            return error
+        return None
 
     def _finish(self, ticket: Ticket, failed: BaseException | None) -> None:
         if failed is not None:
