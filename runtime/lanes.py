@@ -206,7 +206,10 @@ class Lane:
         self._thread.start()
 
     def submit(self, name: str, run: Callable[[], object], after: Sequence[Ticket] = (), **moved: Any) -> Ticket:
-        """Carry `run` out once all before it on this lane and all of `after` are done; `moved`: as of `Label`."""
+        """Carry `run` out once all before it on this lane and all of `after` are done; `moved`: as of `Label`.
+
+        Raises as `Ticket.wait` where it is launched here and now, and fails.
+        """
         ticket = Ticket(name, self._failure.check)
         task = _Task(ticket, run, after, Label(self.name, name, **moved))
         with self._submitting:
@@ -244,22 +247,18 @@ class Lane:
                 self._num_queued -= 1
 
     def _launch(self, task: _Task) -> None:
-        """Carry a task out on the thread that submits it, which hears of an interruption as ever."""
-        try:
-            failed = self._attempt(task)
-        except BaseException as error:
-            self._finish(task.ticket, without_frames(error))
-            raise
-        if failed is not None:
-            clear_frames(failed)  # those of `_attempt` and what it called; they have ended
-        self._finish(task.ticket, failed)
+        """Carry a task out on the thread that submits it, which raises its error at once.
 
-    def _attempt(self, task: _Task) -> Exception | None:
+        The ticket's has no frames: theirs would hold the thread's, and so the run.
+        """
         try:
             self._carry_out(task)
-        except Exception as error:  # noqa: BLE001  it is raised where the ticket is waited for
-            return error
-        return None
+        except BaseException as error:
+            self._finish(task.ticket, without_frames(error))
+            if isinstance(error, Exception):  # and no interruption
+                task.ticket.raise_error()
+            raise
+        self._finish(task.ticket, None)
 
     def _finish(self, ticket: Ticket, failed: BaseException | None) -> None:
         if failed is not None:
