@@ -68,14 +68,14 @@ def test_twenty_steps_where_copies_are_slow(learned, tmp_path, monkeypatch, kind
     monkeypatch.setattr(Accelerator, "set_clock", lambda device: clocks.append(device) or set_clock(device))
     monkeypatch.setattr(stream, "DEVICES", {**stream.DEVICES, "card": kind})
     card.delays(copy=2e-4)
-    before = card.counts()
+    before, pinned = card.counts(), card.native().registered_nbytes()
     assert_same(harness_on("card:0").train(adamw, options(tmp_path, **MIXED), 20), learned(20))
     after = card.counts()
     assert len(clocks) >= 2 * 20
     assert after.asynchronous - before.asynchronous > 20 * 20
     assert after.synchronous - before.synchronous < 20 * 20  # the batches, and values as they come and are looked at
     gc.collect()
-    assert card.native().registered_nbytes() == 0
+    assert card.native().registered_nbytes() == pinned
 
 
 def test_deterministic_algorithms_alone(learned, tmp_path, monkeypatch):
@@ -276,7 +276,7 @@ def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds)
 def test_without_memory_it_says_what_to_give_and_the_next_try_has_all_of_it(tmp_path):
     words = r"a card in host memory has no memory left in .*micro_batch_size; or device_memory"
     batch_size, registered_nbytes = 40, card.native().registered_nbytes
-    others = torch.accelerator.memory_allocated(0)
+    others, pinned = torch.accelerator.memory_allocated(0), registered_nbytes()  # of models that tests before keep
     torch.accelerator.reset_peak_memory_stats(0)
     with model_on("card:0", {**options(tmp_path, **MIXED), "micro_batch_size": batch_size}) as (model, optimizer):
         step(model, optimizer, tokens(0, batch_size))
@@ -287,7 +287,7 @@ def test_without_memory_it_says_what_to_give_and_the_next_try_has_all_of_it(tmp_
         with pytest.raises(MemoryBudgetError, match=words) as caught:
             step(model, optimizer, tokens(1, batch_size))
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-        assert registered_nbytes() == 0  # while the error is there, and all that it has come through
+        assert registered_nbytes() == pinned  # while the error is there, and all that it has come through
         assert torch.accelerator.memory_allocated(0) - others < peak // 8
     del model, optimizer, caught
     end = time.monotonic() + 20
