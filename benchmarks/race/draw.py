@@ -1,7 +1,7 @@
 """draw: the figures of docs/race.md, from the results that are there.
 
     python -m benchmarks.race.draw                        # all, into docs/figures
-    python -m benchmarks.race.draw race-curves race-alpha # these
+    python -m benchmarks.race.draw race-curves race-homes # these
 
 A figure whose results are missing is not drawn, and said so.
 """
@@ -30,7 +30,6 @@ from gs_compile.cli.report.draw import COLOURS, INK, SERIES, SOFT, STYLE
 COLUMNS = 3  # of the panels
 KNOWN = {PLAIN: "#1c2128", "fsdp2": "#8c6bb1", "zero-infinity": "#d55e00"}  # ours take the other colours in turn
 OURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#b8a000", "#7f5539", "#40798c")
-ALPHAS = {"alpha=0": "alpha 0", "alpha=0.3": "alpha 0.3", "alpha=1": "alpha 1"}
 
 
 def contestants(found: dict[str, Any], path: Path) -> None:
@@ -160,7 +159,6 @@ FIGURE_OF: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     **{f"race-{size}": (f"race-{size}", contestants) for size in ("25m", "110m", "350m")},
     "race-110m-bounds": ("race-110m", panels),
     "race-homes": ("race-110m", some(HOMES)),
-    "race-alpha": ("race-alpha", some(ALPHAS)),
     "race-curves": ("race-curves", curves),
     "race-breakdown": ("race-breakdown", breakdown),
 }
