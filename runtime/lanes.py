@@ -47,7 +47,7 @@ class Ticket:
         self.error: BaseException | None = None
         self.event: Event | None = None  # where the operation was launched on a stream
         self.is_launched = False
-        self._until_launched = threading.Lock()  # held until then: made in a sixth of the time of a threading.Event
+        self._until_launched = threading.Lock()  # held until then; a threading.Event takes 2 us more to make
         self._until_launched.acquire()
 
     @property

@@ -109,7 +109,7 @@ def without_contents(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def _on_meta(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Once for all micro-batches: torch takes longer for it than for the launch of a copy."""
+    """Once for all micro-batches: each call of torch lets go of Python's lock, for which this thread then waits."""
     return torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
 

@@ -217,6 +217,29 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Te
     return float(loss.detach())
 
 
+def used_between_steps(
+    model: Any, given: Mapping[str, Any]
+) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+    """A HuggingFace model's losses in training, evaluation and training from halved values; its values; what it writes."""
+    torch._dynamo.reset()
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=given)
+    losses = [step(model, optimizer, tokens(number)) for number in range(2)]
+    model.eval()
+    with torch.no_grad():
+        losses.append(float(loss_of(model, tokens(7))))
+    with gs_compile.streaming(model):
+        words = tokens(9)[:2, :4].to(next(model.parameters()).device)
+        written = model.generate(words, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    values = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    model.train()
+    model.load_state_dict({name: value * 0.5 for name, value in values.items()})
+    losses.append(step(model, optimizer, tokens(3)))
+    assert optimizer.engine is not None
+    optimizer.engine.tiers.close()
+    return losses, values, written.cpu()
+
+
 def outcome(model: torch.nn.Module, optimizer: TieredOptimizer, losses: list[float], norms: list[float]) -> Outcome:
     optimizer.synchronize()
     values = {}

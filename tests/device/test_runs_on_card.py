@@ -14,7 +14,19 @@ import pytest
 import torch
 from carded import Card, on_storage, to
 from lines import without
-from tiered import Harness, adamw, gpt2, gpt2_with_frozen, loss_of, muon, options, outcome, step, tokens, two_groups
+from tiered import (
+    Harness,
+    adamw,
+    gpt2,
+    gpt2_with_frozen,
+    muon,
+    options,
+    outcome,
+    step,
+    tokens,
+    two_groups,
+    used_between_steps,
+)
 from zoo import small
 
 import gs_compile
@@ -348,28 +360,8 @@ def test_a_model_built_on_storage_that_the_device_cannot_hold(tmp_path):
 
 def test_evaluation_generation_and_state_dicts(tmp_path):
     """Of transformers' own GPT-2."""
-
-    def run(where):
-        torch._dynamo.reset()
-        model = small("gpt2")
-        if where != "cpu":
-            to(model, where)
-        optimizer = adamw(two_groups(model))
-        model.compile(backend="greedysnake", options=options(tmp_path / where.replace(":", ""), **MIXED))
-        losses = [step(model, optimizer, tokens(number)) for number in range(2)]
-        model.eval()
-        with torch.no_grad():
-            losses.append(float(loss_of(model, tokens(7))))
-        with gs_compile.streaming(model):
-            written = model.generate(tokens(9)[:2, :4].to(where), max_new_tokens=3, do_sample=False, pad_token_id=0)
-        found = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-        model.train()
-        model.load_state_dict({name: value * 0.5 for name, value in found.items()})
-        losses.append(step(model, optimizer, tokens(3)))
-        optimizer.engine.tiers.close()
-        return losses, found, written.cpu()
-
-    (losses, values, written), (found_losses, found, found_written) = run("cpu"), run("card:0")
+    losses, values, written = used_between_steps(small("gpt2"), options(tmp_path / "cpu", **MIXED))
+    found_losses, found, found_written = used_between_steps(to(small("gpt2")), options(tmp_path / "card", **MIXED))
     assert found_losses == losses
     assert [name for name in values if not torch.equal(values[name], found[name])] == []
     assert torch.equal(written, found_written)

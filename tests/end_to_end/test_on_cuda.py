@@ -14,7 +14,18 @@ from pathlib import Path
 import pytest
 import test_same_bits as table
 import torch
-from tiered import Harness, adamw, gpt2, gpt2_with_frozen, loss_of, options, outcome, step, tokens, two_groups
+from tiered import (
+    Harness,
+    adamw,
+    gpt2,
+    gpt2_with_frozen,
+    options,
+    outcome,
+    step,
+    tokens,
+    two_groups,
+    used_between_steps,
+)
 from zoo import small
 
 import gs_compile
@@ -139,26 +150,10 @@ def test_frozen_matrices_are_decoded_there(tmp_path, codec):
 @pytest.mark.usefixtures("deterministic")
 def test_evaluation_generation_and_state_dicts(tmp_path):
     """Of transformers' own GPT-2, beside the same with everything in memory."""
-
-    def run(name, place):
-        torch._dynamo.reset()
-        model = small("gpt2").to(WHERE)
-        optimizer = adamw(two_groups(model))
-        model.compile(backend="greedysnake", options=options(tmp_path / name, **place))
-        losses = [step(model, optimizer, tokens(number)) for number in range(2)]
-        model.eval()
-        with torch.no_grad():
-            losses.append(float(loss_of(model, tokens(7))))
-        with gs_compile.streaming(model):
-            written = model.generate(tokens(9)[:2, :4].to(WHERE), max_new_tokens=3, do_sample=False, pad_token_id=0)
-        found = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-        model.train()
-        model.load_state_dict({name: value * 0.5 for name, value in found.items()})
-        losses.append(step(model, optimizer, tokens(3)))
-        optimizer.engine.tiers.close()
-        return losses, found, written.cpu()
-
-    (losses, values, written), (found_losses, found, found_written) = run("memory", IN_MEMORY), run("mixed", MIXED)
+    losses, values, written = used_between_steps(small("gpt2").to(WHERE), options(tmp_path / "memory", **IN_MEMORY))
+    found_losses, found, found_written = used_between_steps(
+        small("gpt2").to(WHERE), options(tmp_path / "mixed", **MIXED)
+    )
     assert found_losses == losses
     assert [name for name in values if not torch.equal(values[name], found[name])] == []
     assert torch.equal(written, found_written)
@@ -250,7 +245,7 @@ ENDS = {  # 1: Python forgets that Ctrl-C has ended it where a library runs code
 ENDED = """
 import sys, threading, torch
 sys.path += {paths!r}
-from tiered import adamw, gpt2, loss_of, options, step, tokens, two_groups
+from tiered import adamw, gpt2, loss_of, options, step, tokens, two_groups, used_between_steps
 from gs_compile.runtime.issue import TieredExecutor
 
 model = gpt2(num_layers=4).to("cuda:0")
