@@ -12,19 +12,18 @@ alpha     the part of every update that waits for the next forward; left out, th
 recompute what of the layers runs again in the backward: auto (the planner's), all or none
 
 Beside what every contestant answers: `describe` (where everything lives), `predict [MACHINE]` (seconds of a step,
-simulated, by the profile in that file) and `breakdown K COUNT` (where the seconds of steps go).
+simulated, by the profile in that file) and `waits` (what the last round's steps waited for, by their own trace).
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gs_compile
-from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Contestant, batch, build_model, main
+from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Contestant, build_model, main
 from gs_compile.errors import OptionError
 from gs_compile.model.backend import greedysnake
 from gs_compile.options import Options
@@ -78,6 +77,9 @@ class GreedySnake(Contestant):
 
     def settle(self) -> None:
         self.optimizer.synchronize()
+        self.waits = self.optimizer.waits()
+        if self.optimizer.engine is not None:  # what others do until the next step is no wait
+            self.optimizer.engine.tiers.trace.reset()
 
     def weights(self) -> dict[str, torch.Tensor]:
         master = self.case.precision == "bf16"
@@ -96,8 +98,8 @@ class GreedySnake(Contestant):
                 return {"describe": gs_compile.inspect(self.model).tiers, "alpha": engine.placement.decision.alpha}
             case "predict":
                 return self._predict(engine, *arguments)
-            case "breakdown":
-                return self._breakdown(engine, int(arguments[0]), int(arguments[1]))
+            case "waits":
+                return {"waits": self.waits}
         return super().other(command, *arguments)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class GreedySnake(Contestant):
         device_memory: str | None,
         **settings: str,
     ) -> dict[str, Any]:
-        expert: dict[str, Any] = {"schedule": schedule, **settings}
+        expert: dict[str, Any] = {"schedule": schedule, "trace": True, **settings}
         options: dict[str, Any] = {
             "micro_batch_size": self.case.micro_batch_size,
             "outputs": "loss",
@@ -142,39 +144,6 @@ class GreedySnake(Contestant):
         engine.planning.run.measure_again(None if machine is None else Profile.load(Path(machine)))
         simulation = engine.predict()
         return {"predict": simulation.seconds, "busy": dict(simulation.busy), "bubbles": dict(simulation.bubbles)}
-
-    def _breakdown(self, engine: Any, first: int, count: int) -> dict[str, Any]:
-        """Seconds of one of `count` steps: computed, waited for each lane and kind of value, and the rest, Python."""
-        batches = [batch(self.case, first + index) for index in range(count)]
-        trace = engine.tiers.trace
-        trace.reset()
-        trace.enabled = True
-        lanes: dict[str, float] = {}
-        nbytes: dict[str, int] = {}
-        start = time.perf_counter()
-        for ids in batches:
-            self.step(ids)
-            assert self.optimizer.last_step is not None
-            self._add(self.optimizer.last_step.lanes, lanes, nbytes)
-        self.settle()
-        seconds = time.perf_counter() - start
-        self._add(trace.totals(reset=True), lanes, nbytes)
-        waits = self.optimizer.waits()
-        trace.enabled = False
-        return {
-            "breakdown": first,
-            "seconds": seconds / count,
-            "compute": lanes.pop("compute", 0.0) / count,
-            "python": waits.pop("issue", 0.0),
-            "waits": waits,
-            "busy": {lane: value / count for lane, value in lanes.items()},
-            "bytes": {lane: value // count for lane, value in nbytes.items() if value},
-        }
-
-    def _add(self, totals: Any, lanes: dict[str, float], nbytes: dict[str, int]) -> None:
-        for lane, total in totals.items():
-            lanes[lane] = lanes.get(lane, 0.0) + total.seconds
-            nbytes[lane] = nbytes.get(lane, 0) + total.nbytes
 
 
 if __name__ == "__main__":

@@ -167,7 +167,10 @@ class Run:
             self.drive.sample()
         for runner in list(runners):
             timed[runner.entry.name].close(runner.result, self.speed, count)
-            if runner.entry.is_ours and self.settings.machine is not None and self.settings.left > PREDICT_SECONDS:
+            if not runner.entry.is_ours:
+                continue
+            runner.result |= self._ask(runner, runners, "waits") or {}
+            if self.settings.machine is not None and self.settings.left > PREDICT_SECONDS:
                 self._predict(runner, runners, self.settings.machine)
         for runner in runners:
             if runner is not plain and plain in runners:

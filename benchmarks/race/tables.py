@@ -33,7 +33,7 @@ def race_table(found: dict[str, Any]) -> str:
     """A row for each contestant and number of micro-batches."""
     head = (
         *("n", "contestant", "s a step", "±", "predicted", "tokens/s", "x plain", "of its roofline"),
-        *("peak", "read", "written"),
+        *("peak", "read", "written", "nothing computed, by cause"),
     )
     rows, remarks = [], []
     for run in found["heats"]:
@@ -54,6 +54,7 @@ def race_table(found: dict[str, Any]) -> str:
                     format_bytes(each["step_peak_rss"]),
                     format_bytes(int(each["read_bytes"])),
                     format_bytes(int(each["write_bytes"])),
+                    waits_of(each),
                 )
             )
     spreads = [run["matmul_spread"] for run in found["heats"] if run["matmul_spread"]]
@@ -61,6 +62,13 @@ def race_table(found: dict[str, Any]) -> str:
     alone = [run for run in found["heats"] if len(run["groups"]) > 1]
     grouped = "Memory did not hold all at once: they raced in groups, each beside plain. " if alone else ""
     return "\n\n".join([table(head, rows), *remarks, f"{noisy}{grouped}{origin(found)}"])
+
+
+def waits_of(each: dict[str, Any]) -> str:
+    """Seconds of a step of ours in which nothing was computed, and those causes that took a hundredth of it or more."""
+    waits = each.get("waits", {})
+    causes = [f"`{cause}` {value:.2g}" for cause, value in waits.items() if value >= 0.01 * each["median_seconds"]]
+    return f"{sum(waits.values()):.2g} s: {', '.join(causes)}".rstrip(": ") if waits else ""
 
 
 def chosen_table(found: dict[str, Any]) -> str:
@@ -129,33 +137,6 @@ def orders_table(found: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n\n{origin(found)}"
 
 
-def breakdown_table(found: dict[str, Any]) -> str:
-    """Where the seconds of a step go."""
-    head = "n", "contestant", "s a step", "computing", "waiting", "for", "Python", "lanes at work beside"
-    rows, remarks = [], []
-    for row in found["rows"]:
-        for name, each in row["contestants"].items():
-            if "why" in each:
-                remarks.append(f"n = {row['micro_batches']}, `{name}`: {each['why'].splitlines()[0]}")
-                continue
-            waits = sorted(each["waits"].items(), key=lambda item: -item[1])
-            large = [f"{cause} {value:.3f}" for cause, value in waits if value >= 0.01 * each["seconds"]]
-            busy = [f"{lane} {value:.2f}" for lane, value in each["busy"].items() if value >= 0.01 * each["seconds"]]
-            parts = (each["compute"], sum(each["waits"].values()))
-            rows.append(
-                (
-                    row["micro_batches"],
-                    f"`{name}`",
-                    f"{each['seconds']:.3f}",
-                    *(f"{part:.3f}" for part in parts),
-                    ", ".join(large),
-                    f"{each['python']:.3f}",
-                    ", ".join(busy),
-                )
-            )
-    return "\n\n".join([table(head, rows), *remarks, origin(found)])
-
-
 def curves_table(found: dict[str, Any]) -> str:
     """How far each curve is from plain's."""
     differences, scale = found["largest_difference"], noise(found["largest_difference"])
@@ -185,14 +166,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "race-110m": ("race-110m", race_table),
     "race-350m": ("race-350m", race_table),
     "race-110m-slow": ("race-110m-slow", race_table),
-    "race-110m-planned": ("race-110m-planned", race_table),
-    "race-350m-planned": ("race-350m-planned", race_table),
-    "race-bf16": ("race-bf16", race_table),
     "race-alpha": ("race-alpha", race_table),
-    "chosen": ("chosen", chosen_table),
     "chosen-slow": ("chosen-slow", chosen_table),
     "orders": ("race-orders", orders_table),
-    "breakdown": ("race-breakdown", breakdown_table),
     "curves": ("race-curves", curves_table),
 }
 

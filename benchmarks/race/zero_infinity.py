@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,8 @@ from typing import Any
 import torch
 
 from benchmarks.race.plain import checkpoint_blocks
-from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Case, Contestant, batch, build_model, main
+from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Case, Contestant, build_model, main
 from benchmarks.race.registry import meeting_place
-from benchmarks.race.zero_breakdown import parts, spent
 
 SETTINGS: dict[str, Any] = {
     "parameters": "nvme",
@@ -116,18 +114,6 @@ class ZeroInfinity(Contestant):
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {name: safe_get_full_fp32_param(p).clone() for name, p in self.model.named_parameters()}
-
-    def other(self, command: str, *arguments: str) -> dict[str, Any]:
-        if command != "breakdown":
-            return super().other(command, *arguments)
-        first, count = map(int, arguments)
-        batches = [batch(self.case, first + index) for index in range(count)]
-        with spent(self.engine) as found:
-            start = time.perf_counter()
-            for ids in batches:
-                self.step(ids)
-            seconds = time.perf_counter() - start
-        return {"breakdown": first, **parts(seconds, found, count)}
 
     def close(self) -> None:
         self.engine.destroy()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
+from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import Search, several
@@ -88,7 +89,7 @@ def notes(plan: StepPlan) -> Iterator[str]:
 def longer_life(plan: StepPlan) -> Iterator[str]:
     """The smallest batch with which drives that wear within years last twice as long, by the linear program."""
     problem, rated, now = plan.problem, plan.profile.ssd_rated_nbytes, plan.written_per_day
-    if not 0 < rated < MOST_DAYS * now:
+    if not 0 < rated < MOST_DAYS * now or SCHEDULES[problem.request.schedule].whole_batch:
         return
     for number in (plan.num_micro_batches * times for times in LARGER_BATCHES):
         solution = problem.solved(number)

@@ -186,3 +186,8 @@ def test_a_batch_with_which_drives_last_twice_as_long(rated_days, bytes_by_numbe
     given.needs = lambda found: ({}, bytes_by_number[found.num_micro_batches])
     known = {"problem": given, "profile": machine, "written_per_day": per_day, "ranks": 1}
     assert list(longer_life(made(**known))) == expected
+
+
+def test_where_the_batch_is_one_micro_batch_no_more_of_them_are_proposed():
+    given = problem(None, machine=replace(MACHINE, ssd_rated_nbytes=1000), schedule="single")
+    assert not list(longer_life(made(problem=given, profile=given.profile, written_per_day=50.0)))
