@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import ge, le
+from statistics import median
 from typing import Any
 
 from benchmarks.race.curves import NOISE_FACTOR, noise
@@ -19,6 +20,7 @@ LEAST_SHARE = 0.95
 IN_MEMORY = "parameters=cpu"
 ON_SSD = "vertical/ssd/inductor"
 PLANNED = {"110m": "half", "350m": "quarter"}  # host memory, in bytes of parameters and states
+MEDIAN_ERROR, WORST_ERROR = 0.05, 0.1  # of predictions
 MOST_SHARE = 1.1  # of a roofline; where more is reached, the roofline was measured wrong
 
 
@@ -40,7 +42,8 @@ def bounds(files: Mapping[str, Any]) -> list[Claim]:
     """All claims; `files`: results by the names of their files."""
     sizes = {size: files[f"race-{size}"] for size in ("110m", "350m") if f"race-{size}" in files}
     found = [*_slow(files.get("race-110m-slow")), *_planned(sizes), *_all_on_ssd(sizes.get("110m"))]
-    return [*found, _memory(sizes.get("350m")), _orders(files.get("race-orders")), _curves(files.get("race-curves"))]
+    found += [_memory(sizes.get("350m")), *_predictions(files.values()), _orders(files.get("race-orders"))]
+    return [*found, _curves(files.get("race-curves"))]
 
 
 def _slow(found: Any) -> Iterator[Claim]:
@@ -105,6 +108,18 @@ def _memory(found: Any) -> Claim:
     return Claim(what, bound)
 
 
+def _predictions(every: Iterable[Any]) -> Iterator[Claim]:
+    """Of all runs of ours that were predicted: the simulator's seconds against those measured."""
+    timed = [each for found in every for number in _numbers(found) for each in _timed(found, number).values()]
+    pairs = [(each["predicted_seconds"], each["median_seconds"]) for each in timed if "predicted_seconds" in each]
+    errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
+    for word, bound, of in (("median", MEDIAN_ERROR, median), ("worst", WORST_ERROR, max)):
+        what = f"seconds of a step, predicted against measured, {len(errors)} runs: {word} error"
+        error = of(errors) if errors else None
+        found = "" if error is None else f"{error:.1%}"
+        yield Claim(what, f"<= {bound:.0%}", found, None if error is None else error <= bound)
+
+
 def _orders(found: Any) -> Claim:
     what, bound = "vertical against horizontal: simulated ratio against measured, worst n", "within 10 %"
     if not found:
@@ -128,7 +143,7 @@ def _curves(found: Any) -> Claim:
 
 
 def _numbers(found: Any) -> list[int]:
-    return [run["micro_batches"] for run in found["heats"]] if found else []
+    return [run["micro_batches"] for run in found.get("heats", ())] if found else []
 
 
 def _timed(found: Any, number: int) -> dict[str, Any]:

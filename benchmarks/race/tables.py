@@ -156,7 +156,11 @@ def curves_table(found: dict[str, Any]) -> str:
 
 def bounds_table(_: Any) -> str:
     """The bounds, and the figures that were measured."""
-    files = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("race-*.json")}
+    files = {
+        path.stem: json.loads(path.read_text())
+        for stem in ("race", "chosen")
+        for path in RESULTS.glob(f"{stem}-*.json")
+    }
     rows = [(claim.what, claim.bound, claim.found or "not measured yet", claim.verdict) for claim in bounds(files)]
     return table(("figure", "bound", "measured", ""), rows)
 

@@ -43,16 +43,19 @@ def binding(problem: Problem, solution: Solution) -> Iterator[str]:
 
 
 def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Problem, Search]]) -> Iterator[Alternative]:
-    """The settings nearest in throughput to the best of the search, by the linear program."""
+    """The settings nearest in throughput to the best of the search, by the linear program; all with its alpha, which
+    the simulator may have chosen.
+    """
     solution, workload, request = chosen.best, problem.workload, problem.request
     number, alpha = solution.num_micro_batches, solution.alpha
-    fewer = [each for n, each in chosen.history if n < number and each is not None][-2:]
+    fewer = [n for n, each in chosen.history if n < number and each is not None][-2:]
     tries: list[tuple[str, Workload, Solution | None]]
-    tries = [(several(each.num_micro_batches), workload, each) for each in fewer]
+    tries = [(several(n), workload, problem.solved(n, alpha)) for n in fewer]
     if others:  # the best of them
         other, result = max(others, key=lambda each: each[0].workload.tokens * each[1].best.throughput)
         size = other.workload.micro_batch_size
-        tries.append((f"micro-batches of {size}", other.workload, result.best))
+        solved = other.solved(result.best.num_micro_batches, alpha)
+        tries.append((f"micro-batches of {size}", other.workload, solved))
     if alpha and not (request.clip or request.accumulate):
         tries.append(("no delayed updates (alpha 0)", workload, problem.solved(number, 0.0)))
     given = [each.given() for each in solution.decision.ratios]

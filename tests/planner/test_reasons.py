@@ -106,14 +106,23 @@ def test_the_nearest_come_first():
     """By throughput, of which two micro-batches in 1.9 s have less than four in 3.7 s."""
     best = solution(4, 3.7, alpha=0.3, resident=1.0)
     own = found(solution(1, 1.0), solution(2, 1.9), solution(3, 2.8), best)
-    other = problem(None, workload=replace(WORKLOAD, micro_batch_size=2)), found(solution(2, 4.0))
+    other = problem(lambda *_: solution(2, 8.0), workload=replace(WORKLOAD, micro_batch_size=2)), found(solution(2, 4.0))
+    seconds = {2: 1.9, 3: 2.8, 4: 3.75}
 
     def solved(other, number, alpha):
-        return solution(number, 9.0 if other.request.ratios.given() else 3.75, alpha)
+        return solution(number, 9.0 if other.request.ratios.given() else seconds[number], alpha)
 
     rows = list(alternatives(problem(solved), own, [other]))
     assert [row.label for row in rows] == ["3 micro-batches", "no delayed updates (alpha 0)", "2 micro-batches"]
     assert rows[0].tokens_per_second == pytest.approx(3 * 256 / 2.8)
+
+
+def test_others_are_told_with_the_alpha_of_the_plan():
+    """Where the simulator has chosen no late updates, what the linear program makes of some is no alternative."""
+    own = Search(solution(4, 3.7), ((3, solution(3, 2.0, alpha=0.3)), (4, solution(4, 3.0, alpha=0.3))))
+    seconds = {0.0: 2.8, 0.3: 2.0}
+    (row,) = alternatives(problem(lambda _, number, alpha: solution(number, seconds[alpha], alpha)), own, [])
+    assert (row.label, row.seconds) == ("3 micro-batches", 2.8)
 
 
 def test_clipping_cannot_do_without_delay():
