@@ -69,7 +69,7 @@ class CaptureError(GreedySnakeError, ValueError):
 
 
 class GraphBreakError(CaptureError):
-    """Dynamo split the model's forward; names the place and Dynamo's reason."""
+    """Dynamo split the model's forward, or a layer's backward cannot be traced; names the place and the reason."""
 
 
 class NoBatchInputError(CaptureError):

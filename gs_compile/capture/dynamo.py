@@ -280,7 +280,7 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
     if found is not None and found.graph_break:
         if absorb_libraries() or enter_settings():
             raise _TraceAgain(restart_reason="greedysnake: a call that can be passed over, or traced otherwise")
-        where, reason = _where(found.user_stack), str(found.reason)
+        where, reason = user_line(found.user_stack), str(found.reason)
     else:
         where = next(filter(None, map(_resumed_at, module.graph.nodes)), "")
     if where:
@@ -292,7 +292,7 @@ def _refuse_graph_break(module: fx.GraphModule) -> None:
         raise _graph_break(where, words)
 
 
-def _where(stack: Iterable[FrameSummary]) -> str:
+def user_line(stack: Iterable[FrameSummary]) -> str:
     """The user's line, the innermost that is not torch's own; and torch's, where that is where Dynamo stands."""
     frames = [frame for frame in stack if "torch/_dynamo" not in frame.filename]
     lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from traceback import extract_tb
 from typing import Any, Literal
 
 import sympy
@@ -19,13 +20,19 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gs_compile.capture.dynamo import user_line
 from gs_compile.capture.graph import Length, TensorSpec
+from gs_compile.errors import GraphBreakError
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +83,15 @@ class Generator:
                 )
                 for s in specs
             ]
-            graph = make_fx(function, decomposition_table=self.decompositions)(*sizes.symbols.values(), *inputs)
+            try:
+                graph = make_fx(function, decomposition_table=self.decompositions)(*sizes.symbols.values(), *inputs)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise GraphBreakError(
+                    f"a layer's code cannot be traced: {error.func} reads values of a tensor, at "
+                    f"{user_line(extract_tb(error.__traceback__))}\n"
+                    "Code that runs for every batch reads none. Where it is a library's, such as the backward of an "
+                    "operator, another version or implementation may do without"
+                ) from error
         graph.graph.eliminate_dead_code()
         graph.recompile()
         return graph

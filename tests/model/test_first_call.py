@@ -206,6 +206,26 @@ def test_an_error_that_only_the_trace_meets_is_named():
         model(input_ids=tokens(0), labels=tokens(0))
 
 
+def test_a_backward_that_reads_values_is_named():
+    """As that of grouped products in transformers 5.20 to 5.22: Dynamo takes the operator as it is."""
+
+    @torch.library.custom_op("greedysnake_tests::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    scaled.register_fake(torch.empty_like)
+    scaled.register_autograd(lambda ctx, gradient: gradient * max(2.0, gradient.max().item()))
+    model = gpt2()
+    for block in model.transformer.h:
+        block.down.register_forward_hook(lambda _, __, output: scaled(output))
+    assert torch.isfinite(loss_of(model, tokens(0)))
+    model.compile(backend="greedysnake", options={"micro_batch_size": 2})
+    with pytest.raises(
+        GraphBreakError, match=rf"reads values of a tensor, at {re.escape(__file__)}:\d+: scaled\.register"
+    ):
+        model(input_ids=tokens(0), labels=tokens(0))
+
+
 class Recurrent(nn.Module):
     """Dynamo gives this forward up, and no backend is asked for any of it."""
 

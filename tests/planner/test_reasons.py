@@ -106,7 +106,10 @@ def test_the_nearest_come_first():
     """By throughput, of which two micro-batches in 1.9 s have less than four in 3.7 s."""
     best = solution(4, 3.7, alpha=0.3, resident=1.0)
     own = found(solution(1, 1.0), solution(2, 1.9), solution(3, 2.8), best)
-    other = problem(lambda *_: solution(2, 8.0), workload=replace(WORKLOAD, micro_batch_size=2)), found(solution(2, 4.0))
+    other = (
+        problem(lambda *_: solution(2, 8.0), workload=replace(WORKLOAD, micro_batch_size=2)),
+        found(solution(2, 4.0)),
+    )
     seconds = {2: 1.9, 3: 2.8, 4: 3.75}
 
     def solved(other, number, alpha):
