@@ -88,7 +88,8 @@ def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor
     if not module.training:
         return embedded
     number = embedded.new_ones(embedded.shape[1:], dtype=torch.float32).sum()
-    return embedded + torch.zeros_like(embedded).uniform_(-1, 1) * (module.neftune_noise_alpha / number.sqrt())
+    bound: torch.Tensor = module.neftune_noise_alpha / number.sqrt()
+    return embedded + torch.zeros_like(embedded).uniform_(-1, 1) * bound
 
 
 def _weight(module: Any) -> Any:

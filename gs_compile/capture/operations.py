@@ -187,7 +187,7 @@ def picks_of_equals(node: fx.Node, name: str) -> bool:
     if name != "getitem" or not isinstance(spec, TensorSpec) or spec.batch_dims != (0,):
         return False
     first = node.args[1][:1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    is_first = [type(index) is int and index == 0 or index in _FIRST for index in first] == [True]
+    is_first = [(type(index) is int and index == 0) or index in _FIRST for index in first] == [True]
     return is_first and spec.stride[0] == 0
 
 
