@@ -66,6 +66,15 @@ def trace_chunked_loss() -> bool:
     return _substitute(original, linear_cross_entropy)
 
 
+def trace_noise() -> bool:
+    """Have Dynamo trace the noise of NEFTune for sequences of all lengths; returns whether this changed anything.
+
+    transformers draws it within a bound that is a tensor, which Dynamo can read where the length is a number.
+    """
+    noisy = getattr(sys.modules.get("transformers.integrations.neftune"), "neftune_post_forward_hook", None)
+    return noisy is not None and _substitute(noisy, _with_noise)
+
+
 def _substitute(original: Any, traced: Callable[..., Any]) -> bool:
     """Have Dynamo trace a function as another one; returns whether it was not so."""
     try:
@@ -73,6 +82,14 @@ def _substitute(original: Any, traced: Callable[..., Any]) -> bool:
     except ValueError:  # Dynamo has a substitute
         return False
     return True
+
+
+def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
+    if not module.training:
+        return embedded
+    number = embedded.new_ones(embedded.shape[1:], dtype=torch.float32).sum()
+    bound: torch.Tensor = module.neftune_noise_alpha / number.sqrt()
+    return embedded + torch.zeros_like(embedded).uniform_(-1, 1) * bound
 
 
 def _weight(module: Any) -> Any:

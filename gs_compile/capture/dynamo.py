@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch import fx
 
-from gs_compile.capture.adapters import trace_adapters, trace_chunked_loss, trace_recorders
+from gs_compile.capture.adapters import trace_adapters, trace_chunked_loss, trace_noise, trace_recorders
 from gs_compile.capture.graph import Captured, Input, Role
 from gs_compile.errors import (
     ABSENT,
@@ -147,7 +147,7 @@ def _autocast(device_type: str) -> tuple[Any, ...] | None:
 
 def absorb_libraries() -> bool:
     """Keep calls of libraries that are imported by now from breaking graphs; returns whether this changed anything."""
-    return any([_ignore_logging(), trace_adapters(), trace_recorders(), trace_chunked_loss()])
+    return any([_ignore_logging(), trace_adapters(), trace_recorders(), trace_chunked_loss(), trace_noise()])
 
 
 def _ignore_logging() -> bool:

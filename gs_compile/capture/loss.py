@@ -36,6 +36,7 @@ from gs_compile.capture.operations import (
     ADDING,
     ALONG_SAMPLES,
     AVERAGED_LOSSES,
+    CASTING,
     COUNTED_LOSSES,
     COUNTING,
     DIVIDING,
@@ -48,6 +49,7 @@ from gs_compile.capture.operations import (
     is_mutation,
     mutated,
     operation,
+    picks_of_equals,
     reduction_of,
     why_it_mixes,
     why_values_mix,
@@ -203,14 +205,15 @@ class _Separation:
         inside = block_of(node) is not None
         if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
-        if name in FILLING:
+        if name in FILLING or picks_of_equals(node, name):
             return State("same")  # x.new_ones(()): takes from x its kind alone
         if name in ("sum", "mean", "count_nonzero"):
             return State("mean" if name == "mean" else "sum")
         return _mixed(node, "reduces over the samples of the batch")
 
     def _kinds(self, node: fx.Node) -> set[Kind]:
-        return {self.states[source].kind for source in node.all_input_nodes}
+        sources = node.all_input_nodes[: 1 if operation(node) in CASTING else None]
+        return {self.states[source].kind for source in sources}
 
     # Values that are reduced over the batch ---------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise th
 # These choose among the elements of a tensor: their result has any number of them, and no more.
 CHOOSING = frozenset("nonzero argwhere where masked_select getitem unique unique_consecutive".split())
 COUNTING = frozenset("histc bincount".split())
+CASTING = frozenset("to type_as".split())  # of another tensor these take its kind alone
 FILLING = frozenset("zeros ones empty arange new_zeros new_ones new_empty".split())
 SHAPING = FILLING | frozenset("view reshape expand size unflatten repeat broadcast_to split chunk narrow".split())
 # Losses whose "mean" divides by counted labels, and those whose "mean" divides by the number of elements.
@@ -113,6 +114,7 @@ def normalises_by_batch(node: fx.Node) -> bool:
 
 # Samples --------------------------------------------------------------------------------------------------------------
 
+_FIRST = (slice(None, 1), slice(0, 1), slice(None, 1, 1), slice(0, 1, 1))
 ALONG_SAMPLES = "runs along the batch dimension"
 
 
@@ -177,6 +179,16 @@ def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
     if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or _is_arange(first):
         return False
     return first.meta.get("storage") is not None and has_samples(first)  # inside a vmap masks are looked up by sample
+
+
+def picks_of_equals(node: fx.Node, name: str) -> bool:
+    """``x[:1]`` or ``x[0]`` of one row that is expanded to all samples, as prompts that are learned are: that row."""
+    spec = node.all_input_nodes[0].meta.get("spec")
+    if name != "getitem" or not isinstance(spec, TensorSpec) or spec.batch_dims != (0,):
+        return False
+    first = node.args[1][:1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    is_first = [(type(index) is int and index == 0) or index in _FIRST for index in first] == [True]
+    return is_first and spec.stride[0] == 0
 
 
 def _is_arange(node: fx.Node) -> bool:

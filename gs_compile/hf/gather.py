@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,8 @@ def pad_token_id_of(model: Any, tokenizer: Any = None) -> int:
     return next((each for each in known if each is not None), 0)
 
 
-def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
-    """One batch of all samples; shorter sequences are padded at their end, as collators pad them.
+def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> Mapping[str, Any]:
+    """One batch of all samples, of the first one's type; shorter sequences are padded at their end, as collators do.
 
     Padding needs an attention mask, which then ends them, or position ids, by which it is one more of the sequences
     that are packed in a row; labels there are ignored. Raises OptionError where batches have other entries than the
@@ -37,11 +38,18 @@ def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[st
     if any(batch.keys() != first.keys() for batch in batches):
         raise OptionError(f"the batches of a step have different entries: {sorted({*map(tuple, batches)})}")
     padding = {"input_ids": pad_token_id, "labels": _IGNORED, "shift_labels": _IGNORED}
-    return {
+    joined = {
         name: _joined(name, [batch[name] for batch in batches], padding.get(name, 0), first)
         for name in first
         if name not in _OFFSETS
     }
+    if not isinstance(first, MutableMapping):
+        return joined
+    found = copy.copy(first)  # as tokenizers give, with a `to(device)` and attributes that loops use
+    for name in first.keys() - joined.keys():
+        del found[name]
+    found.update(joined)
+    return found
 
 
 def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:

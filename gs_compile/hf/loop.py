@@ -7,6 +7,7 @@ so each turn of the loop is a whole step: its loss is that of the step, and grad
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import gathered, pad_token_id_of
 from gs_compile.model.resume import resume
 from gs_compile.model.tiered_optimizer import TieredOptimizer
+
+log = logging.getLogger(__name__)
 
 # Of a data loader that is made anew.
 _KEPT = frozenset(
@@ -115,6 +118,11 @@ def _of_steps(loader: DataLoader[Any], num_batches: int, size: int, model: Any) 
     """A loader of the same data; a batch has the samples of `num_batches`, which are collated one by one."""
     if num_batches == 1:
         return loader
+    log.warning(
+        "the loader brings the %d batches of a step as one: its length counts steps from now on, and so does what the "
+        "loop computes from that, which must not divide by gradient_accumulation_steps again",
+        num_batches,
+    )
     kept = {name: getattr(loader, name) for name in _KEPT}
     kept["collate_fn"] = partial(_collated, loader.collate_fn, loader.batch_size or size, pad_token_id_of(model))
     if isinstance(loader.dataset, IterableDataset) and loader.batch_size:

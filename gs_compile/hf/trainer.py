@@ -29,6 +29,7 @@ from gs_compile.model.tiered_optimizer import TieredOptimizer
 
 log = logging.getLogger(__name__)
 
+_Trainer: Any = object  # of transformers: the other base of whoever has the class
 _EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
 _LIONS = {"lion_32bit", "paged_lion_32bit"}  # TrainingArguments.optim
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
@@ -104,6 +105,8 @@ class TrainerMixin(DurableTrainer):
             first = {**chosen, "durability": "off"}  # what is never trained has no steps
             self._reference_optimizer, within = stored_reference(second, first, given, self.accelerator.autocast)
             self._compile_within.append(within)
+        if not isinstance(self, _Gathering):
+            self.__class__ = _gathers(type(self))
 
     # Trainer's own methods -------------------------------------------------------------------------------------------
 
@@ -111,19 +114,6 @@ class TrainerMixin(DurableTrainer):
         """The batches of the next step; one that was broken off is forgotten."""
         self._batches = []
         return super().get_batch_samples(*args, **kwargs)
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Gather a batch; with the last of a step, run them all. The losses of a step add up to its own."""
-        self._batches.append(inputs)
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        batches, self._batches = self._batches, []
-        with self._smaller_if_too_large(), self._under_way():
-            if self._has_own_loss and len(batches) > 1:
-                return self._own_training_step(model, batches, num_items_in_batch)
-            batch = gathered(batches, self._pad_token_id)
-            self.current_gradient_accumulation_steps = 1  # it is the loss of the whole step, not divided again
-            return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; with fp16 it divides by the loss scale."""
@@ -191,24 +181,6 @@ class TrainerMixin(DurableTrainer):
             log.warning("a batch of %d does not fit: %s", self._batch_size, error)
             raise RuntimeError("the batch is out of memory.") from error
 
-    def _own_training_step(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> torch.Tensor:
-        """Each batch's loss is computed by itself; they meet where they call the model, which runs once for all."""
-        compute = self.compute_loss
-
-        def loss_of(*args: Any, **kwargs: Any) -> Any:
-            with self.compute_loss_context_manager():  # a thread's own, as a strand is one
-                return compute(*args, **kwargs)
-
-        def loss_of_all(model: Any, batches: list[Any], **kwargs: Any) -> torch.Tensor:
-            losses = [partial(loss_of, model, batch, **kwargs) for batch in batches]
-            return torch.stack(strands.run(losses, partial(answered, pad_token_id=self._pad_token_id))).sum()
-
-        self.compute_loss = loss_of_all
-        try:
-            return super().training_step(model, batches, num_items_in_batch)  # type: ignore[no-any-return]
-        finally:
-            del self.compute_loss
-
     @property
     def _pad_token_id(self) -> int:
         return pad_token_id_of(self.model, getattr(self, "processing_class", None))
@@ -227,6 +199,55 @@ class TrainerMixin(DurableTrainer):
             )
         settings = {key: value for key, value in given[1].items() if key in _SETTINGS}
         return found, {"max_grad_norm": _bound(args), **settings}
+
+
+class _Gathering(_Trainer):  # type: ignore[misc]
+    """What stands between Trainer and those that derive from it: where it would train on a batch, batches are gathered.
+
+    So what these do in a `training_step` of their own is done with each batch, as it comes.
+    """
+
+    compute_loss: Any
+    _batches: list[Any]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Gather a batch; with the last of a step, run them all. The losses of a step add up to its own."""
+        self._batches.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._batches = self._batches, []
+        with self._smaller_if_too_large(), self._under_way():
+            if self._has_own_loss and len(batches) > 1:
+                return self._own_training_step(model, batches, num_items_in_batch)
+            batch = gathered(batches, self._pad_token_id)
+            self.current_gradient_accumulation_steps = 1  # it is the loss of the whole step, not divided again
+            return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
+
+    def _own_training_step(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> torch.Tensor:
+        """Each batch's loss is computed by itself; they meet where they call the model, which runs once for all."""
+        compute = self.compute_loss
+
+        def loss_of(*args: Any, **kwargs: Any) -> Any:
+            with self.compute_loss_context_manager():  # a thread's own, as a strand is one
+                return compute(*args, **kwargs)
+
+        def loss_of_all(model: Any, batches: list[Any], **kwargs: Any) -> torch.Tensor:
+            losses = [partial(loss_of, model, batch, **kwargs) for batch in batches]
+            return torch.stack(strands.run(losses, partial(answered, pad_token_id=self._pad_token_id))).sum()
+
+        self.compute_loss = loss_of_all
+        try:
+            return super().training_step(model, batches, num_items_in_batch)  # type: ignore[no-any-return]
+        finally:
+            del self.compute_loss
+
+
+def _gathers(kind: type) -> type:
+    """A kind of Trainer, with `_Gathering` next to Trainer itself."""
+    from transformers import Trainer
+
+    between = type("Gathering", (_Gathering, Trainer), {})
+    return type(kind.__name__, (kind, between), {"__module__": kind.__module__})
 
 
 def _bound(args: Any) -> float | None:

@@ -70,6 +70,9 @@ FORMS = {
     "softmax over words": lambda p, y: -(p.log_softmax(-1) * classes(y)).sum(-1).mean(),
     "cumulative over tokens": lambda p, y: p.cumsum(1).tanh().mean(),
     "last token by index": lambda p, y: p[torch.arange(p.shape[0]), y[:, 3].clamp(0, TOKENS - 1)].pow(2).mean(),
+    "a row that all samples share": lambda p, y: (p * WEIGHT.expand(p.shape[0], -1)[:1].exp()).mean(),
+    "the same, without its dimension": lambda p, y: (p * WEIGHT[None].expand(p.shape[0], WORDS)[0]).mean(),
+    "cast to the kind of samples": lambda p, y: (p * WEIGHT.double().to(p)).mean() + WEIGHT.half().type_as(p).sum(),
     "batch_norm in eval mode": lambda p, y: (
         functional.batch_norm(p.flatten(0, 1), torch.zeros(WORDS), torch.ones(WORDS)).tanh().mean()
     ),

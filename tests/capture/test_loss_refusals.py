@@ -62,6 +62,10 @@ REFUSALS = {
     "contrastive": (contrastive, "(matmul) pairs the samples of the batch with each other"),
     "distances": (lambda p, y: torch.cdist(p[:, 0], p[:, 0]).mean(), "(cdist) pairs the samples of the batch"),
     "one sample": (lambda p, y: p[0].sum(), "(getitem) reduces over the samples of the batch"),
+    "another of the rows that all samples share": (
+        lambda p, y: (p * torch.ones(WORDS).expand(p.shape[0], -1)[1]).sum(),
+        "(getitem) reduces over the samples of the batch",
+    ),
     "mixture of experts": (load_balance, "`mul` of values reduced over the batch"),
     "labels of the model's own": (
         lambda p, y: functional.cross_entropy(p.flatten(0, 1), p.argmax(-1).flatten()),

@@ -31,6 +31,7 @@ ADAPTERS = {
     "dora": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True, **TASK),
     "ia3": peft.IA3Config(**TASK),
     "prefix": peft.PrefixTuningConfig(num_virtual_tokens=4, **TASK),
+    "prompt": peft.PromptTuningConfig(num_virtual_tokens=4, **TASK),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from learner import distance, values
 from test_trainer import EAGER, padded, samples
 from tiny import tiny
+from transformers import BatchEncoding
 from zoo import small
 
 import gs_compile.hf
@@ -157,12 +158,23 @@ class Stream(torch.utils.data.IterableDataset):
         (Stream(13), True, [6, 6]),
     ],
 )
-def test_a_ragged_end(dataset, drop_last, sizes, tmp_path):
+def test_a_ragged_end(dataset, drop_last, sizes, tmp_path, caplog):
     """The last step of an epoch has the batches that are left, and a batch that is not full may be left out."""
     loader = torch.utils.data.DataLoader(dataset, batch_size=2, drop_last=drop_last, collate_fn=padded)
     loop = Loop(tmp_path, mine=True, gas=3, loader=loader)
     assert [len(batch["input_ids"]) for batch in loop.loader] == sizes
     assert len(loop.loader) == len(sizes)
+    assert "must not divide by gradient_accumulation_steps again" in caplog.text
+
+
+def test_batches_keep_their_type(tmp_path):
+    """Loops ask what a tokenizer gives for more than its entries, as `batch.to(device)`."""
+    collate = lambda batch: BatchEncoding(padded(batch))  # noqa: E731
+    loop = Loop(
+        tmp_path, mine=True, loader=torch.utils.data.DataLoader(data(), batch_size=2, collate_fn=collate), gas=2
+    )
+    batch = next(iter(loop.loader)).to("cpu")
+    assert batch.input_ids.shape == (4, 12)
 
 
 def test_what_cannot_be_followed_is_refused(tmp_path):

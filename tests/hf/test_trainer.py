@@ -11,10 +11,12 @@ import torch
 from learner import distance, values
 from tiny import tiny
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.neftune import neftune_post_forward_hook
 from zoo import VOCAB, small
 
 import gs_compile
 import gs_compile.hf
+from gs_compile.capture.dynamo import absorb_libraries
 from gs_compile.errors import LaneError, MemoryBudgetError, OptionError
 from gs_compile.model.residency import is_offloaded
 
@@ -160,6 +162,32 @@ def test_sequences_of_many_lengths(tmp_path):
     theirs.train()
     mine.train()
     assert_alike(mine, theirs)
+
+
+def test_noise_on_embeddings_of_sequences_of_many_lengths(tmp_path):
+    """NEFTune's, with random numbers of each micro-batch's own."""
+    settings = {"data": samples(lengths=(12, 7, 9)), "max_steps": 4}
+    noisy = attached(tmp_path / "noisy", "gpt2", neftune_noise_alpha=5.0, **settings)
+    quiet = trainer(tmp_path / "quiet", "gpt2", **settings)
+    for each in (noisy, quiet):
+        each.train()
+    assert curve(noisy, "loss") == pytest.approx(curve(quiet, "loss"), rel=0.2)
+    assert all(abs(one - other) > 1e-3 for one, other in zip(curve(noisy, "loss"), curve(quiet, "loss"), strict=True))
+
+
+def test_noise_is_traced_within_its_bounds():
+    """For all lengths at once, where the bound is no number."""
+    absorb_libraries()
+    embedding = torch.nn.Embedding(VOCAB, 8)
+    embedding.neftune_noise_alpha = 3.0
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    noisy = torch.compile(lambda ids: embedding(ids), backend="eager", fullgraph=True, dynamic=True)
+    for length in (50, 200):
+        ids = torch.randint(VOCAB, (4, length))
+        noise, bound = noisy(ids) - embedding.weight[ids], 3.0 / (length * 8) ** 0.5
+        assert 0.95 * bound < noise.abs().max() < 1.001 * bound
+    embedding.eval()
+    assert torch.equal(noisy(ids), embedding.weight[ids])
 
 
 @pytest.mark.slow

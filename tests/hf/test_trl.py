@@ -260,6 +260,23 @@ def test_a_loss_of_the_users_own(make, tmp_path):
     assert_alike(*both(make, tmp_path), ("loss", "grad_norm"), 1e-5)
 
 
+class Flipped(Doubled):
+    """Makes new batches while it trains, as distillation on what the student writes does."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        assert len(inputs["input_ids"]) == 2  # a batch, as it comes
+        with torch.no_grad():
+            inputs["labels"] = model(**inputs).logits.argmax(-1).flip(1)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def test_what_a_trainer_does_to_a_batch_it_does_to_each(tmp_path):
+    def flipped(folder):
+        return Flipped(tiny(), settings(TrainingArguments, folder), train_dataset=samples(), data_collator=padded)
+
+    assert_alike(*both(flipped, tmp_path), ("loss", "grad_norm"), 1e-5)
+
+
 class Weighted(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         labels = inputs.pop("labels")
