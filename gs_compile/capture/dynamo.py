@@ -53,10 +53,10 @@ check_torch()
 
 try:
     from torch._dynamo import config as dynamo_config
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
     from torch._dynamo.exc import Unsupported as Unsupported
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, install_guard
     from torch._dynamo.source import LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -153,7 +153,10 @@ def guard_model(parameters: Iterable[torch.Tensor]) -> None:
     traced, frame = set(parameters), InstructionTranslator.current_tx().output.root_tx
     for name, value in frame.f_locals.items():
         if isinstance(value, torch.nn.Module) and not traced.isdisjoint(value.parameters()):
-            weakref.finalize(value, _pass_over_ended, frame.f_code).atexit = False  # runs after Dynamo's, which is later
+            ended = weakref.finalize(
+                value, _pass_over_ended, frame.f_code
+            )  # is called after Dynamo's own
+            ended.atexit = False
             install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
 
 

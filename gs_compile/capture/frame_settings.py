@@ -56,7 +56,7 @@ def enter_settings() -> bool:
 
 
 def compiled_frame(*names: str) -> Mapping[str, Any]:
-    """What Dynamo's compile of a frame, which is among the callers, knows: its backend, the frame's values, and `names`."""
+    """What Dynamo's compile of a frame, which is among the callers, knows: its backend, the frame's values, `names`."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not {"compiler_fn", "locals", *names} <= frame.f_locals.keys():
         frame = frame.f_back
