@@ -1,5 +1,5 @@
-"""adapters: what layers of PEFT, models of transformers and losses of torch do that Dynamo cannot trace, said in a way
-that it can.
+"""adapters: what layers of PEFT, models of transformers, and stacks and losses of torch do that Dynamo cannot trace,
+said in a way that it can.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.nn import functional
+from torch.nn.modules import transformer
 
 _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
 
@@ -64,6 +65,19 @@ def trace_chunked_loss() -> bool:
         return whole(*given, **named)
 
     return _substitute(original, linear_cross_entropy)
+
+
+def trace_masks() -> bool:
+    """Have Dynamo trace torch's stacks that are given a mask and no `is_causal`; returns whether this changed anything.
+
+    They look at the mask's values to find whether it is causal, at which Dynamo breaks the graph. That is a hint to
+    kernels alone, and the mask counts in either case: here it is what was said.
+    """
+
+    def _detect_is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    return _substitute(transformer._detect_is_causal_mask, _detect_is_causal_mask)
 
 
 def _substitute(original: Any, traced: Callable[..., Any]) -> bool:

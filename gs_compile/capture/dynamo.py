@@ -24,7 +24,7 @@ import sympy
 import torch
 from torch import fx
 
-from gs_compile.capture.adapters import trace_adapters, trace_chunked_loss, trace_recorders
+from gs_compile.capture.adapters import trace_adapters, trace_chunked_loss, trace_masks, trace_recorders
 from gs_compile.capture.graph import Captured, Input, Role
 from gs_compile.errors import (
     ABSENT,
@@ -153,9 +153,7 @@ def guard_model(parameters: Iterable[torch.Tensor]) -> None:
     traced, frame = set(parameters), InstructionTranslator.current_tx().output.root_tx
     for name, value in frame.f_locals.items():
         if isinstance(value, torch.nn.Module) and not traced.isdisjoint(value.parameters()):
-            ended = weakref.finalize(
-                value, _pass_over_ended, frame.f_code
-            )  # is called after Dynamo's own
+            ended = weakref.finalize(value, _pass_over_ended, frame.f_code)  # called after Dynamo's
             ended.atexit = False
             install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
 
@@ -176,7 +174,7 @@ def _autocast(device_type: str) -> tuple[Any, ...] | None:
 
 def absorb_libraries() -> bool:
     """Keep calls of libraries that are imported by now from breaking graphs; returns whether this changed anything."""
-    return any([_ignore_logging(), trace_adapters(), trace_recorders(), trace_chunked_loss()])
+    return any([_ignore_logging(), trace_adapters(), trace_recorders(), trace_chunked_loss(), trace_masks()])
 
 
 def _ignore_logging() -> bool:
