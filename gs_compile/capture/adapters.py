@@ -1,5 +1,5 @@
-"""adapters: what layers of PEFT, models of transformers and losses of torch do that Dynamo cannot trace, said in a way
-that it can.
+"""adapters: what layers of PEFT, models of transformers, and stacks and losses of torch do that Dynamo cannot trace,
+said in a way that it can.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.nn import functional
+from torch.nn.modules import transformer
 
 _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
 
 
-def trace_adapters() -> bool:
-    """Have Dynamo trace how DoRA reads a weight that may be quantized; returns whether this changed anything.
+def trace_libraries() -> bool:
+    """Have Dynamo trace what libraries that are imported by now do; returns whether this changed anything."""
+    return any([_trace_adapters(), _trace_recorders(), _trace_chunked_loss(), _trace_noise(), _trace_masks()])
+
+
+def _trace_adapters() -> bool:
+    """How DoRA reads a weight that may be quantized.
 
     PEFT asks for the name of the weight's module, at which Dynamo breaks the graph. A quantized weight breaks it still,
     and PEFT's own function reads it.
@@ -29,8 +35,8 @@ def trace_adapters() -> bool:
     return _substitute(original, _weight)
 
 
-def trace_recorders() -> bool:
-    """Have Dynamo trace models of transformers that record what layers make; returns whether this changed anything.
+def _trace_recorders() -> bool:
+    """Models of transformers that record what layers make.
 
     The hooks for it are installed in the first forward that is asked for attentions, router logits or hidden
     states. Dynamo breaks the graph there; so they are installed while it traces, once for a model.
@@ -49,8 +55,8 @@ def trace_recorders() -> bool:
     return _substitute(install, maybe_install_capturing_hooks)
 
 
-def trace_chunked_loss() -> bool:
-    """Have Dynamo trace torch's loss of a head without its own chunks; returns whether this changed anything.
+def _trace_chunked_loss() -> bool:
+    """torch's loss of a head, without its own chunks.
 
     These are a function that breaks the graph; `codegen.pieces` has pieces of all that a head does.
     """
@@ -66,13 +72,26 @@ def trace_chunked_loss() -> bool:
     return _substitute(original, linear_cross_entropy)
 
 
-def trace_noise() -> bool:
-    """Have Dynamo trace the noise of NEFTune for sequences of all lengths; returns whether this changed anything.
+def _trace_noise() -> bool:
+    """The noise of NEFTune, for sequences of all lengths.
 
     transformers draws it within a bound that is a tensor, which Dynamo can read where the length is a number.
     """
     noisy = getattr(sys.modules.get("transformers.integrations.neftune"), "neftune_post_forward_hook", None)
     return noisy is not None and _substitute(noisy, _with_noise)
+
+
+def _trace_masks() -> bool:
+    """torch's stacks that are given a mask and no `is_causal`.
+
+    They look at the mask's values to find whether it is causal, at which Dynamo breaks the graph. That is a hint to
+    kernels alone, and the mask counts in either case: here it is what was said.
+    """
+
+    def _detect_is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    return _substitute(transformer._detect_is_causal_mask, _detect_is_causal_mask)
 
 
 def _substitute(original: Any, traced: Callable[..., Any]) -> bool:

@@ -11,19 +11,20 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from traceback import FrameSummary
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import sympy
 import torch
 from torch import fx
 
-from gs_compile.capture.adapters import trace_adapters, trace_chunked_loss, trace_noise, trace_recorders
+from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.graph import Captured, Input, Role
 from gs_compile.errors import (
     ABSENT,
@@ -52,15 +53,18 @@ check_torch()
 
 try:
     from torch._dynamo import config as dynamo_config
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
     from torch._dynamo.exc import Unsupported as Unsupported
+    from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, install_guard
+    from torch._dynamo.source import LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
     from torch._guards import CompileContext
     from torch.utils._sympy.value_ranges import bound_sympy
 
-    from gs_compile.capture.frame_settings import enter_settings, free, is_freed, is_ours
+    from gs_compile.capture.frame_settings import compiled_frame, enter_settings, free, is_freed, is_ours
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
@@ -138,6 +142,29 @@ def guard_memory() -> None:
             found["stride"] = torch._C.TensorBase.stride(tensor)
 
 
+def guard_model(parameters: Iterable[torch.Tensor]) -> None:
+    """Have Dynamo keep this code for the model that is traced alone, and count it no more once that model has ended.
+
+    Of a model whose parameters leave while it is traced: another one still has its own, so it never runs this code.
+    Else the ninth model of a class in one process is over Dynamo's limit. Called by a backend.
+    """
+    if current_compile_id() is None:
+        return
+    traced, frame = set(parameters), InstructionTranslator.current_tx().output.root_tx
+    for name, value in frame.f_locals.items():
+        if isinstance(value, torch.nn.Module) and not traced.isdisjoint(value.parameters()):
+            ended = weakref.finalize(value, _pass_over_ended, frame.f_code)  # called after Dynamo's
+            ended.atexit = False
+            install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
+
+
+def _pass_over_ended(code: CodeType) -> None:
+    """Dynamo counts a frame's codes for its limit, and passes over those of other models: here, also of ended ones."""
+    for entry in _debug_get_cache_entry_list(code):
+        if isinstance(entry.guard_manager, DeletedGuardManagerWrapper):
+            entry.guard_manager.id_matched_objs = {"self": weakref.ref(_pass_over_ended)}  # no model that is called
+
+
 def _autocast(device_type: str) -> tuple[Any, ...] | None:
     """The autocast region around the model's call; Dynamo guards on it, so it is the same in every call."""
     if not torch.amp.autocast_mode.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
@@ -147,7 +174,7 @@ def _autocast(device_type: str) -> tuple[Any, ...] | None:
 
 def absorb_libraries() -> bool:
     """Keep calls of libraries that are imported by now from breaking graphs; returns whether this changed anything."""
-    return any([_ignore_logging(), trace_adapters(), trace_recorders(), trace_chunked_loss(), trace_noise()])
+    return any([_ignore_logging(), trace_libraries()])
 
 
 def _ignore_logging() -> bool:
@@ -191,10 +218,17 @@ def is_sized(value: Any) -> bool:
     return not isinstance(value, torch.SymInt) or value.node.hint is not None
 
 
-def note_last_compile(error: BaseException, compile_id: Any) -> None:
+def is_last_compile() -> bool:
+    """Whether Dynamo will compile the frame that it compiles now no more: it has reached its limit."""
+    if current_compile_id() is None:
+        return False
+    others: Any = compiled_frame("cache_size")["cache_size"]
+    return bool(others.num_cache_entries_with_same_id_matched_objs + 1 >= dynamo_config.recompile_limit)
+
+
+def note_last_compile(error: BaseException, is_last: bool) -> None:
     """Add to the refusal of a frame that Dynamo compiles no more: the next call would run it as it is."""
-    number = getattr(compile_id, "frame_compile_id", None)  # None outside of Dynamo
-    if number is not None and number + 1 >= dynamo_config.recompile_limit:
+    if is_last:
         error.add_note(
             f"Dynamo has compiled this model {dynamo_config.recompile_limit} times, which is its limit: from now on it "
             "runs without greedysnake. Call torch._dynamo.reset() before the next try"

@@ -55,10 +55,10 @@ def enter_settings() -> bool:
     return _current() is None and bool(_Settings())
 
 
-def compiled_frame() -> Mapping[str, Any]:
-    """What Dynamo's compile of a frame, which is among the callers, knows: its backend, and the frame's values."""
+def compiled_frame(*names: str) -> Mapping[str, Any]:
+    """What Dynamo's compile of a frame, which is among the callers, knows: its backend, the frame's values, `names`."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and not {"compiler_fn", "locals"} <= frame.f_locals.keys():
+    while frame is not None and not {"compiler_fn", "locals", *names} <= frame.f_locals.keys():
         frame = frame.f_back
     assert frame is not None, "Dynamo compiles no frame"
     return frame.f_locals

@@ -18,7 +18,8 @@ from torch import fx
 from gs_compile.capture.dynamo import (
     absorb_libraries,
     capture,
-    current_compile_id,
+    guard_model,
+    is_last_compile,
     note_last_compile,
     refuse,
 )
@@ -65,7 +66,7 @@ def greedysnake(
     own.
     """
     watch().forget()
-    compile_id, checked = current_compile_id(), Options()
+    is_last, checked = is_last_compile(), Options()
     compilation: Compilation | None = None
     begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten]
     try:
@@ -89,7 +90,7 @@ def greedysnake(
                 begin = partial(_AsWritten, module)
                 return begin(args, ranks).run()
             roll_back(args)
-            note_last_compile(error, compile_id)
+            note_last_compile(error, is_last)
             if isinstance(error, CaptureError):
                 refuse(error)
             raise
@@ -232,6 +233,8 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
         if not is_offloaded(parameter) or before != dtype:
             stash(parameter, dtype)
             changed |= before != dtype
+    if any(residency_of(parameter).was_resident for parameter in parameters):
+        guard_model(parameters)
     return changed
 
 

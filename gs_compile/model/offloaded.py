@@ -245,8 +245,9 @@ class UnavailableGradient(Tensor):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise ReleasedParameterError(
             f"{name}: gradients of parameters that live on the tiers cannot be clipped or used from outside: they "
-            "never are in p.grad. Use max_grad_norm= of the gs_compile optimizer, which clips by the same global norm, "
-            "and leave this call out"
+            "never are in p.grad. Use max_grad_norm= of the gs_compile optimizer, which clips by the same global norm "
+            "(math.inf clips nothing), read optimizer.grad_norm, or scale the loss before its backward; and leave this "
+            "call out"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

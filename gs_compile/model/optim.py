@@ -3,12 +3,15 @@
 state_dtype: of the moments there. torch.bfloat16 moves and stores half of what float32 does, which is the default, and
 "8bit" a quarter; an update rounds them at random, the same way in every run, so it does not learn the very same
 numbers. Parameters in float64 have all moments in float64.
+
+of_torch: `foreach`, `fused` and `capturable` of the optimizer of torch, which say how it computes, are passed over.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from gs_compile.model.settings import check_torch_settings
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType
@@ -34,7 +37,9 @@ class AdamW(TieredOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         state_dtype: StateType = None,
+        **of_torch: Any,
     ) -> None:
+        check_torch_settings("AdamW", of_torch)
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm, state_dtype)
 
@@ -55,7 +60,9 @@ class Adam(TieredOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         state_dtype: StateType = None,
+        **of_torch: Any,
     ) -> None:
+        check_torch_settings("Adam", of_torch)
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "maximize": maximize}, max_grad_norm, state_dtype)
 
@@ -77,7 +84,9 @@ class SGD(TieredOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         state_dtype: StateType = None,
+        **of_torch: Any,
     ) -> None:
+        check_torch_settings("SGD", of_torch)
         numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         rest = {"dampening": dampening, "nesterov": nesterov, "maximize": maximize}
         super().__init__(params, {**numbers, **rest}, max_grad_norm, state_dtype)

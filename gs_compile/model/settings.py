@@ -11,11 +11,21 @@ import torch
 from gs_compile.errors import OptimizerError
 from gs_compile.runtime.formats import StateType
 
+HOW_TORCH_COMPUTES = ("foreach", "fused", "capturable")
+OTHER_RULES = ("amsgrad", "differentiable", "decoupled_weight_decay")  # of torch's optimizers, where they are true
+
+
+def check_torch_settings(name: str, given: Mapping[str, Any]) -> None:
+    """Pass over the settings that say how torch's optimizer computes. Raises OptimizerError where they change what."""
+    for key in given:
+        if key not in HOW_TORCH_COMPUTES + OTHER_RULES:
+            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {key!r}")
+    _refuse_other_rules(name, given)
+
 
 def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> None:
     """Raise OptimizerError for settings, of the names `keys`, that are no numbers, or out of range."""
-    if group.get("amsgrad"):
-        raise OptimizerError(f"{name}: amsgrad is not among what greedysnake's optimizers do; leave it out")
+    _refuse_other_rules(name, group)
     for key in keys:
         for number in group[key] if isinstance(group[key], tuple | list) else (group[key],):
             if not isinstance(number, int | float):
@@ -28,6 +38,12 @@ def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> 
                 raise OptimizerError(f"{name}: eps must be more than 0, or zero gradients would divide by it")
     if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
+
+
+def _refuse_other_rules(name: str, given: Mapping[str, Any]) -> None:
+    for key in OTHER_RULES:
+        if given.get(key):
+            raise OptimizerError(f"{name}: {key} is not among what greedysnake's optimizers do; leave it out")
 
 
 def check_state_dtype(state_dtype: Any) -> StateType:

@@ -52,6 +52,23 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
     assert optimizer.engine is None
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_more_models_of_a_class_than_dynamo_compiles_one_train_in_a_process(ends, tmp_path):
+    """As in a search for settings. Each is captured, and Dynamo counts those of one model: the ninth was refused."""
+    torch._dynamo.reset()
+    kept, losses = [], []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for number in range(4):
+            model = gpt2()
+            optimizer = adamw(two_groups(model))
+            model.compile(backend="greedysnake", options=options(tmp_path / str(number)))
+            losses.append(step(model, optimizer, tokens(0)))
+            kept += [] if ends else [(model, optimizer)]
+            del model, optimizer
+            gc.collect()
+    assert len(set(losses)) == 1
+
+
 @pytest.mark.parametrize("on_storage", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_optimizer_that_is_made_after_a_refusal_is_in_time(on_storage, tmp_path):
     """Of a model in bf16 Dynamo kept the code of the call that was refused, with parameters of fp32."""

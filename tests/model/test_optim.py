@@ -141,6 +141,19 @@ def test_settings_out_of_range_are_refused(make, complaint):
         make(gpt2().parameters())
 
 
+def test_settings_of_torch_that_change_nothing_are_passed_over():
+    """As scripts give them: nanoGPT's, to torch.optim.AdamW, on CUDA."""
+    for make in (gs_compile.AdamW, gs_compile.Adam, gs_compile.SGD):
+        optimizer = make(gpt2().parameters(), lr=0.1, fused=True, foreach=None, capturable=False, differentiable=False)
+        assert not {"fused", "foreach"} & optimizer.param_groups[0].keys()
+    with pytest.raises(OptimizerError, match="AdamW: amsgrad is not among"):
+        gs_compile.AdamW(gpt2().parameters(), amsgrad=True)
+    with pytest.raises(OptimizerError, match="Adam: decoupled_weight_decay is not among"):
+        gs_compile.Adam(gpt2().parameters(), decoupled_weight_decay=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):
+        gs_compile.AdamW(gpt2().parameters(), beta=0.9)
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"), [({"lr": -1.0}, "lr must not be"), ({"amsgrad": True}, "amsgrad is")]
 )
