@@ -103,8 +103,8 @@ def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, 
         )
     if chosen := sorted(_CHOSEN & first.keys()):
         raise OptionError(
-            f"{name!r} has sequences of different lengths in the batches of a step, and {chosen[0]!r} is chosen among all "
-            "tokens, so that padding would change the loss: pad all batches to one length (padding='max_length'), or "
+            f"{name!r} has sequences of different lengths in the batches of a step, and {chosen[0]!r} is chosen among "
+            "all tokens, so padding would change the loss: pad all batches to one length (padding='max_length') or "
             "give gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
         )
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
