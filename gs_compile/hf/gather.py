@@ -18,6 +18,7 @@ Tensor = torch.Tensor
 _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_CHOSEN = {"start_positions", "end_positions"}  # labels that are chosen among all tokens, those of padding included
 _OF_SAMPLES = ("logits", "pooler_output")  # of a model: without tokens where they are (samples, ...), of any width
 
 
@@ -32,7 +33,7 @@ def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> Mapping
 
     Padding needs an attention mask, which then ends them, or position ids, by which it is one more of the sequences
     that are packed in a row; labels there are ignored. Raises OptionError where batches have other entries than the
-    first, or would need padding and have neither.
+    first, or would need padding and have neither, or labels that padding changes.
     """
     first = batches[0]
     if any(batch.keys() != first.keys() for batch in batches):
@@ -99,6 +100,12 @@ def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, 
         raise OptionError(
             f"{name!r} has sequences of different lengths in the batches of a step, and there are no attention_mask "
             "and no position_ids to pad them with: pad all batches to one length, or have the collator make a mask"
+        )
+    if chosen := sorted(_CHOSEN & first.keys()):
+        raise OptionError(
+            f"{name!r} has sequences of different lengths in the batches of a step, and {chosen[0]!r} is chosen among "
+            "all tokens, so padding would change the loss: pad all batches to one length (padding='max_length') or "
+            "give gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
         )
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
     if name == "position_ids" and "attention_mask" not in first:

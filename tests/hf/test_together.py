@@ -7,9 +7,10 @@ import torch
 from trl.trainer.utils import add_fused_lm_head
 from zoo import VOCAB, small
 
+from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import make_capturable
-from gs_compile.hf.gather import parted
+from gs_compile.hf.gather import gathered, parted
 
 
 @pytest.mark.parametrize(("num_items", "share"), [(None, 6.0), (4, 3.0)])
@@ -17,6 +18,17 @@ def test_a_batchs_share_of_a_loss(num_items, share):
     """The shares of a sum over tokens add up to it; of a mean, Trainer takes the mean."""
     batch = {"input_ids": torch.zeros(2, 3), "num_items_in_batch": num_items}
     assert [each["loss"].item() for each in parted({"loss": torch.tensor(6.0)}, [batch, batch])] == [share, share]
+
+
+def test_answers_chosen_among_all_tokens_are_not_padded():
+    """A softmax over the tokens of a sequence has those of padding in it."""
+    batches = [
+        {"input_ids": torch.zeros(2, n), "attention_mask": torch.ones(2, n), "start_positions": torch.ones(2)}
+        for n in (3, 4)
+    ]
+    assert len(gathered([batches[0], batches[0]], 0)["start_positions"]) == 4
+    with pytest.raises(OptionError, match=r"'start_positions' is chosen among all tokens.*padding='max_length'"):
+        gathered(batches, 0)
 
 
 def test_the_head_gives_what_the_fused_one_gives():
