@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 import gs_compile
-from gs_compile.errors import OptimizerError, ReleasedParameterError
+from gs_compile.errors import GraphBreakError, OptimizerError, ReleasedParameterError
 from gs_compile.model.residency import stash
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,6 +145,12 @@ LIMITS: dict[str, list[Case]] = {
     "Layers whose result depends on the whole batch": [
         ("capture/test_loss_refusals.py", "", "normalises by the statistics of the batch"),
         ("capture/test_split_refusals.py", "test_batch_norm_changes_its_statistics", "changes its input or buffer"),
+    ],
+    "A function in the forward that is wrapped in `torch.compiler.disable`": [
+        (HERE, "test_a_disabled_function_in_the_forward", "torch.compiler.disable"),
+    ],
+    "Batches along another dimension than 0": [
+        ("capture/test_loss_refusals.py", "", "pairs the samples of the batch"),
     ],
     "Embeddings with `sparse=True`": [
         ("faults/test_setups.py", "sparse_gradients", "leave sparse=True out"),
@@ -324,3 +330,25 @@ def test_an_input_without_rows_that_requires_a_gradient(chooses):
         OptimizerError, match=r"shape \(8,\) requires a gradient, and has no row .*: detach it, or use a"
     ):
         chooses(ids(), shift=torch.ones(8, requires_grad=True))
+
+
+class Disabled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    @torch.compiler.disable
+    def chunked(self, x):
+        return x.chunk(2, dim=1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.chunked(x)
+
+
+def test_a_disabled_function_in_the_forward():
+    model = Disabled()
+    model.compile(backend="greedysnake", options={"expert": {"compiler": "eager"}})
+    with pytest.raises(GraphBreakError, match=re.escape("torch.compiler.disable")):
+        model(torch.ones(2, 4))

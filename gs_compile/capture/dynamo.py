@@ -145,8 +145,8 @@ def guard_memory() -> None:
 def guard_model(parameters: Iterable[torch.Tensor]) -> None:
     """Have Dynamo keep this code for the model that is traced alone, and count it no more once that model has ended.
 
-    Of a model whose parameters leave while it is traced: another one still has its own, so it never runs this code.
-    Else the ninth model of a class in one process is over Dynamo's limit. Called by a backend.
+    Of a model whose parameters are on the tiers: another one still has its own at its first call, so it never runs the
+    code of that. Else the ninth model of a class in one process is over Dynamo's limit. Called by a backend.
     """
     if current_compile_id() is None:
         return

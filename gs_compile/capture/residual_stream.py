@@ -215,5 +215,6 @@ def _no_stream(nodes: Iterable[fx.Node], found: Sequence[Stack]) -> str:
     here = ", ".join(f"{path} ({len(blocks)} block)" for path, blocks in numbers.items())
     return (
         f"the model has no repeated block: {here or 'no numbered modules at all'}. greedysnake schedules a stack of "
-        "blocks layer by layer; keep the blocks in an nn.ModuleList (or nn.Sequential) of two or more"
+        "blocks layer by layer; keep the blocks in an nn.ModuleList (or nn.Sequential) of two or more, and compile the "
+        "model that holds them, not each block"
     )

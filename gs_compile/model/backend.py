@@ -233,8 +233,7 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
         if not is_offloaded(parameter) or before != dtype:
             stash(parameter, dtype)
             changed |= before != dtype
-    if any(residency_of(parameter).was_resident for parameter in parameters):
-        guard_model(parameters)
+    guard_model(parameters)
     return changed
 
 

@@ -84,11 +84,6 @@ class Residency:
         """The store and the span in it, while it is open."""
         return None if self.place is None or self.place[0].closed else self.place
 
-    @property
-    def was_resident(self) -> bool:
-        """Whether the parameter was resident until its model's first call, which goes on."""
-        return self.stash is not None and self.folder is None and self.tiered is None
-
     def stashed_value(self, parameter: Tensor) -> Tensor:
         """The value of a stashed parameter: read from storage where it is touched."""
         if self.stash is None:

@@ -79,7 +79,8 @@ def test_blocks_side_by_side():
 def test_no_repeated_block(blocks, found):
     message = refused(UniformityError, Tiny(blocks=blocks))
     assert message.startswith(f"the model has no repeated block: {found}. greedysnake schedules a stack of blocks")
-    assert message.endswith("keep the blocks in an nn.ModuleList (or nn.Sequential) of two or more")
+    assert "keep the blocks in an nn.ModuleList (or nn.Sequential) of two or more" in message
+    assert message.endswith("compile the model that holds them, not each block")
 
 
 class Buffered(Block):

@@ -56,17 +56,19 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
 def test_more_models_of_a_class_than_dynamo_compiles_one_train_in_a_process(ends, tmp_path):
     """As in a search for settings. Each is captured, and Dynamo counts those of one model: the ninth was refused."""
     torch._dynamo.reset()
-    kept, losses = [], []
+    kept = []
     with torch._dynamo.config.patch(recompile_limit=2):
         for number in range(4):
-            model = gpt2()
+            model = gpt2(num_layers=2 + number % 3)
             optimizer = adamw(two_groups(model))
             model.compile(backend="greedysnake", options=options(tmp_path / str(number)))
-            losses.append(step(model, optimizer, tokens(0)))
+            step(model, optimizer, tokens(0))
+            with torch.no_grad():
+                loss_of(model.eval(), tokens(1))
+            assert optimizer.num_steps == 1
             kept += [] if ends else [(model, optimizer)]
             del model, optimizer
             gc.collect()
-    assert len(set(losses)) == 1
 
 
 @pytest.mark.parametrize("on_storage", [pytest.param(False, marks=pytest.mark.slow), True])
