@@ -60,7 +60,7 @@ def trained(model, optimizer, kind: str) -> dict[str, torch.Tensor]:
         pytest.param("llava", True, marks=pytest.mark.slow),
         pytest.param("gemma3", False, marks=pytest.mark.slow),
         ("gemma3", True),
-        ("gemma3 with types", False),
+        pytest.param("gemma3 with types", False, marks=pytest.mark.slow),
     ],
 )
 def test_images_beside_words_are_learned_as_by_plain_pytorch(tmp_path, kind, is_frozen):

@@ -25,7 +25,10 @@ def counted(name, sizes, **settings):
     ("name", "settings"),
     [
         ("gpt2", {}),
-        pytest.param("llama", {"lora": 2}, marks=pytest.mark.filterwarnings("ignore::FutureWarning")),  # in PEFT
+        pytest.param(
+            *("llama", {"lora": 2}),
+            marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")],  # in PEFT
+        ),
         pytest.param("gpt2", {"schedule": "single"}, marks=pytest.mark.slow),
         *(
             pytest.param(each, {}, marks=pytest.mark.slow)

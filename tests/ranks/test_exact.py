@@ -110,11 +110,7 @@ def check(found):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "mixtral",
-        "t5",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in ("mixtral", "t5")),
-    ],
+    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "mixtral")],
 )
 def test_two_ranks_against_ddp(pair, tmp_path, name):
     check(pair.run(learn_all, tmp_path, names=[name]))
