@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from gs_compile.capture.operations import has_samples, is_mutation, mutated
+from gs_compile.capture.operations import has_samples, is_mutation, mutated, operation
 from gs_compile.capture.residual_stream import Readers, ResidualStream, is_free, residual_streams, storage_of
 
 VMAP_BRACKETS = LOAD, ENTER, LEAVE = "lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"
@@ -53,8 +53,9 @@ def arrange(readers: Readers, batch: Set[str], *, one: bool = False) -> Arrangem
 
     What is of a stream runs by its place between the boundaries, until the next stack begins. Anything else runs with
     its readers, if they are in one unit: the epilogue, what begins a stack, the layer of its own block, or any layer if
-    it does not grow with the batch. All the rest runs in what begins the readers' stack: so what one block makes for
-    others is a side input of theirs.
+    it does not grow with the batch, and is no entry of what others have entries of. All the rest runs in what begins
+    the readers' stack: so what one block makes for others is a side input of theirs, and so is a layer's scale from a
+    vector of all layers', whose index would make each layer's code another.
     Raises `UniformityError` where no stream runs through a stack of blocks.
     """
     streams, order = residual_streams(readers, batch, one=one), {node: place for place, node in enumerate(readers)}
@@ -98,8 +99,15 @@ def _with_readers(
     for node in chain(filter(lambda node: node not in brackets, reversed(others)), brackets):
         units = {position[reader] for reader in readers[node]} | ({begun[node]} if node in begun else set())
         unit = own.get(node, num_layers + 1) if not units else min(units) if len(units) == 1 else begin(min(units))
-        stays = unit > num_layers or unit in origins or own.get(node) == unit or not has_samples(node)
+        is_of_layer = own.get(node) == unit or not (has_samples(node) or _is_entry(node, readers))
+        stays = unit > num_layers or unit in origins or is_of_layer
         position[node] = unit if stays else begin(unit)
+
+
+def _is_entry(node: fx.Node, readers: Readers) -> bool:
+    """Whether a node takes out of a value, by numbers alone, what is one of several that are taken out of it."""
+    sources = node.all_input_nodes
+    return operation(node) in ("getitem", "select") and len(sources) == 1 and len(readers[sources[0]]) > 1
 
 
 def _readers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

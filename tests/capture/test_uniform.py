@@ -5,7 +5,7 @@ from dataclasses import replace
 import expecttest
 import pytest
 import torch
-from captured import WIDTH, Block, Tiny, batch, captured
+from captured import WIDTH, Block, Tiny, assert_same_step, batch, captured
 from torch import fx, nn
 
 from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
@@ -149,6 +149,41 @@ def test_constants_are_told_apart(left):
 )
 def test_what_makes_a_difference(other):
     assert structure(unit()) != structure(other)
+
+
+class Damped(Block):
+    def forward(self, x, part):
+        return torch.lerp(x, super().forward(x), part)
+
+
+class Weighted(Tiny):
+    """Each layer has a number from a vector of all, as nanochat's."""
+
+    def __init__(self, taken):
+        super().__init__(blocks=[Damped() for _ in range(3)])
+        self.parts, self.taken = nn.Parameter(torch.tensor([0.5, 0.75, 1.5])), taken
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block, part in zip(self.blocks, self.taken(self.parts), strict=True):
+            x = block(x, part)
+        return self.criterion(self.head(x), labels)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda parts: [parts[number] for number in range(3)],
+        lambda parts: [parts.select(0, number).sigmoid() for number in range(3)],
+        torch.unbind,
+    ],
+    ids=["index", "select", "unbind"],
+)
+def test_an_entry_of_what_all_layers_share_makes_no_difference(taken):
+    model = Weighted(taken)
+    case = captured(model, *batch(4))
+    assert uniform(case.split(), case.captured).layer_classes == ((0, 1, 2),)
+    assert_same_step(model, *batch())
 
 
 def test_what_makes_no_difference():

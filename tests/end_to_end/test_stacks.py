@@ -267,7 +267,7 @@ CASES = [
     (OneNorm, "012", 2),
     (Pairs, "012", 0),
     (Scaled, "0 1 2", 0),
-    (Weighted, "0 1 2", 1),
+    (Weighted, "0 12", 0),
     (Named, "012", 0),
     (Universal, "012", 4),
     (Twice, "0123", 8),
