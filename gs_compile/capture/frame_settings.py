@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch._dynamo import callback_handler as callback_handler
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config
 
@@ -71,8 +72,10 @@ def is_ours(backend: Any) -> bool:
     return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")).startswith("gs_compile.")
 
 
-def _begin(_: object) -> None:
-    """Dynamo begins to compile a frame."""
+def _begin(begun: CallbackArgs) -> None:
+    """Dynamo begins to compile a frame, or somebody's backend a backward behind it."""
+    if begun.callback_trigger is not CallbackTrigger.DYNAMO:
+        return
     compiled = compiled_frame()
     if is_ours(compiled["compiler_fn"]):
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))

@@ -113,6 +113,18 @@ def test_other_backends_are_compiled_for_as_without_this_package():
     assert all(each == before for each in seen)
 
 
+def test_a_backward_that_another_backend_compiles_late_is_its_own():
+    """Such backends compile it as it first runs, where Dynamo compiles no frame."""
+    torch._dynamo.reset()
+    set_from_the_start()
+    plain, model = GPT(), GPT()
+    model.load_state_dict(plain.state_dict())
+    model.compile(backend="aot_eager")
+    for each in (plain, model):
+        each(*batch())[1].backward()
+    torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
+
+
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 def test_parameters_that_leave_in_the_first_trace_are_not_captured_once_more(precision, tmp_path):
     """But for those that have another dtype on the tiers."""
