@@ -32,8 +32,7 @@ from gs_compile.placement.shards import QUANTUM
 from gs_compile.runtime.formats import REST, at_random, joined, noise, parted, rounded, widened
 from gs_compile.runtime.stream import fused_adam, fused_adamw, fused_sgd, is_in_host_memory
 
-CHUNK = 64 * 1024  # elements a thread: 1 MB with scratch and two states. Half is slower by calls, twice by L2 misses
-MANY_CALLS = 4  # chunks in one where states are narrow: 60 calls of which each is short
+CHUNK = 256 * 1024  # elements a thread, 4 MB with scratch and two states; of fewer, calls wait more than they work
 
 Hyper = Mapping[str, Any]  # a param group's options, by torch's names, and "scale"
 Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hyper, int], None]
@@ -77,7 +76,7 @@ class Rule:
         as_it_is = gradient.dtype == (torch.float32 if is_pair else master.dtype) and scale == 1.0
         is_noisy = any(each.itemsize < torch.float32.itemsize for each in state)
         in_cache = self.in_cache or is_pair or is_noisy or not as_it_is or low is not None
-        size = _chunk() * (MANY_CALLS if is_noisy else 1) if in_cache else max(len(master), 1)
+        size = _chunk() if in_cache else max(len(master), 1)
         lows: Sequence[Tensor | None] = [None] * (len(master) // size + 1) if low is None else low.split(size)
         with torch.no_grad():
             parts = zip(master.split(size), gradient.split(size), *(_cut(each, size) for each in state), strict=True)
