@@ -53,9 +53,9 @@ def arrange(readers: Readers, batch: Set[str], *, one: bool = False) -> Arrangem
 
     What is of a stream runs by its place between the boundaries, until the next stack begins. Anything else runs with
     its readers, if they are in one unit: the epilogue, what begins a stack, the layer of its own block, or any layer if
-    it does not grow with the batch, and is no entry of what others have entries of. All the rest runs in what begins
-    the readers' stack: so what one block makes for others is a side input of theirs, and so is a layer's scale from a
-    vector of all layers', whose index would make each layer's code another.
+    it does not grow with the batch. All the rest runs in what begins the readers' stack: so what one block makes for
+    others is a side input of theirs. So is a layer's entry of a vector that layers share: in the layer, its index would
+    make that layer's code unlike the others'.
     Raises `UniformityError` where no stream runs through a stack of blocks.
     """
     streams, order = residual_streams(readers, batch, one=one), {node: place for place, node in enumerate(readers)}
@@ -105,7 +105,7 @@ def _with_readers(
 
 
 def _is_entry(node: fx.Node, readers: Readers) -> bool:
-    """Whether a node takes out of a value, by numbers alone, what is one of several that are taken out of it."""
+    """Whether a node indexes, by constants alone, a value that others read too: ``scales[3]`` of all layers' scales."""
     sources = node.all_input_nodes
     return operation(node) in ("getitem", "select") and len(sources) == 1 and len(readers[sources[0]]) > 1
 
