@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial, reduce
+from itertools import combinations
 
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
@@ -35,11 +37,23 @@ def explained(plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Sea
 
 
 def binding(problem: Problem, solution: Solution) -> Iterator[str]:
-    """What more of each resource would bring, by the linear program; `solution` is the best without."""
-    for words, richer in richer_problems(problem):
-        better = richer.solved(solution.num_micro_batches, solution.alpha)
-        gain = solution.seconds / better.seconds - 1 if better else 0.0
-        yield f"{words}: {f'{gain:.0%} faster' if gain > WORTH_SAYING else 'nothing'}"
+    """What more of each resource would bring, by the linear program; where none brings anything alone, as lanes are
+    equally busy, also the two that bring most together. `solution` is the best without.
+    """
+    more = richer(problem)
+
+    def gain(*resources: str) -> float:
+        better = reduce(lambda each, words: more[words](each), resources, problem)
+        solved = better.solved(solution.num_micro_batches, solution.alpha)
+        return solution.seconds / solved.seconds - 1 if solved else 0.0
+
+    gains = {words: gain(words) for words in more}
+    for words, found in gains.items():
+        yield f"{words}: {f'{found:.0%} faster' if found > WORTH_SAYING else 'nothing'}"
+    if max(gains.values()) <= WORTH_SAYING:
+        found, one, other = max((gain(*pair), *pair) for pair in combinations(more, 2))
+        if found > WORTH_SAYING:
+            yield f"{one} and {other}: {found:.0%} faster"
 
 
 def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Problem, Search]]) -> Iterator[Alternative]:
@@ -105,27 +119,34 @@ def longer_life(plan: StepPlan) -> Iterator[str]:
             return
 
 
-def richer_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """More of one resource at a time, in amounts that one can buy."""
-    profile, budgets = problem.profile, problem.budgets
-    host, device = budgets.host_nbytes, budgets.device_nbytes
+def richer(problem: Problem) -> dict[str, Callable[[Problem], Problem]]:
+    """More of one resource, in amounts that one can buy: what it is called, and what gives a problem that has it."""
 
-    def on(machine: Profile) -> Problem:
-        return problem.of(profile=machine, host_nbytes=host, device_nbytes=device)
+    def on(each: Problem, profile: Profile | None = None, *, host: int = 0, device: int = 0) -> Problem:
+        now = each.budgets
+        return each.of(profile=profile, host_nbytes=now.host_nbytes + host, device_nbytes=now.device_nbytes + device)
 
-    more = _gibibytes(host / 8)
-    yield f"{format_bytes(more)} more host memory", problem.of(host_nbytes=host + more)
-    larger = replace(profile, ssd_nbytes=2 * profile.ssd_nbytes, ssd_rated_nbytes=2 * profile.ssd_rated_nbytes)
-    yield "a second SSD like the first", on(_faster(larger, "ssd"))
-    if profile.separate:
-        more = _gibibytes(device / 4)
-        yield f"{format_bytes(more)} more device memory", problem.of(host_nbytes=host, device_nbytes=device + more)
-        yield "a link to the device twice as fast", on(_faster(profile, "h2d", "d2h"))
+    def faster(*lanes: str) -> Callable[[Problem], Problem]:
+        return lambda each: on(each, _faster(each.profile, *lanes))
+
+    def second_ssd(each: Problem) -> Problem:
+        now = each.profile
+        twice = replace(now, ssd_nbytes=2 * now.ssd_nbytes, ssd_rated_nbytes=2 * now.ssd_rated_nbytes)
+        return on(each, _faster(twice, "ssd"))
+
+    host, device = _gibibytes(problem.budgets.host_nbytes / 8), _gibibytes(problem.budgets.device_nbytes / 4)
+    more: dict[str, Callable[[Problem], Problem]] = {}
+    more[f"{format_bytes(host)} more host memory"] = partial(on, host=host)
+    more["a second SSD like the first"] = second_ssd
+    if problem.profile.separate:
+        more[f"{format_bytes(device)} more device memory"] = partial(on, device=device)
+        more["a link to the device twice as fast"] = faster("h2d", "d2h")
     if problem.workload.world > 1:
-        yield "a network twice as fast", on(_faster(profile, "net"))
-    yield "an optimizer twice as fast", on(_faster(profile, "update"))
-    faster = problem.workload.scaled(code=1 / (1 + FASTER_DEVICE))
-    yield f"a device that computes {FASTER_DEVICE:.0%} faster", problem.of(faster)
+        more["a network twice as fast"] = faster("net")
+    more["an optimizer twice as fast"] = faster("update")
+    times = 1 / (1 + FASTER_DEVICE)
+    more[f"a device that computes {FASTER_DEVICE:.0%} faster"] = lambda each: each.of(each.workload.scaled(code=times))
+    return more
 
 
 def _gibibytes(nbytes: float) -> int:

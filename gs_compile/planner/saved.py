@@ -25,7 +25,7 @@ from gs_compile.planner.boundary import BOUNDARY
 from gs_compile.planner.choose import choose, fastest
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.problem import Problem
-from gs_compile.planner.reasons import WORTH_SAYING, richer_problems
+from gs_compile.planner.reasons import WORTH_SAYING, richer
 from gs_compile.planner.request import Request
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import ON
@@ -120,8 +120,8 @@ def text(plan: StepPlan, seconds: float) -> Iterator[str]:
     shares, number = plan.placement.shares, plan.num_micro_batches * plan.workload.num_layers
     words = f"{next(saved_text(shares, number))}: {seconds / plan.seconds - 1:.0%} faster"
     part, better = shares.part(), list[tuple[float, str]]()
-    for what, richer in richer_problems(plan.problem):
-        found = richer.solved(plan.num_micro_batches, plan.alpha)
+    for what, more_of_it in richer(plan.problem).items():
+        found = more_of_it(plan.problem).solved(plan.num_micro_batches, plan.alpha)
         better += [(found.decision.shares.part(), what)] if found else []
     most, what = max(better)
     more = f"; {what} would make it {round(most * number)}" if most > part + WORTH_SAYING else ""

@@ -84,12 +84,27 @@ def test_more_of_each_resource_is_tried_alone():
     assert asked == {"host": 8 * 2**30, "ssd": 2.0, "device": 10 * 2**30, "code": pytest.approx(1.1)}
 
 
+def test_where_nothing_helps_alone_the_best_two_are_told():
+    def solved(richer, number, alpha):
+        profile, budgets = richer.profile, richer.budgets
+        is_faster = richer.workload.costs[0].forward_flops < WORKLOAD.costs[0].forward_flops
+        if is_faster and profile.ssd_read_bytes_per_second > A100.ssd_read_bytes_per_second:
+            return solution(4, 0.92)
+        return solution(4, 0.95 if is_faster and budgets.host_nbytes > BUDGETS.host_nbytes else 1.0)
+
+    *alone, pair = binding(problem(solved), solution(4, 1.0, 0.2))
+    assert len(alone) == 6
+    assert all(words.endswith(": nothing") for words in alone)
+    assert pair == "a second SSD like the first and a device that computes 10% faster: 9% faster"
+    assert len(list(binding(problem(lambda *_: solution(4, 1.0)), solution(4, 1.0, 0.2)))) == 6
+
+
 def test_a_second_drive_wears_half_as_fast():
     rooms = []
     worn = replace(MACHINE, ssd_rated_nbytes=5 * SECONDS_PER_YEAR)
     asked = problem(lambda richer, *_: rooms.append(richer.budgets), machine=worn, wear_years=1)
     list(binding(asked, solution(1, 1.0)))
-    assert [room.wear_bytes_per_second for room in rooms] == [5.0, 10.0, 5.0, 5.0, 5.0, 5.0]
+    assert [room.wear_bytes_per_second for room in rooms[:6]] == [5.0, 10.0, 5.0, 5.0, 5.0, 5.0]  # then in pairs
 
 
 def test_one_memory_has_neither_link_nor_device_memory():
