@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, flush, lower
+from gs_compile.placement import slab
 from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.slab import PAGE_NBYTES, conflicts, fixed_offsets, packed
 from gs_compile.program.verbs import NORMS
@@ -49,3 +50,22 @@ def test_what_a_transfer_uses_last_is_given_on_later_where_there_is_room():
     assert program.slab_nbytes == packed(program, placement, needed).slab_nbytes == needed
     roomy = packed(program, placement).slab_nbytes
     assert needed < packed(program, placement, roomy - 1).slab_nbytes < roomy
+
+
+def test_a_deep_step_is_given_a_lag_too_of_less_than_its_layers():
+    placement = place(80, 2, PLAIN, Options(separate=False))
+    program = lower(StepSpec(80, 2, placement=placement))[-1]
+    needed = dict(program.peaks)["host"]
+    assert needed < packed(program, placement, needed * 6 // 5).slab_nbytes <= needed * 6 // 5
+
+
+def test_the_slab_is_the_least_of_some_orders(monkeypatch):
+    """Of which none is best for all steps."""
+    placement, all_orders = place(8, 4, PLAIN, Options(alpha=0.4)), slab.ORDERS
+
+    def needed(orders):
+        monkeypatch.setattr(slab, "ORDERS", orders)
+        return dict(lower(StepSpec(8, 4, placement=placement))[-1].peaks)["host"]
+
+    alone = [needed((order,)) for order in all_orders]
+    assert needed(all_orders) == min(alone) < alone[0]
