@@ -201,7 +201,7 @@ def other_order(case: str, samples: int, bandwidth: int = BANDWIDTHS[0]) -> Step
             found = _plan(case, samples, size, bandwidth, schedule="horizontal", device_memory=HORIZONTAL_DEVICE)
         except NoFitError:
             continue
-        if found.peaks["device"] + workspace <= found.budgets.device_nbytes:
+        if found.history and found.peaks["device"] + workspace <= found.budgets.device_nbytes:  # planned, not the least
             return found
     raise SystemExit(f"{case}: no micro-batch fits the device")
 
