@@ -91,7 +91,9 @@ class TrainerMixin(DurableTrainer):
             self.optimizer_cls_and_kwargs = equivalent
         else:
             self.optimizer.max_grad_norm = _bound(args) or self.optimizer.max_grad_norm
-        args.gradient_checkpointing = args.activation_checkpointing = False
+        if args.use_liger_kernel:
+            log.info("use_liger_kernel is left out: layers are compiled, and head and loss run in pieces")
+        args.gradient_checkpointing = args.activation_checkpointing = args.use_liger_kernel = False
         self._options = asked if asked.durability else None
         chosen["resume"] = None  # `train` sees to it
         self._batches = []

@@ -104,6 +104,7 @@ CASES = {
     "norm of no clip": {"max_grad_norm": math.inf},
     "sgd": {"optim": "sgd", "gradient_accumulation_steps": 3},
     "checkpointed": {CHECKPOINTING: True},
+    "kernels of Liger": {"use_liger_kernel": True},
     # Gradients that are zero but for rounding, as those of the keys' biases, become whole steps of either sign with
     # AdamW's usual eps of 1e-8, in either Trainer.
     "bf16": {"bf16": True, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4},
@@ -125,6 +126,7 @@ SLOW = ("every batch a step", "norm of no clip")
 )
 def test_the_same_curves_and_weights(case, name, tmp_path):
     theirs = trainer(tmp_path / "theirs", name, **CASES[case])
+    theirs.args.use_liger_kernel = False  # they need a GPU
     theirs.train()
     mine = attached(tmp_path / "mine", name, **CASES[case])
     mine.train()
