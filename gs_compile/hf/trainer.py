@@ -201,7 +201,7 @@ class TrainerMixin(DurableTrainer):
         if not (isinstance(found, type) and issubclass(found, TieredOptimizer)):
             raise OptionError(
                 f"optim={name!r} has no equivalent here: choose adamw_torch, adamw_torch_fused, paged_adamw_32bit, sgd "
-                "or lion_32bit, or make one of gs_compile, as AdamW(model.parameters(), state_dtype='8bit') or Muon, and "
+                "or lion_32bit, or make one of gs_compile, as AdamW(parameters, state_dtype='8bit') or Muon, and "
                 "give the Trainer optimizers=(optimizer, None)"
             )
         settings = {key: value for key, value in given[1].items() if key in _SETTINGS}
