@@ -35,9 +35,10 @@ class Pages(mmap.mmap):
         pages.process = os.getpid()
         return pages
 
-    def __del__(self) -> None:  # the device lets go of the pages before they are unmapped
-        if self.process != os.getpid():
-            _not_ours.append(self)  # alive, it unmaps nothing
+    # The device lets go of pages before they are unmapped. As the interpreter ends, this module has no names left.
+    def __del__(self, getpid: Callable[[], int] = os.getpid, not_ours: list[Pages] = _not_ours) -> None:
+        if self.process != getpid():
+            not_ours.append(self)  # alive, it unmaps nothing
             return
         if self.unpin is not None:
             self.unpin()

@@ -1,5 +1,5 @@
-"""adapters: what layers of PEFT, models of transformers, and stacks and losses of torch do that Dynamo cannot trace,
-said in a way that it can.
+"""adapters: what layers of PEFT, models of transformers, losses of Liger, and stacks and losses of torch do that Dynamo
+cannot trace, said in a way that it can.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.nn import functional
 from torch.nn.modules import transformer
 
+from gs_compile.capture.liger import LOSSES
+
 _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
 
 
 def trace_libraries() -> bool:
     """Have Dynamo trace what libraries that are imported by now do; returns whether this changed anything."""
-    return any([_trace_adapters(), _trace_recorders(), _trace_chunked_loss(), _trace_noise(), _trace_masks()])
+    losses = _trace_chunked_loss(), _trace_liger_losses()
+    return any([_trace_adapters(), _trace_recorders(), *losses, _trace_noise(), _trace_masks()])
 
 
 def _trace_adapters() -> bool:
@@ -70,6 +73,15 @@ def _trace_chunked_loss() -> bool:
         return whole(*given, **named)
 
     return _substitute(original, linear_cross_entropy)
+
+
+def _trace_liger_losses() -> bool:
+    """Liger's losses, without its kernels; `codegen.pieces` has pieces of the one that is fused with the head."""
+    changed = False
+    for (module, name), traced in LOSSES.items():
+        original = getattr(sys.modules.get(f"liger_kernel.transformers.{module}"), name, None)
+        changed |= original is not None and _substitute(original, traced)
+    return changed
 
 
 def _trace_noise() -> bool:

@@ -26,9 +26,9 @@ from torch import fx
 
 from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.graph import Captured, Input, Role
+from gs_compile.capture.remedies import remedy
 from gs_compile.errors import (
     ABSENT,
-    GROUPED,
     CaptureError,
     GraphBreakError,
     MixedDeviceError,
@@ -342,21 +342,7 @@ def _graph_break(where: str, reason: object) -> GraphBreakError:
     return GraphBreakError(
         f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
         f"Dynamo's reason: {str(reason).strip()}\n"
-        f"greedysnake reorders the whole step, so it needs forward in one graph: {remedy(reason)}"
-    )
-
-
-# What Dynamo says where a size that depends on values decides what the code does.
-_UNSIZED = ("Dynamic shape operator", "data-dependent expression", "Data-dependent branching")
-
-
-def remedy(reason: object) -> str:
-    """What to do about a graph break."""
-    if any(sign in str(reason) for sign in _UNSIZED):
-        return f"here the number of elements depends on values. {GROUPED[0].upper()}{GROUPED[1:]}"
-    return (
-        "remove the construct, or move it out of forward (print, .item(), control flow on tensor values are the usual "
-        "causes)"
+        f"greedysnake reorders the whole step, so it needs forward in one graph: {remedy(reason, where)}"
     )
 
 

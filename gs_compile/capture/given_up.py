@@ -14,8 +14,9 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gs_compile.capture.dynamo import Unsupported, remedy
+from gs_compile.capture.dynamo import Unsupported
 from gs_compile.capture.frame_settings import callback_handler, compiled_frame, is_ours, set_from_the_start
+from gs_compile.capture.remedies import remedy
 from gs_compile.errors import UncapturedWarning
 
 
@@ -46,7 +47,8 @@ class Watch:
         where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
         self.words = (
             f"Dynamo gave the model's forward up at {where}, and captured nothing of it: it runs as plain PyTorch "
-            f"does, without greedysnake.\nDynamo's reason: {str(error).strip()}\nFor greedysnake, {remedy(error)}"
+            f"does, without greedysnake.\nDynamo's reason: {str(error).strip()}\n"
+            f"For greedysnake, {remedy(error, where)}"
         )
         if self.hook is None:
             self.hook = register_optimizer_step_pre_hook(self.warn)

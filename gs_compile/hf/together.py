@@ -48,7 +48,7 @@ def compile_for_strands(
         def ask(*args: Any, **batch: Any) -> Any:
             if not strands.in_strand():
                 return run(*args, **batch)
-            named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+            named = dict(zip(_names(model, base), args, strict=False))
             return strands.ask(_Question(run, {**named, **batch}, torch.is_grad_enabled()))
 
         return ask
@@ -60,6 +60,13 @@ def compile_for_strands(
 
     compile_within(options["micro_batch_size"])
     return compile_within
+
+
+def _names(model: Any, base: Any) -> list[str]:
+    """Of the arguments of a model's forward; adapters without a task hand theirs on as ``*args``."""
+    names = inspect.signature(model.forward).parameters
+    hands_on = any(each.kind is each.VAR_POSITIONAL for each in names.values())
+    return list(inspect.signature(base.forward).parameters if hands_on else names)
 
 
 def stored_reference(

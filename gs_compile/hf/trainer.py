@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 _Trainer: Any = object  # of transformers: the other base of whoever has the class
 _EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
-_LIONS = {"lion_32bit", "paged_lion_32bit"}  # TrainingArguments.optim
+# TrainingArguments.optim of bitsandbytes, which need not be installed: pages are what the tiers are for.
+_OF_BITSANDBYTES = {"lion_32bit": Lion, "paged_lion_32bit": Lion, "paged_adamw_32bit": AdamW}
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
 
 
@@ -91,7 +92,9 @@ class TrainerMixin(DurableTrainer):
             self.optimizer_cls_and_kwargs = equivalent
         else:
             self.optimizer.max_grad_norm = _bound(args) or self.optimizer.max_grad_norm
-        args.gradient_checkpointing = args.activation_checkpointing = False
+        if args.use_liger_kernel:
+            log.info("use_liger_kernel is left out: layers are compiled, and head and loss run in pieces")
+        args.gradient_checkpointing = args.activation_checkpointing = args.use_liger_kernel = False
         self._options = asked if asked.durability else None
         chosen["resume"] = None  # `train` sees to it
         self._batches = []
@@ -188,14 +191,18 @@ class TrainerMixin(DurableTrainer):
     def _equivalent(self) -> tuple[type[TieredOptimizer], dict[str, Any]]:
         """This package's optimizer for what the arguments ask for, and its settings."""
         args, name = self.args, str(getattr(self.args.optim, "value", self.args.optim))
-        if self.optimizer_cls_and_kwargs is None and name in _LIONS:
-            given = Lion, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+        kind = _OF_BITSANDBYTES.get(name) if self.optimizer_cls_and_kwargs is None else None
+        if kind is not None:
+            eps = {"eps": args.adam_epsilon} if kind is AdamW else {}
+            given = kind, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), **eps}
         else:
             given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, self.model)
         found = _EQUIVALENT.get(given[0], given[0])
         if not (isinstance(found, type) and issubclass(found, TieredOptimizer)):
             raise OptionError(
-                f"optim={name!r} has no equivalent here: choose adamw_torch, adamw_torch_fused, sgd or lion_32bit"
+                f"optim={name!r} has no equivalent here: choose adamw_torch, adamw_torch_fused, paged_adamw_32bit, sgd "
+                "or lion_32bit, or make one of gs_compile, as AdamW(parameters, state_dtype='8bit') or Muon, and "
+                "give the Trainer optimizers=(optimizer, None)"
             )
         settings = {key: value for key, value in given[1].items() if key in _SETTINGS}
         return found, {"max_grad_norm": _bound(args), **settings}

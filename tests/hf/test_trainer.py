@@ -104,6 +104,7 @@ CASES = {
     "norm of no clip": {"max_grad_norm": math.inf},
     "sgd": {"optim": "sgd", "gradient_accumulation_steps": 3},
     "checkpointed": {CHECKPOINTING: True},
+    "kernels of Liger": {"use_liger_kernel": True},
     # Gradients that are zero but for rounding, as those of the keys' biases, become whole steps of either sign with
     # AdamW's usual eps of 1e-8, in either Trainer.
     "bf16": {"bf16": True, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4},
@@ -125,6 +126,7 @@ SLOW = ("every batch a step", "norm of no clip")
 )
 def test_the_same_curves_and_weights(case, name, tmp_path):
     theirs = trainer(tmp_path / "theirs", name, **CASES[case])
+    theirs.args.use_liger_kernel = False  # they need a GPU
     theirs.train()
     mine = attached(tmp_path / "mine", name, **CASES[case])
     mine.train()
@@ -338,6 +340,11 @@ def test_an_optimizer_of_this_package_gets_the_bound(tmp_path):
     gs_compile.hf.attach(found)
     assert found.optimizer_cls_and_kwargs == (
         gs_compile.Lion, {"max_grad_norm": 0.3, "lr": 1e-2, "betas": (0.9, 0.999)}
+    )  # fmt: skip
+    found = trainer(tmp_path, optim="paged_adamw_32bit", max_grad_norm=0.3, adam_epsilon=1e-6)
+    gs_compile.hf.attach(found)
+    assert found.optimizer_cls_and_kwargs == (
+        gs_compile.AdamW, {"max_grad_norm": 0.3, "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6}
     )  # fmt: skip
     found = trainer(tmp_path, max_grad_norm=0.3)
     found.optimizer = gs_compile.AdamW(found.model.parameters())

@@ -231,6 +231,16 @@ def test_pairs_stay_pairs(tmp_path):
     assert_alike(*both(reward, tmp_path), ("loss", "grad_norm"), 1e-5)
 
 
+def test_arguments_that_adapters_hand_on_have_names(tmp_path):
+    """As CPOTrainer gives ids, to adapters that know of no task."""
+
+    def adapted(folder):
+        model = peft.get_peft_model(tiny(), peft.LoraConfig(target_modules=["words", "head"]))
+        return Doubled(model, settings(TrainingArguments, folder), train_dataset=samples(), data_collator=padded)
+
+    assert_alike(*both(adapted, tmp_path), ("loss", "grad_norm"), 1e-5)
+
+
 class Doubled(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         ids = inputs.pop("input_ids")

@@ -92,6 +92,16 @@ def test_no_memory_is_no_pages():
     assert len(map_memory(0, Pinning())) == 0
 
 
+def test_pages_end_after_their_module(monkeypatch):
+    """As where the interpreter ends: an error in it would be a warning, and so an error here."""
+    unpinned, last = [], pages.Pages(4096)
+    last.unpin = lambda: unpinned.append(True)
+    for name in ("os", "_not_ours"):
+        monkeypatch.setattr(pages, name, None)
+    del last
+    assert unpinned == [True]
+
+
 def test_without_huge_pages(monkeypatch):
     monkeypatch.setattr(pages.mmap, "MADV_HUGEPAGE", -1)
     assert len(map_memory(2**21)) == 2**21
