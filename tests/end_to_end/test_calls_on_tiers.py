@@ -16,6 +16,8 @@ from gs_compile.planner import programs
 from gs_compile.planner.simulate.measured import measured
 from gs_compile.program.ir import LANES
 
+KEEPS_CAPTURES = True
+
 
 class Pair:
     """The same model twice: plain, and with its data on SSD."""
@@ -38,11 +40,11 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path):
+def pair(storage):
     pairs = []
 
     def make(**expert):
-        pairs.append(Pair(tmp_path, **expert))
+        pairs.append(Pair(storage, **expert))
         return pairs[-1]
 
     yield make
