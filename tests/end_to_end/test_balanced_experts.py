@@ -248,11 +248,11 @@ def test_values_that_change_in_place():
 
 @pytest.mark.parametrize("schedule", ["horizontal", pytest.param("lifetime", marks=pytest.mark.slow)])
 def test_micro_batch_by_micro_batch_it_is_refused(schedule):
-    model = balanced()
+    model = Gated(of_one_layer)
     expert = {"compiler": "eager", "schedule": schedule}
     model.compile(backend="greedysnake", options={"micro_batch_size": 2, "expert": expert})
     with pytest.raises(SeparationError, match=r"(?s)reduces over the samples of the batch, at .*micro_batch_size to"):
-        half_of_the_loss(model)
+        scaled(model)
 
 
 def with_noise(first, *_):
