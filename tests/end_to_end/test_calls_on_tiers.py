@@ -16,8 +16,6 @@ from gs_compile.planner import programs
 from gs_compile.planner.simulate.measured import measured
 from gs_compile.program.ir import LANES
 
-KEEPS_CAPTURES = True
-
 
 class Pair:
     """The same model twice: plain, and with its data on SSD."""
@@ -40,11 +38,11 @@ class Pair:
 
 
 @pytest.fixture
-def pair(storage):
+def pair(tmp_path):
     pairs = []
 
     def make(**expert):
-        pairs.append(Pair(storage, **expert))
+        pairs.append(Pair(tmp_path, **expert))
         return pairs[-1]
 
     yield make
