@@ -396,13 +396,16 @@ def capture_cheaply() -> None:
 
     It would collect garbage, which a first call does itself, and time its guards for its log, with the processor's caches
     emptied before. Nor does the first backward start threads, which no fork survives, for devices that fake tensors
-    have a torch built for CUDA believe in; what the card of `device` needs is started there.
+    have a torch built for CUDA believe in; what the card of `device` needs is started there. Models of a module that
+    keeps its captures are many: one more than Dynamo compiles fails, rather than runs as it is.
     """
     import torch._dynamo.guards
 
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
         torch.ones(1, requires_grad=True).backward()
     torch._dynamo.config.run_gc_after_compile = False
+    torch._dynamo.config.recompile_limit = 32
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 

@@ -27,6 +27,8 @@ from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import OutputGradientError
 from gs_compile.model.backend import greedysnake
 
+KEEPS_CAPTURES = True
+
 # What is differentiated ------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +228,7 @@ def test_frozen_parameters_get_no_gradient(what):
 
 
 def test_tied_embeddings_get_the_sum():
+    torch._dynamo.reset()  # what is captured of two matrices would serve
     both_ways(GPT(tied=True), scaled)
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from learner import distance
-from tiered import options
+from tiered import Harness, options
 from torch import nn
 from torch.nn import functional
 from zoo import GPT, WIDTH, Block, batch, both_ways, compile_model, scaled, small
@@ -16,10 +16,13 @@ import gs_compile
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import SeparationError
 
+KEEPS_CAPTURES = True
+
 pytestmark = pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
 
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 IN_MEMORY = {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}
+ADAMW = {"lr": 1e-3, "eps": 1e-4}
 
 
 def balanced(name="mixtral"):
@@ -98,14 +101,9 @@ def test_a_compiled_loss_of_routers():
 # On the tiers ----------------------------------------------------------------------------------------------------------
 
 
-def train(storage, *, backwards=1, **changes):
-    """Losses, and values after the steps; on no tiers where `storage` is None."""
-    torch._dynamo.reset()
-    model = balanced()
-    kind = torch.optim.AdamW if storage is None else gs_compile.AdamW
-    optimizer, losses = kind(model.parameters(), lr=1e-3, eps=1e-4), []
-    if storage is not None:
-        model.compile(backend="greedysnake", options=options(storage, **changes))
+def steps(model, optimizer, backwards):
+    """Losses, and values after the steps."""
+    losses = []
     for number in range(3):
         for each in range(backwards):
             ids, labels = batch(4 - number % 2, seed=10 * number + each)
@@ -114,21 +112,33 @@ def train(storage, *, backwards=1, **changes):
             losses += [output.loss.detach(), output.aux_loss.detach()]
         optimizer.step()
         optimizer.zero_grad()
-    values = {"losses": torch.stack(losses)} | {k: v.detach().clone() for k, v in model.state_dict().items()}
-    if storage is not None:
-        optimizer.engine.tiers.close()
-    return values
+    return {"losses": torch.stack(losses)} | {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return Harness(balanced)
+
+
+def train(harness, storage, *, backwards=1, **changes):
+    with harness.fresh(lambda groups: gs_compile.AdamW(ungrouped(groups), **ADAMW), options(storage, **changes)) as one:
+        return steps(harness.model, one, backwards)
+
+
+def ungrouped(groups):
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 @cache
 def plain(backwards=1):
-    return train(None, backwards=backwards)
+    model = balanced()
+    return steps(model, torch.optim.AdamW(model.parameters(), **ADAMW), backwards)
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory):
+def stored(harness, storage):
     """Everything on SSD, micro-batches of two samples."""
-    return train(tmp_path_factory.mktemp("stored"))
+    return train(harness, storage)
 
 
 def test_balanced_experts_learn_what_they_do_in_plain_pytorch(stored):
@@ -144,14 +154,14 @@ def test_balanced_experts_learn_what_they_do_in_plain_pytorch(stored):
     ],
     ids=str,
 )
-def test_balanced_experts_learn_the_same_bits_wherever_data_is(stored, tmp_path, changes):
-    torch.testing.assert_close(train(tmp_path, **changes), stored, rtol=0, atol=0)
+def test_balanced_experts_learn_the_same_bits_wherever_data_is(stored, harness, tmp_path, changes):
+    torch.testing.assert_close(train(harness, tmp_path, **changes), stored, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_balance_with_several_backwards_a_step(tmp_path, size):
+def test_balance_with_several_backwards_a_step(harness, tmp_path, size):
     """Nobody says so before: the first step begins again."""
-    assert distance(train(tmp_path, backwards=2, micro_batch_size=size), plain(2)) < 1e-6
+    assert distance(train(harness, tmp_path, backwards=2, micro_batch_size=size), plain(2)) < 1e-6
 
 
 # Models of one's own ---------------------------------------------------------------------------------------------------
@@ -238,11 +248,11 @@ def test_values_that_change_in_place():
 
 @pytest.mark.parametrize("schedule", ["horizontal", pytest.param("lifetime", marks=pytest.mark.slow)])
 def test_micro_batch_by_micro_batch_it_is_refused(schedule):
-    model = balanced()
+    model = Gated(of_one_layer)
     expert = {"compiler": "eager", "schedule": schedule}
     model.compile(backend="greedysnake", options={"micro_batch_size": 2, "expert": expert})
     with pytest.raises(SeparationError, match=r"(?s)reduces over the samples of the batch, at .*micro_batch_size to"):
-        half_of_the_loss(model)
+        scaled(model)
 
 
 def with_noise(first, *_):

@@ -12,6 +12,8 @@ from gs_compile.codegen import compiled
 from gs_compile.errors import LengthWarning
 from gs_compile.model.backend import greedysnake
 
+KEEPS_CAPTURES = True
+
 
 @pytest.mark.parametrize(("size", "micro_batch_size"), [(3, 8), (1, 1), (7, 3)])
 def test_batch_sizes(size, micro_batch_size):
@@ -89,7 +91,8 @@ def test_programs_of_many_sizes_are_not_kept_for_ever(monkeypatch):
 
 @pytest.fixture
 def no_codes(monkeypatch):
-    """No code is there already, from another test of the process."""
+    """No capture and no code is there already, from another test of the process."""
+    torch._dynamo.reset()
     monkeypatch.setattr(compiled, "_codes", {})
 
 

@@ -64,6 +64,11 @@ def least(harness, storage, make=adamw, **changes):
     return int(re.search(r"\((\d+) bytes\) of it at least", str(refusal.value))[1])
 
 
+@pytest.fixture(scope="module")
+def budget(harness, storage):
+    return tight(harness, storage)
+
+
 # Without the linear program -------------------------------------------------------------------------------------------
 
 
@@ -190,18 +195,17 @@ def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces_and_learns_
     assert found.differences(replace(harness.train(make, in_memory, num_steps=3), norms=[])) == []
 
 
-def test_bytes_are_those_of_the_program(harness, storage):
-    with harness.fresh(adamw, given(storage, host_memory=tight(harness, storage))) as optimizer:
+def test_bytes_are_those_of_the_program(harness, storage, budget):
+    with harness.fresh(adamw, given(storage, host_memory=budget)) as optimizer:
         for number in range(2):
             step(harness.model, optimizer, tokens(number))
         found = moved(harness.model, optimizer, tokens(2))
         assert optimizer.engine.planning.planned.plan.traffic == found.planned == found.traced
 
 
-def test_a_machine_from_a_file(harness, storage, tmp_path):
+def test_a_machine_from_a_file(harness, storage, budget, tmp_path):
     named = replace(Profile.load(MACHINE), name="from a file")
     named.save(tmp_path / "mine.json")
-    budget = tight(harness, storage)
     with harness.fresh(adamw, given(storage, host_memory=budget, machine=tmp_path / "mine.json")) as optimizer:
         step(harness.model, optimizer, tokens(0))
         assert optimizer.engine.planning.planned.plan.profile == named
@@ -212,8 +216,9 @@ def test_a_machine_from_a_file(harness, storage, tmp_path):
     [("problem.Problem.search", NoFitError("nothing fits")), ("apart.choose", MemoryBudgetError("no program fits"))],
     ids=["infeasible", "no program"],
 )
-def test_what_fits_runs_where_the_linear_program_finds_nothing(harness, storage, monkeypatch, caplog, broken, error):
-    budget = tight(harness, storage)
+def test_what_fits_runs_where_the_linear_program_finds_nothing(
+    harness, storage, budget, monkeypatch, caplog, broken, error
+):
     monkeypatch.setattr(f"gs_compile.planner.{broken}", fails(error))
     with (
         caplog.at_level(logging.INFO, "gs_compile.planner.run"),
@@ -226,9 +231,8 @@ def test_what_fits_runs_where_the_linear_program_finds_nothing(harness, storage,
     assert said == ["no plan fits by the linear program's bounds: host memory keeps the least it can"]
 
 
-def test_what_is_wrong_with_a_plan_is_told(harness, storage, monkeypatch):
+def test_what_is_wrong_with_a_plan_is_told(harness, storage, budget, monkeypatch):
     """Only that nothing fits has another way out."""
-    budget = tight(harness, storage)
     monkeypatch.setattr(Problem, "search", fails(PlanError("no matrix rate")))
     with (
         harness.fresh(adamw, given(storage, host_memory=budget)) as optimizer,

@@ -11,6 +11,8 @@ from zoo import GPT, WIDTH, Block, accumulate, assert_same_gradients, batch, com
 
 from gs_compile.runtime.units import seed_of
 
+KEEPS_CAPTURES = True
+
 SEED = 7
 
 

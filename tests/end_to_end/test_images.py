@@ -5,12 +5,12 @@ Gemma 3 as its processor has it, too, with the types of tokens: those of an imag
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 import torch
 from learner import distance
-from tiered import options
+from tiered import Harness, options
 
 import gs_compile
 from benchmarks.zoo.hf_others import IMAGE, images, labels, with_images
@@ -64,22 +64,22 @@ def trained(model, optimizer, kind: str) -> dict[str, torch.Tensor]:
     ],
 )
 def test_images_beside_words_are_learned_as_by_plain_pytorch(tmp_path, kind, is_frozen):
-    first = built(kind, is_frozen)
-    plain = copy.deepcopy(first)
+    plain = built(kind, is_frozen)
     wanted = trained(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS), kind)
-    found = {}
+    harness, found = Harness(partial(built, kind, is_frozen)), {}
     for size, ratio in ((2, 0.0), (2, 1.0), (4, 1.0))[: 2 if is_frozen else 3]:
-        model = copy.deepcopy(first)
-        optimizer = gs_compile.AdamW(model.parameters(), **SETTINGS)
         ratios = {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio}
         own = options(tmp_path / f"{size}-{ratio}", micro_batch_size=size, ratios=ratios, outputs="loss")
-        model.compile(backend="greedysnake", options=own)
-        found[size, ratio] = trained(model, optimizer, kind)
-        assert distance(found[size, ratio], wanted) < 1e-6
-        if ratio:
-            refuses_a_batch_without_a_place(model, kind, size)
-        optimizer.engine.tiers.close()
+        with harness.fresh(adamw, own) as optimizer:
+            found[size, ratio] = trained(harness.model, optimizer, kind)
+            assert distance(found[size, ratio], wanted) < 1e-6
+            if ratio:
+                refuses_a_batch_without_a_place(harness.model, kind, size)
     assert all(torch.equal(value, found[2, 1.0][name]) for name, value in found[2, 0.0].items())
+
+
+def adamw(groups):
+    return gs_compile.AdamW([parameter for group in groups for parameter in group["params"]], **SETTINGS)
 
 
 def refuses_a_batch_without_a_place(model: torch.nn.Module, kind: str, size: int) -> None:

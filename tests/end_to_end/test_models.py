@@ -24,6 +24,8 @@ from zoo import (
 
 from gs_compile.codegen.compiled import compilations_of
 
+KEEPS_CAPTURES = True
+
 pytestmark = WARNINGS
 
 
