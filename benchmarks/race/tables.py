@@ -170,6 +170,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "race-110m": ("race-110m", race_table),
     "race-350m": ("race-350m", race_table),
     "race-110m-slow": ("race-110m-slow", race_table),
+    "race-110m-paper": ("race-110m-paper", race_table),
     "race-alpha": ("race-alpha", race_table),
     "chosen-slow": ("chosen-slow", chosen_table),
     "orders": ("race-orders", orders_table),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -123,8 +124,8 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
 
 
 def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPlan:
-    """Where the linear program finds nothing: updates in pieces where whole ones cannot be, layers in pieces where the
-    device has no room for whole ones, or the least there is.
+    """Where the linear program finds nothing: the faster of updates in pieces, and of layers in pieces where the device
+    has no room for whole ones; or the least there is.
 
     Where activations are to be saved the least is no answer: without the linear program nothing says at which level.
     """
@@ -132,17 +133,28 @@ def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPl
         least = _least(problem)
     except MemoryBudgetError:
         raise refusal from None
-    if least.problem.layer_updates > problem.layer_updates:
-        with suppress(NoFitError, MemoryBudgetError):
-            return _best_clipping(least.problem)
-    for cut in smaller(least.problem):
-        for updates in sorted({least.problem.layer_updates, SCARCE_UPDATES}):
-            with suppress(NoFitError, MemoryBudgetError):
-                return _best_clipping(replace(cut, layer_updates=updates, counted=None))
+    updates = sorted({least.problem.layer_updates, SCARCE_UPDATES})
+
+    def updated(each: Problem) -> list[Problem]:
+        return [replace(each, layer_updates=number, counted=None) for number in updates]
+
+    found = _first(each for each in updated(least.problem) if each.layer_updates > problem.layer_updates)
+    if not found or least.problem.layer_updates == problem.layer_updates:  # it is not host memory alone that is short
+        found += _first(each for pieces in smaller(least.problem) for each in updated(pieces))
+    if found:
+        return min(found, key=lambda each: each.seconds)
     if problem.request.saves:
         raise (MemoryBudgetError(str(refusal)) if problem.whole else refusal) from None
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
     return replace(least, notes=(note,))
+
+
+def _first(problems: Iterable[Problem]) -> list[StepPlan]:
+    """The plan of the first of these for which the linear program finds one; empty where it finds none."""
+    for problem in problems:
+        with suppress(NoFitError, MemoryBudgetError):
+            return [_best_clipping(problem)]
+    return []
 
 
 # Without the machine --------------------------------------------------------------------------------------------------

@@ -58,6 +58,14 @@ def test_the_largest_pieces_that_fit(device_memory, size, tried):
     assert found.peaks["device"] + found.workload.workspace_nbytes <= found.budgets.device_nbytes
 
 
+def test_updates_in_pieces_where_those_of_layers_are_slower():
+    """Whole layers fit if three pieces of an update, not three layers', are on the way."""
+    for slower, size, updates in ((1.01, 2048, 1), (3.0, None, 4)):
+        given, seen = asked("260MiB", host_memory="280MiB", slower=slower)
+        found = decide(given, given.request)
+        assert (found.decision.layer_tokens, found.placement.layer_updates, seen) == (size, updates, [2048])
+
+
 def test_pieces_where_values_have_better_use_for_the_memory():
     """Behind a slow link parameters that stay on the device are worth more than pieces cost, unless those are slow."""
     for slower, size in ((1.01, 2048), (100.0, None)):
