@@ -98,8 +98,9 @@ def colour(name: str, series: Mapping[str, Any]) -> str:
 
 
 def line(name: str) -> dict[str, Any]:
-    """Peers' lines are broken."""
-    style = "--" if name.split("/")[0] in KNOWN else "-"
+    """Peers' lines are broken, with settings of their own dotted."""
+    peer, *settings = name.split("/")
+    style = "-" if peer not in KNOWN else ":" if settings else "--"
     return {"label": name, "linewidth": 1.6, "marker": "o", "markersize": 3.5, "linestyle": style, "zorder": 3}
 
 
