@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,26 +43,6 @@ LONGEST_LAG = 1 / 5  # of what a step moves: no step that was simulated has wait
 NUM_LAGS = 64  # that are tried: of a hundred layers the least is about what one of them moves
 
 Spans = tuple[tuple[int, int], ...]  # of time: from the first to before the second
-Order = Callable[[int, Spans], int]  # of bytes that are alive in these spans: those with the least come first
-
-
-def _time(spans: Spans) -> int:
-    return sum(last - first for first, last in spans)
-
-
-def _largest(nbytes: int, _: Spans) -> int:
-    return -nbytes
-
-
-def _longest(_: int, spans: Spans) -> int:
-    return -_time(spans)
-
-
-def _largest_for_longest(nbytes: int, spans: Spans) -> int:
-    return -nbytes * _time(spans)
-
-
-ORDERS: tuple[Order, ...] = (_largest, _largest_for_longest, _longest)  # in which memory is given away
 
 
 class FixedOffsets(NamedTuple):
@@ -133,9 +112,9 @@ def _carried(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
 def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Placement) -> tuple[dict[object, int], int]:
     """The offset of each slot in host memory that a program uses, and the bytes of the slab.
 
-    The least of a few orders: deterministic, and near the bytes that are alive at most. What is alive in a step alone
-    is not across the end of what lives on: these are two blocks. In a program that updates nothing it is all behind
-    that end, as a step may be open meanwhile.
+    Largest first: deterministic, and near the bytes that are alive at most. What is alive in a step alone is not across
+    the end of what lives on: these are two blocks. In a program that updates nothing it is all behind that end, as a
+    step may be open meanwhile.
     """
     fixed = fixed_offsets(placement)
     updates = any(op.verb in NORMS or op.verb == "update" for op in ops)
@@ -152,9 +131,8 @@ def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Plac
     for key in wanted.keys() & shared.keys():
         nbytes, spans = wanted.pop(key)
         packing.put(spans, shared[key], nbytes)
-    tries = [packing.filled(wanted, order) for order in ORDERS]
-    offsets, nbytes = min(tries, key=lambda tried: tried[1])
-    return {**fixed.always, **shared, **offsets}, nbytes
+    largest = sorted(wanted.items(), key=lambda each: (-each[1][0], each[1][1], str(each[0])))
+    return {**fixed.always, **shared, **packing.fill(dict(largest))}, packing.end
 
 
 def plan(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int], ...], dict[object, int]]:
@@ -258,13 +236,6 @@ class _Packing:
             offsets[key] = self._lowest(spans, nbytes)
             self.put(spans, offsets[key], nbytes)
         return offsets
-
-    def filled(self, wanted: Mapping[object, tuple[int, Spans]], order: Order) -> tuple[dict[object, int], int]:
-        """The offset of each, as `fill` has them in this order, and where the last one ends; nothing is put here."""
-        trial = copy(self)
-        trial.taken = self.taken.copy()
-        keys = sorted(wanted, key=lambda key: (order(*wanted[key]), -wanted[key][0], wanted[key][1], str(key)))
-        return trial.fill({key: wanted[key] for key in keys}), trial.end
 
     def put(self, spans: Spans, offset: int, nbytes: int) -> None:
         for first, last in spans:

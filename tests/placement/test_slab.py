@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, flush, lower
-from gs_compile.placement import slab
 from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.slab import PAGE_NBYTES, conflicts, fixed_offsets, packed
 from gs_compile.program.verbs import NORMS
@@ -57,15 +56,3 @@ def test_a_deep_step_is_given_a_lag_too_of_less_than_its_layers():
     program = lower(StepSpec(80, 2, placement=placement))[-1]
     needed = dict(program.peaks)["host"]
     assert needed < packed(program, placement, needed * 6 // 5).slab_nbytes <= needed * 6 // 5
-
-
-def test_the_slab_is_the_least_of_some_orders(monkeypatch):
-    """Of which none is best for all steps."""
-    placement, all_orders = place(8, 4, PLAIN, Options(alpha=0.4)), slab.ORDERS
-
-    def needed(orders):
-        monkeypatch.setattr(slab, "ORDERS", orders)
-        return dict(lower(StepSpec(8, 4, placement=placement))[-1].peaks)["host"]
-
-    alone = [needed((order,)) for order in all_orders]
-    assert needed(all_orders) == min(alone) < alone[0]
