@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from gs_compile.errors import MemoryBudgetError
@@ -165,14 +166,15 @@ def refined(problem: Problem, best: Solution) -> Candidate:
 
     Raises `MemoryBudgetError` where none does.
     """
-    trial, number = problem.bundled(best.num_micro_batches)
-    for found in sorted(_tries(trial, number, best), key=lambda each: each.seconds):
-        if trial is problem or not problem.whole:
+    own = problem, best.num_micro_batches
+    trial = problem.bundled(best.num_micro_batches)
+    for found in sorted(_tries(*trial, best), key=lambda each: each.seconds):
+        alpha = found.solution.alpha
+        if trial[0] is problem or (not problem.whole and problem.solved(own[1], alpha)):
             return found
-        fitting = _fitting(problem, best.num_micro_batches, found.solution.alpha, found.spare, found.less)
-        if fitting is not None:
+        if problem.whole and (fitting := _fitting(*own, alpha, found.spare, found.less)):
             return fitting
-    scarce = _of_any_alpha(problem, best.num_micro_batches) if problem.whole else _of_any_alpha(trial, number)
+    scarce = _of_any_alpha(*own, partial(_fitting, *(own if problem.whole else trial), spare=NOTHING))
     if scarce is None:
         raise MemoryBudgetError(_too_little(problem))
     return scarce
@@ -220,7 +222,7 @@ def _other_alphas(problem: Problem, number: int, best: Solution) -> Iterator[flo
             yield above[free - 1]
 
 
-def _of_any_alpha(problem: Problem, number: int) -> Candidate | None:
+def _of_any_alpha(problem: Problem, number: int, fitting: Callable[[float], Candidate | None]) -> Candidate | None:
     """Where memory is scarce: the alphas that are best with less and less of it, each with all of it."""
     budgets, tried = problem.budgets, set()
     for part in range(MOST_ROUNDS):
@@ -228,7 +230,7 @@ def _of_any_alpha(problem: Problem, number: int) -> Candidate | None:
         best = problem.solved(number, None, budgets=less)
         if best is None:
             return None
-        if best.alpha not in tried and (found := _fitting(problem, number, best.alpha, NOTHING)):
+        if best.alpha not in tried and (found := fitting(best.alpha)):
             return found
         tried.add(best.alpha)
     return None

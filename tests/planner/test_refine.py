@@ -32,6 +32,8 @@ class Faked:
     workload = WORKLOAD
     beyond = 0
     whole = True
+    trial = None  # what a large step is looked at with; itself
+    unsolved = ()  # alphas with which nothing fits
     seconds_on_device = staticmethod(lambda nbytes: 1.0)
     values_nbytes = Problem.values_nbytes
     excess, _most = Problem.excess, Problem._most
@@ -42,7 +44,7 @@ class Faked:
 
     def solved(self, number, alpha, *, budgets=None):
         if budgets is None:
-            return SimpleNamespace(seconds=self.bound)
+            return None if alpha in self.unsolved else SimpleNamespace(seconds=self.bound)
         self.asked.append(budgets.host_nbytes)
         self.device_asked.append(budgets.device_nbytes)
         if budgets.host_nbytes < LEAST:
@@ -54,7 +56,7 @@ class Faked:
         return SimpleNamespace(seconds=self.bound, num_micro_batches=number, decision=decision, **names)
 
     def bundled(self, number):
-        return self, number
+        return self.trial or self, number
 
     def placed(self, decision, number):
         return decision
@@ -125,6 +127,16 @@ def test_memory_is_left_free_as_long_as_the_step_is_faster():
 def test_nothing_is_late_where_that_is_faster_or_fits_alone(settings, asked, alpha):
     faked = Faked(**{"late": lambda alpha: 1 + alpha / 10, **settings})
     assert faked.refined(best=0.25, **asked).solution.alpha == alpha
+
+
+def test_a_large_step_has_an_alpha_with_which_all_of_it_fits():
+    """A few bundles of micro-batches may take less memory than all of these."""
+    faked, bundles = Faked(), Faked()
+    faked.whole, faked.trial, faked.unsolved = False, bundles, (0.0,)
+    bundles.budgets, bundles.request, bundles.best = BUDGETS, Request(), 0.0
+    assert faked.refined(best=0.25).solution.alpha == 0.25
+    faked.unsolved = ()
+    assert faked.refined(best=0.25).solution.alpha == 0.0
 
 
 def test_the_device_keeps_its_budget():
