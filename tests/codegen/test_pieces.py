@@ -148,6 +148,11 @@ def in_pieces(unit, generator=EAGER, tokens=PIECE):
     return InPieces(unit, generator, None, (), tokens)
 
 
+@cache
+def head_in_pieces(head, size=2, generator=EAGER):
+    return in_pieces(unit_of(head, size), generator)
+
+
 def equal(found, expected, generator=EAGER):
     """Sums of fp32 in another order: rounding of some terms at 6e-8 each of the largest.
 
@@ -164,8 +169,7 @@ def equal(found, expected, generator=EAGER):
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["two samples", "one sample"])
 @pytest.mark.parametrize("head", [*ONCE, *TWICE, of_outputs, as_trl_does, odd_views], ids=lambda head: head.__name__)
 def test_results_and_gradients_are_those_of_the_whole_head(head, size, generator):
-    unit = unit_of(head, size)
-    code = in_pieces(unit, generator)
+    unit, code = unit_of(head, size), head_in_pieces(head, size, generator)
     for name in ("backward", "both") if "loss" in unit.results else ("backward",):
         equal(*code_and_autograd(unit, generator, name, most=WORDS, code=code), generator)
     assert code.tokens_per_piece == PIECE
@@ -192,8 +196,8 @@ def inputs_of(unit):
 
 @pytest.mark.parametrize("head", [*ONCE, *TWICE], ids=lambda head: head.__name__)
 def test_what_is_alive_is_what_is_planned_no_logits_are_and_products_run_once(head):
-    unit = unit_of(head)
-    code, inputs = in_pieces(unit), inputs_of(unit)
+    unit, code = unit_of(head), head_in_pieces(head)
+    inputs = inputs_of(unit)
     function, alive, counted = code.function("both"), Alive(), Products()
     with torch.no_grad(), alive, counted:
         results = function(*inputs)
