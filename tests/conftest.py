@@ -43,8 +43,9 @@ def fresh_dynamo(captures_of_a_module):
     """
     if not Harness.are_kept:
         Harness.forget_captures()
-    gc.collect()
-    gc.freeze()
+    if gc.get_count()[1]:  # as much as Python itself would look through has been left since the last collection
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
