@@ -77,7 +77,7 @@ def free_storage(folder: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def meminfo(key: str, proc: Path = PROC) -> int:
+def meminfo(key: str, proc: Path) -> int:
     """The bytes that an entry of /proc/meminfo tells of the whole machine."""
     (found,) = re.findall(rf"^{key}:\s+(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE)
     return int(found) * 1024

@@ -9,7 +9,7 @@ import figures
 import pytest
 import torch
 from hypothesis import settings
-from tiered import Harness, capture_cheaply, collect_seldom, shared
+from tiered import Harness, capture_cheaply, collect_seldom, our_threads, shared
 
 from gs_compile.planner.cost import timing
 
@@ -24,7 +24,7 @@ signal.signal(
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
 capture_cheaply()
 
-FROZEN = 4  # modules whose captures wait to be collected together: that is a search through all objects
+FROZEN = 500_000  # objects that wait to be looked at together, dead or alive: that is a search through all there are
 
 settings.register_profile("any speed", deadline=None, max_examples=12)  # other examples in every run
 settings.register_profile("many", deadline=None, max_examples=100)  # of `make slow`
@@ -37,25 +37,27 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo(captures_of_a_module):
-    """Each test captures its own models, unless its module says KEEPS_CAPTURES."""
+    """Each test captures its own models, unless its module says KEEPS_CAPTURES.
+
+    What tests before it have left for good is passed over by the collections that first calls and Accelerate make.
+    """
     if not Harness.are_kept:
         Harness.forget_captures()
+    if gc.get_count()[1]:  # as much as Python itself would look through has been left since the last collection
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def captures_of_a_module(request):
-    """A module that keeps its captures from test to test begins without any.
-
-    What modules before it have left for good is passed over by the collections that a model's first call makes.
-    """
-    Harness.num_frozen += Harness.are_kept
-    if Harness.num_frozen == FROZEN:
-        gc.unfreeze()  # what modules before have kept is garbage now
-        Harness.num_frozen = 0
+    """A module that keeps its captures from test to test begins without any, and without threads of modules before."""
     Harness.are_kept = getattr(request.module, "KEEPS_CAPTURES", False)
     Harness.forget_captures()
-    gc.collect()
-    gc.freeze()
+    if gc.get_freeze_count() > Harness.num_alive + FROZEN or our_threads():
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        Harness.num_alive = gc.get_freeze_count()
 
 
 @pytest.fixture(scope="module")

@@ -97,9 +97,9 @@ def alone(separated, node):
     return torch.fx.GraphModule(separated.module, graph)
 
 
-def logits_and_labels(size=5):
+def logits_and_labels():
     torch.manual_seed(0)
-    return torch.randn(size, TOKENS, WORDS, requires_grad=True), batch(size)[1]
+    return torch.randn(5, TOKENS, WORDS, requires_grad=True), batch(5)[1]
 
 
 def assert_combines(criterion, *args, tolerance=1e-5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import torch
 import transformers
@@ -57,16 +58,24 @@ def saved(form, folder, **sizes):
         **sizes,
     )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    tensors, wanted = load_file(folder / "model.safetensors"), {}
-    for name in list(tensors):
-        wanted[name] = tensors[name]
-        if ".layers." in name and tensors[name].ndim == 2:
-            found, wanted[name] = of_matrix(form, tensors.pop(name))
-            tensors |= {name.removesuffix("weight") + key: each.contiguous() for key, each in found.items()}
+    wanted = {}
+    with rewritten(transformers.LlamaForCausalLM(config).bfloat16(), folder, form) as tensors:
+        for name in list(tensors):
+            wanted[name] = tensors[name]
+            if ".layers." in name and tensors[name].ndim == 2:
+                found, wanted[name] = of_matrix(form, tensors.pop(name))
+                tensors.update({name.removesuffix("weight") + key: each.contiguous() for key, each in found.items()})
+    return wanted
+
+
+@contextmanager
+def rewritten(model, folder, form):
+    """The tensors of a model's checkpoint, which is in a form once the block has changed them."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     write(form, folder)
-    return wanted
 
 
 def write(form, folder):

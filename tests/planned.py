@@ -53,7 +53,6 @@ def gpt(
     *,
     vocabulary: int = 50257,
     sequence: int = 2048,
-    micro_batch_size: int = 1,
     bf16: bool = True,
     tied: bool = True,
 ) -> Workload:
@@ -68,23 +67,22 @@ def gpt(
     sizes = [size("e", sequence * hidden, *([] if tied else [words]))]
     sizes += [size(i, 3 * hidden**2, hidden**2, 4 * hidden**2, 4 * hidden**2, 13 * hidden) for i in range(num_layers)]
     sizes += [size("h", 2 * hidden, *([] if tied else [words])), *([size("t", words)] if tied else [])]
-    tokens = micro_batch_size * sequence
-    layer = tokens * (24 * hidden**2 + 4 * sequence * hidden)
+    layer = sequence * (24 * hidden**2 + 4 * sequence * hidden)
     costs: dict[Unit, UnitCost] = {"e": UnitCost(forward_flops=0.0, backward_flops=0.0)}
     costs |= dict.fromkeys(
         range(num_layers),
-        UnitCost(forward_flops=layer, backward_flops=3 * layer, workspace_nbytes=34 * tokens * hidden),
+        UnitCost(forward_flops=layer, backward_flops=3 * layer, workspace_nbytes=34 * sequence * hidden),
     )
-    costs["h"] = UnitCost(forward_flops=2.0 * tokens * words, backward_flops=6.0 * tokens * words)
+    costs["h"] = UnitCost(forward_flops=2.0 * sequence * words, backward_flops=6.0 * sequence * words)
     shape = StepShape(has_total=True, tied=frozenset({"e", "h"} if tied else ()))
     return Workload(
         name=f"gpt {num_layers} x {hidden}",
         num_layers=num_layers,
         sizes=tuple(sizes),
         costs=costs,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=1,
         sequence=sequence,
-        x_nbytes=tokens * hidden * itemsize,
+        x_nbytes=sequence * hidden * itemsize,
         dtype="bf16" if bf16 else "fp32",
         shape=shape,
     )

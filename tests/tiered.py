@@ -298,7 +298,7 @@ class Harness:
     """
 
     are_kept: ClassVar[bool] = False  # captures, in this module
-    num_frozen: ClassVar[int] = 0  # modules that kept theirs and whose objects no collection has seen since
+    num_alive: ClassVar[int] = 0  # objects that were alive when a collection last looked at all
     _all: ClassVar[weakref.WeakSet[Harness]] = weakref.WeakSet()
 
     def __init__(self, build: Callable[[], torch.nn.Module], precision: str = "model") -> None:
@@ -389,6 +389,7 @@ def collect_seldom() -> None:
     gc.set_threshold(50_000, 20, 50)
     gc.collect()
     gc.freeze()
+    Harness.num_alive = gc.get_freeze_count()
 
 
 def capture_cheaply() -> None:

@@ -24,6 +24,7 @@ class Tiny(PreTrainedModel):
     """Two blocks that mix no tokens, so that no attention mask is needed; the loss is HuggingFace's own."""
 
     config_class = TinyConfig
+    _input_embed_layer = "words"
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__(config)

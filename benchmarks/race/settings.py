@@ -65,9 +65,9 @@ def case_of(arguments: argparse.Namespace) -> Case:
     )
 
 
-def add_case_arguments(parser: argparse.ArgumentParser, preset: str = "25m") -> None:
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that choose a case."""
-    parser.add_argument("--preset", choices=list(PRESETS), default=preset)
+    parser.add_argument("--preset", choices=list(PRESETS), default="25m")
     for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
         parser.add_argument(f"--{name}", type=int, help="instead of the preset's")
     parser.add_argument("--micro-batch-size", type=int)

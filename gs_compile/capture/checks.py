@@ -16,8 +16,8 @@ from torch import fx
 
 from gs_compile.capture.arrange import needed_by
 from gs_compile.capture.graph import TensorSpec, block_of, source_lines
-from gs_compile.capture.operations import has_samples, is_mutation, mutated
-from gs_compile.capture.residual_stream import is_free, storage_of
+from gs_compile.capture.operations import has_samples
+from gs_compile.capture.residual_stream import changed, is_free, storage_of
 from gs_compile.capture.shares import Shares
 from gs_compile.errors import CaptureError, CheckError
 
@@ -77,10 +77,10 @@ def _place(check: fx.Node, live: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
     Where the next reader is in another block than the check, all that follow read it so: one tensor goes on.
     """
     graph = check.graph
-    changed = {storage_of(mutated(node)) for node in graph.nodes if is_mutation(node)} - {None}
+    taken = changed(graph.nodes)
     for reader in (node for node in graph.nodes if check < node and (node in live or node.op == "output")):
         values = [each for each in reader.all_input_nodes if each in live and each < check and _is_computed(each)]
-        values = [each for each in values if storage_of(each) not in changed]
+        values = [each for each in values if storage_of(each) not in taken]
         if values and reader.op != "output" and block_of(reader) == block_of(check):
             return max(values, key=lambda each: (has_samples(each), not _requires_grad(each))), [reader]
         if values:

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import Source, UnitGraph
-from gs_compile.capture.operations import IN_MEMORY, is_mutation, mutated, operation
-from gs_compile.capture.residual_stream import storage_of
+from gs_compile.capture.operations import IN_MEMORY, operation
+from gs_compile.capture.residual_stream import changed, storage_of
 from gs_compile.capture.specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
 from gs_compile.program.ir import Unit
 
@@ -36,10 +36,10 @@ def extract(
         spec = node.meta["spec"]
         known[node].meta = {"spec": replace(spec, requires_grad=is_checkpoint or spec.requires_grad)}
     specs = tuple(known[node].meta["spec"] for node in inputs)
-    changed = {storage_of(mutated(node)) for node in nodes if is_mutation(node)}
-    seen = {storage_of(node.all_input_nodes[0]) for node in nodes if operation(node) in IN_MEMORY}
+    seen = {storage_of(node.all_input_nodes[0]) for node in nodes if operation(node) in IN_MEMORY} - {None}
+    own_memory = changed(nodes) | seen
     for node in inputs:
-        if storage_of(node) in (changed | seen) - {None}:
+        if storage_of(node) in own_memory:
             known[node] = graph.call_method("clone", (known[node],))
     for node in read:
         if node.op == "get_attr":

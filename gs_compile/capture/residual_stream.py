@@ -23,7 +23,7 @@ from itertools import accumulate, chain
 from torch import fx
 
 from gs_compile.capture.graph import TensorSpec, block_of, source_line
-from gs_compile.capture.operations import operation
+from gs_compile.capture.operations import is_mutation, mutated, operation
 from gs_compile.capture.stacks import Stack, stacks
 from gs_compile.errors import UniformityError
 
@@ -90,6 +90,11 @@ def storage_of(node: fx.Node) -> int | None:
     """A number of the memory that a value is in; None where nothing is known of it."""
     storage: int | None = node.meta.get("storage")
     return storage
+
+
+def changed(nodes: Iterable[fx.Node]) -> Set[int | None]:
+    """The memory that operations among these change in place, as `storage_of` numbers it."""
+    return {storage_of(mutated(node)) for node in nodes if is_mutation(node)} - {None}
 
 
 class _Search:

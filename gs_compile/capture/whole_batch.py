@@ -17,8 +17,7 @@ from torch import fx
 from gs_compile.capture.arrange import needed_by
 from gs_compile.capture.extract import extract
 from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
-from gs_compile.capture.operations import is_mutation, mutated
-from gs_compile.capture.residual_stream import is_free, storage_of
+from gs_compile.capture.residual_stream import changed, is_free, storage_of
 from gs_compile.program.ir import EPILOGUE
 
 
@@ -78,12 +77,7 @@ def made_of(value: fx.Node, at: Mapping[fx.Node, int], layers: Collection[int]) 
 
 def is_changed(value: fx.Node) -> bool:
     """Whether a later operation changes the memory of a value in place."""
-    later, storage = False, storage_of(value)
-    for node in value.graph.nodes:
-        if later and storage is not None and is_mutation(node) and storage_of(mutated(node)) == storage:
-            return True
-        later |= node is value
-    return False
+    return storage_of(value) in changed(node for node in value.graph.nodes if value < node)
 
 
 def is_of_samples(node: fx.Node) -> bool:

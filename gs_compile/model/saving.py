@@ -17,9 +17,10 @@ from gs_compile.model.residency import is_offloaded, residency_of
 _GATHER = "gather_sharded_state_dict_for_save"  # of transformers' models: makes tensors that are sharded whole
 
 
-def gather_when_saved(module: str = "transformers.distributed.mixin") -> None:
+def gather_when_saved() -> None:
     """Have transformers, if it is imported, gather what ranks share, as it gathers what its own ways have sharded."""
-    for kind in vars(sys.modules[module]).values() if module in sys.modules else ():
+    module = sys.modules.get("transformers.distributed.mixin")
+    for kind in vars(module).values() if module else ():
         original = vars(kind).get(_GATHER) if isinstance(kind, type) else None
         if original is not None and not hasattr(original, "__wrapped__"):
             setattr(kind, _GATHER, _gathering(original))

@@ -145,6 +145,6 @@ def process_start(pid: int, proc: Path = PROC) -> int:
         return 0
 
 
-def is_alive(status: Status, proc: Path = PROC) -> bool:
+def is_alive(status: Status) -> bool:
     """Whether the process of a run that has not ended by its own word is still there."""
-    return status.state == "running" and process_start(status.about.pid, proc) == status.about.process_start
+    return status.state == "running" and process_start(status.about.pid) == status.about.process_start

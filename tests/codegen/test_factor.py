@@ -98,8 +98,8 @@ def weights(results, unit):
     return [(term, right) for kind, term, right in results[unit] if kind == "input" and right.dim() == 2]
 
 
-def assert_adds_up(term, right, tolerance=1e-5):
-    close = {"rtol": tolerance, "atol": tolerance}
+def assert_adds_up(term, right):
+    close = {"rtol": 1e-5, "atol": 1e-5}
     before = torch.randn(right.shape)
     total = before.clone()
     put_term(total, term, add=True)

@@ -136,8 +136,8 @@ ONCE += [of_torch] * hasattr(functional, "linear_cross_entropy")  # of later rel
 TWICE = [preferred, with_a_learned_scale]
 
 
-@cache
-def unit_of(head, size=2):
+@cache  # arguments that are left out are others
+def unit_of(head, size):
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(WORDS, (SAMPLES, TOKENS), generator=generator) for _ in range(2))
     mask, teacher = torch.rand(SAMPLES, TOKENS), torch.randn(SAMPLES, TOKENS, WORDS)
@@ -146,6 +146,11 @@ def unit_of(head, size=2):
 
 def in_pieces(unit, generator=EAGER, tokens=PIECE):
     return InPieces(unit, generator, None, (), tokens)
+
+
+@cache
+def head_in_pieces(head, size, generator):
+    return in_pieces(unit_of(head, size), generator)
 
 
 def equal(found, expected, generator=EAGER):
@@ -164,8 +169,7 @@ def equal(found, expected, generator=EAGER):
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["two samples", "one sample"])
 @pytest.mark.parametrize("head", [*ONCE, *TWICE, of_outputs, as_trl_does, odd_views], ids=lambda head: head.__name__)
 def test_results_and_gradients_are_those_of_the_whole_head(head, size, generator):
-    unit = unit_of(head, size)
-    code = in_pieces(unit, generator)
+    unit, code = unit_of(head, size), head_in_pieces(head, size, generator)
     for name in ("backward", "both") if "loss" in unit.results else ("backward",):
         equal(*code_and_autograd(unit, generator, name, most=WORDS, code=code), generator)
     assert code.tokens_per_piece == PIECE
@@ -192,8 +196,8 @@ def inputs_of(unit):
 
 @pytest.mark.parametrize("head", [*ONCE, *TWICE], ids=lambda head: head.__name__)
 def test_what_is_alive_is_what_is_planned_no_logits_are_and_products_run_once(head):
-    unit = unit_of(head)
-    code, inputs = in_pieces(unit), inputs_of(unit)
+    unit, code = unit_of(head, 2), head_in_pieces(head, 2, EAGER)
+    inputs = inputs_of(unit)
     function, alive, counted = code.function("both"), Alive(), Products()
     with torch.no_grad(), alive, counted:
         results = function(*inputs)
@@ -228,7 +232,7 @@ def test_gradients_of_all_pieces_are_summed_in_fp32():
 
 def test_a_length_that_is_new_is_no_new_code():
     """Pieces of all lengths share one code: what was traced for one serves others."""
-    made = in_pieces(unit_of(moved_labels))
+    made = in_pieces(unit_of(moved_labels, 2))
     assert {end - begin for part in made._parts if isinstance(part, OnSome) for begin, end in part._ranges} == {4, 5}
     made.function("both")
     assert made.common.pieces is not None
@@ -245,7 +249,7 @@ def of_all_tokens(model, x, ids, labels, mask, teacher):
 
 
 def test_why_a_head_runs_whole():
-    unit = unit_of(dropped)
+    unit = unit_of(dropped, 2)
     code = in_pieces(unit)
     assert code.tokens_per_piece is None
     assert "draws at random" in code.whole_reason
@@ -253,7 +257,7 @@ def test_why_a_head_runs_whole():
 
 
 def test_what_reads_all_logits_leaves_them_whole_where_that_saves_nothing():
-    unit = unit_of(of_all_tokens)
+    unit = unit_of(of_all_tokens, 2)
     equal(*code_and_autograd(unit, EAGER, "both", most=WORDS, code=in_pieces(unit)))
     assert InPieces(unit, EAGER, None, (), None).tokens_per_piece is None
 
@@ -324,7 +328,7 @@ class Stack(nn.Module):
 
 
 @cache
-def layer_of(layer, size=2, tokens=TOKENS):
+def layer_of(layer, size, tokens=TOKENS):
     ids = torch.randint(WORDS, (SAMPLES, tokens))
     return captured(Stack(layer), ids, torch.rand(SAMPLES, tokens)).split(size).units[1]
 
@@ -362,6 +366,6 @@ def test_what_a_layer_has_alive_is_what_is_planned(layer):
 
 def test_only_what_attention_reads_is_computed_again():
     """Its own forward runs once, and the feed-forward part's: queries, keys and values are made twice."""
-    unit = layer_of(Attention)
+    unit = layer_of(Attention, 2)
     piece, whole = (in_pieces(unit, tokens=tokens).cost("backward").flops for tokens in (PIECE, 0))
     assert piece - whole == 2 * 2 * TOKENS * WIDTH * 3 * WIDTH

@@ -78,9 +78,8 @@ def plain_steps(state_dict):
     return state_dict
 
 
-def trained(folder, *, detour=False, **given) -> Outcome:
+def trained(harness, folder, *, detour=False, **given) -> Outcome:
     """detour: before a step another schedule is begun, and given up."""
-    harness = Harness(partial(gpt2, norms=torch.float32))
     model = harness.model
     with harness.fresh(partial(adamw, state_dtype="8bit"), options(folder, **given)) as optimizer:
         freeze(model, "h.1")
@@ -92,16 +91,15 @@ def trained(folder, *, detour=False, **given) -> Outcome:
             loss_of(model, tokens(2))
             freeze(model, "")
         step(model, optimizer, tokens(2))
-        found = outcome(model, optimizer, [], [])
-    Harness.forget_captures()
-    return found
+        return outcome(model, optimizer, [], [])
 
 
 def test_the_same_bits_wherever_data_is_stored(tmp_path):
     """Parameters of two dtypes, states in 8 bits; all values and states move to another plan and back."""
     everywhere = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0)
-    in_memory = trained(tmp_path, ratios=everywhere, masters="whole", alpha=1.0)
-    assert in_memory.differences(trained(tmp_path, alpha=0.3, separate_device=True, detour=True)) == []
+    harness = Harness(partial(gpt2, norms=torch.float32))
+    in_memory = trained(harness, tmp_path, ratios=everywhere, masters="whole", alpha=1.0)
+    assert in_memory.differences(trained(harness, tmp_path, alpha=0.3, separate_device=True, detour=True)) == []
 
 
 def test_what_is_trained_changes_between_steps(tmp_path):

@@ -170,11 +170,11 @@ def learned(harness, make, loop, given, num_steps=NUM_STEPS):
         return losses, {name: residency_of(each).value(each, master=True).clone() for name, each in named}, norm
 
 
-def plainly_learned(make, loop, clip=None, num_steps=NUM_STEPS):
+def plainly_learned(make, loop, clip=None):
     model = gpt2()
     optimizer = make(two_groups(model))
     losses = []
-    for number in range(num_steps):
+    for number in range(NUM_STEPS):
         losses += [float(loss.detach()) for loss in loop(model, number)]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf if clip is None else clip)
         optimizer.step()

@@ -16,7 +16,7 @@ import torch
 from tiered import options, two_groups
 from torch import nn
 from torch.nn import functional
-from zoo import VOCAB, WIDTH, batch, build, loss_of
+from zoo import HUGGINGFACE, VOCAB, WIDTH, batch, build, loss_of, small
 
 import gs_compile
 
@@ -58,7 +58,7 @@ class Dense(nn.Module):
 
 def assert_learns_the_same(name, tmp_path, **changes):
     torch.manual_seed(0)
-    model = Dense() if name == "dense" else build(name)
+    model = Dense() if name == "dense" else small(name) if name in HUGGINGFACE else build(name)
     reference = copy.deepcopy(model)
     wanted = train(reference, torch.optim.AdamW(two_groups(reference), lr=3e-4))
     optimizer = gs_compile.AdamW(two_groups(model), lr=3e-4)

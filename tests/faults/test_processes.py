@@ -60,7 +60,7 @@ if sys.argv[2] == "late":
     loss = model(*batch())  # the parent goes on
     loss.backward()
     optimizer.step()
-if sys.argv[2] == "raise":
+if sys.argv[2] in ("late", "raise"):
     raise SystemExit(3)
 """
 
@@ -72,8 +72,10 @@ def run(directory, what):
     return subprocess.Popen(command, cwd=directory, env=environment, **pipes)
 
 
-@pytest.mark.parametrize("what", [pytest.param("end", marks=pytest.mark.slow), "raise"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["end", "raise"])
 def test_a_process_that_ends_leaves_nothing(tmp_path, what):
+    """`test_a_process_without_the_threads_of_a_run_is_told_so` has one that raises, too, among the fast tests."""
     with run(tmp_path, what) as process:
         out, err = process.communicate(timeout=HANG)
     assert (out, process.returncode) == ("trained\n", {"end": 0, "raise": 3}[what]), err
@@ -97,11 +99,11 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(tmp_path, what, code):
 
 
 def test_a_process_without_the_threads_of_a_run_is_told_so(tmp_path):
-    """In a forked child, which ends cleanly and used to wait for ever, and at the interpreter's exit."""
+    """In a forked child, which ends cleanly and used to wait for ever, and at the exit of an interpreter that raised."""
     with run(tmp_path, "late") as process:
         out, err = process.communicate(timeout=HANG)
     in_child = "ForkError False\n" * 3
-    assert (out, process.returncode) == (f"trained\n{in_child * 2}5\n" + "StepOrderError True\n" * 3, 0), err
+    assert (out, process.returncode) == (f"trained\n{in_child * 2}5\n" + "StepOrderError True\n" * 3, 3), err
     assert "Traceback" not in err
     assert "Exception" not in err
     assert not [name for name in files_in(tmp_path) if "greedysnake-run" in name]

@@ -12,7 +12,8 @@ import transformers
 import trl
 from datasets import Dataset
 from learner import distance
-from safetensors.torch import load_file, save_file
+from packed_checkpoints import rewritten
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from zoo import small
 
@@ -106,16 +107,12 @@ def test_what_is_read_never_comes_to_storage_in_full(tmp_path, monkeypatch):
 
 def of_fp8(source, folder):
     """A checkpoint with blocks of 128 x 128, as DeepSeek's and Qwen's are."""
-    source.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name, each in tensors.items() if is_encoded(name, each)]:
-        found = CODECS["fp8"].quantized(tensors[name])
-        tensors[name] = found["weight"]
-        tensors[f"{name}_scale_inv"] = found["weight_scale_inv"].reshape(-(-len(tensors[name]) // 128), -1)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    form = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    with rewritten(source, folder, form) as tensors:
+        for name in [name for name, each in tensors.items() if is_encoded(name, each)]:
+            found = CODECS["fp8"].quantized(tensors[name])
+            tensors[name] = found["weight"]
+            tensors[f"{name}_scale_inv"] = found["weight_scale_inv"].reshape(-(-len(tensors[name]) // 128), -1)
 
 
 def by_bitsandbytes(source, folder, config):
@@ -201,16 +198,12 @@ def of_mxfp4(folder):
         vocab_size=96,
     )
     torch.manual_seed(0)
-    transformers.GptOssForCausalLM(config).bfloat16().save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        number, columns, rows = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (number, rows, columns // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(115, 122, (number, rows, columns // 32), dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    known = json.loads((folder / "config.json").read_text())
-    how = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}
-    (folder / "config.json").write_text(json.dumps(known | {"quantization_config": how}))
+    form = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}
+    with rewritten(transformers.GptOssForCausalLM(config).bfloat16(), folder, form) as tensors:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            number, columns, rows = tensors.pop(name).shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (number, rows, columns // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(115, 122, (number, rows, columns // 32), dtype=torch.uint8)
 
 
 def test_experts_in_mxfp4_are_decoded(tmp_path):

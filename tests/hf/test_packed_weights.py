@@ -153,6 +153,12 @@ def test_weights_are_decoded_as_they_are_read(form, frozen, tmp_path):
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter.detach().clone(), values), name
     assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("frozen", [None, "nf4"])
+def test_what_was_decoded_is_trained(frozen, tmp_path):
+    saved(GPTQ, tmp_path / "saved")
+    model = read(tmp_path / "saved", tmp_path / "storage", frozen=frozen)
     ids = torch.arange(16).view(2, 8)
     model.requires_grad_(False).lm_head.requires_grad_(True)
     optimizer = gs_compile.SGD(model.lm_head.parameters(), lr=0.1)

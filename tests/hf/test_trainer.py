@@ -169,8 +169,8 @@ def test_sequences_of_many_lengths(tmp_path):
 def test_noise_on_embeddings_of_sequences_of_many_lengths(tmp_path):
     """NEFTune's, with random numbers of each micro-batch's own."""
     settings = {"data": samples(lengths=(12, 7, 9)), "max_steps": 4}
-    noisy = attached(tmp_path / "noisy", "gpt2", neftune_noise_alpha=5.0, **settings)
-    quiet = trainer(tmp_path / "quiet", "gpt2", **settings)
+    noisy = attached(tmp_path / "noisy", neftune_noise_alpha=5.0, **settings)
+    quiet = trainer(tmp_path / "quiet", **settings)
     for each in (noisy, quiet):
         each.train()
     assert curve(noisy, "loss") == pytest.approx(curve(quiet, "loss"), rel=0.2)
@@ -208,12 +208,10 @@ def test_experts_are_balanced_over_all_batches_of_a_step(tmp_path, monkeypatch):
 def test_a_run_goes_on_from_its_checkpoint(precision, gas, tmp_path):
     """Bit for bit, and the saved model is an ordinary one. What is saved has fp32 masters, where there are any."""
     settings = {"options": {"precision": precision}, "gradient_accumulation_steps": gas}
-    whole = attached(tmp_path / "whole", **settings)
+    whole = attached(tmp_path / "whole", save_strategy="steps", save_steps=3, **settings)
     whole.train()
-    first = attached(tmp_path / "first", save_strategy="steps", save_steps=3, **settings)
-    first.train()
     again = attached(tmp_path / "again", **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "first" / "out" / "checkpoint-3"))
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "out" / "checkpoint-3"))
     assert curve(again, "loss") == curve(whole, "loss")
     wanted, found = values(whole.model), values(again.model)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

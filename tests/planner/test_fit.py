@@ -14,7 +14,8 @@ from gs_compile.planner.plan import Door
 from gs_compile.planner.request import Request
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
-SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 128}
+WIDER = SIZES | {"max_position_embeddings": 4096}
 ASKED = {"machine": "rtx4090", "sequence": 64, "host_memory": "24MiB", "device_memory": "20MiB", "lora": 4}
 SMALL = {"micro_batch_size": 4, "recompute": "all"}
 BATCH = {**SMALL, "num_micro_batches": 2}  # a plan is then made in seconds
@@ -83,17 +84,17 @@ def test_the_largest_micro_batch_is_the_last_that_fits(found, doors):
 
 
 @pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.slow), 128])
-def test_the_longest_sequence(monkeypatch, most):
+def test_the_longest_sequence(config, found, doors, monkeypatch, most):
     """As many tokens as fit in samples, or fewer; no more than the model has positions for."""
     monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
-    positions = {"max_position_embeddings": most} if most else {"max_position_embeddings": 4096}
-    (one,) = fit(zoo.configuration("llama", **SIZES, **positions), **ASKED, **SMALL, longest=True)
+    model, known = (config, [*doors]) if most else (zoo.configuration("llama", **WIDER), None)
+    (one,) = fit(model, **ASKED, **SMALL, longest=True, doors=known)
     assert one.longest == most or one.largest_micro_batch * 64 / 4 < one.longest <= one.largest_micro_batch * 64
 
 
-def test_what_does_not_fit_says_what_is_missing(config, monkeypatch):
+def test_what_does_not_fit_says_what_is_missing(config, found, doors, monkeypatch):
     monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
-    (full,) = fit(config, **{**ASKED, "host_memory": "1MiB"})
+    (full,) = fit(config, **{**ASKED, "host_memory": "1MiB"}, doors=[*doors])
     assert "it needs" in full.missing
     assert "of host memory" in full.missing
     assert full.tokens_per_second == 0.0

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -41,6 +42,7 @@ import figures
 import pytest
 import torch
 import torch.distributed as dist
+from tiered import Harness
 
 context: Any = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["warm"])
@@ -180,13 +182,15 @@ def _serve(pipe: Connection, info: Info, environment: dict[str, str], initialize
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if initialize:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    Harness.are_kept = True  # in a case
     while (job := pipe.recv()) is not None:
         case, tmp_path, given = job
         with (tmp_path / f"rank{info.rank}.txt").open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
+        Harness.forget_captures()
+        gc.collect()
+        gc.freeze()
         try:
             torch.save(case(info, tmp_path, **given), tmp_path / f"rank{info.rank}.pt")
         except Exception:  # noqa: BLE001  the test shows it

@@ -38,7 +38,7 @@ class Headed(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.trunk = zoo.GPT(Scaled)
+        self.trunk = zoo.GPT(Scaled, num_layers=2)
         self.scale = torch.nn.Parameter(torch.tensor([1.5, 0.5]))
 
     def forward(self, ids, labels):
@@ -57,7 +57,7 @@ def train(info, model, optimizer):
 def learns(info, tmp_path):
     """How far each way is from DDP of a plain model."""
     found = {}
-    spread(plain := zoo.GPT(Scaled), info.rank)
+    spread(plain := zoo.GPT(Scaled, num_layers=2), info.rank)
     ours, inside = copy.deepcopy(plain), zoo.compile_model(copy.deepcopy(plain))
     wrapped = DistributedDataParallel(plain)
     wanted = train(info, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))

@@ -106,7 +106,7 @@ def remembered(storage: Sequence[Path], total: int = 1, device: torch.device | N
     return default_storage() / CACHE / f"{_fingerprint(storage, total, device or default_device())}.json"
 
 
-def remembered_code(storage: Sequence[Path], total: int = 1, device: torch.device | None = None) -> Path:
+def remembered_code(storage: Sequence[Path], total: int, device: torch.device) -> Path:
     """The file that keeps the seconds of code that was timed there."""
     return remembered(storage, total, device).with_suffix(CODE)
 
@@ -149,9 +149,9 @@ def probe(
     return Profile.of({**fixed, **room, **rates, "sources": sources})
 
 
-def free_nbytes(storage: Sequence[Path], where: Where | None = None) -> dict[str, int]:
+def free_nbytes(storage: Sequence[Path], where: Where) -> dict[str, int]:
     """The bytes that one rank may use of each tier, by the profile's names: what is free now, and what will leave."""
-    device, leaving_nbytes = where or Where(default_device())
+    device, leaving_nbytes = where
     ranks = num_ranks()
     free = {"host_nbytes": available_memory() / ranks, "ssd_nbytes": room_nbytes(storage) / ranks}
     if has_own_memory(device):
