@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from gs_compile.capture.internals import backward_hooks
-from gs_compile.errors import OptionError
+from gs_compile.errors import OptionError, ReleasedParameterError
 from gs_compile.hf.weights import options_of
 from gs_compile.model.loss_scale import LossScaler
 from gs_compile.model.materialize import streaming, whole_states
@@ -47,10 +47,20 @@ def _fit_for_capture(model: nn.Module) -> None:
             )
         if getattr(module, "gradient_checkpointing", False):  # each layer is run again in its backward anyway
             module.gradient_checkpointing = False
+        if hasattr(type(module), "update_and_allocate"):
+            vars(module)["update_and_allocate"] = _refuse_ranks
     if callable(disable := getattr(model, "disable_input_require_grads", None)):
         disable()  # which checkpointing with adapters has asked for
     _install_recorders(model)
     _stream_generation(model)
+
+
+def _refuse_ranks(*_: Any, **__: Any) -> NoReturn:
+    """In the place of AdaLoRA's `update_and_allocate`."""
+    raise ReleasedParameterError(
+        "update_and_allocate: AdaLoRA chooses ranks by gradients, and those of parameters that live on the tiers never "
+        "are in p.grad. Leave this call out: all ranks stay init_r, so give that the rank you want, or use LoRA"
+    )
 
 
 def _stream_generation(model: nn.Module) -> None:
