@@ -30,7 +30,8 @@ class Run(NamedTuple):
     """Trained elements of one param group, in a unit.
 
     In a run with several ranks, of those that this one has; but of a parameter that is orthogonalized of all that ranks
-    have together. missed: the optimizer's steps before their first. is_wide: two of them are one of a parameter's.
+    have together. missed: the optimizer's steps before their first. is_idle: the model's loss does not depend on them
+    by a way that torch differentiates. is_wide: two of them are one of a parameter's.
     matrices: of a parameter that is orthogonalized. second: from a parameter's elements to those that have its second
     moments in the place of first ones, which follow; 0: it has no such.
     """
@@ -39,6 +40,7 @@ class Run(NamedTuple):
     stop: int
     group: int
     missed: int = 0
+    is_idle: bool = False
     is_wide: bool = False
     matrices: Matrices | None = None
     second: int = 0
@@ -85,8 +87,9 @@ class Update:
 
     def run(self, record: StepRecord, orthogonalizer: Orthogonalizer) -> None:
         """Update all of it, as the record of the step says."""
-        self._record, self._skipped = record, record.skipped  # which asks the device for each norm so far
+        self._record, is_skipped = record, record.skipped  # which asks the device for each norm so far
         for run in self._recipe.runs[self._unit.unit]:
+            self._skipped = is_skipped or (run.is_idle and not self._has_gradient(run))
             if run.matrices is not None:
                 self._matrices(run, run.matrices, orthogonalizer)
             elif run.second:
@@ -155,8 +158,15 @@ class Update:
                 new.copy_(old)
         if ("w", stretch.w.letter) in self._kept:
             w.copy_(_parameters(self._kept, stretch))
+        return Piece(stretch, w, self._gradient(stretch), state)
+
+    def _gradient(self, stretch: Stretch) -> Tensor:
         start = stretch.unit_start if self._is_whole else stretch.start
-        return Piece(stretch, w, self._sums[start:][: stretch.numel], state)
+        return self._sums[start:][: stretch.numel]
+
+    def _has_gradient(self, run: Run) -> bool:
+        """Whether one has come from outside of the model; torch leaves parameters that have none as they are."""
+        return any(bool(self._gradient(each).any()) for each in self._stretches(run, run.start, run.stop))
 
     def _master(self, piece: Piece, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
         """The parameters, what is updated, taken out of the state if it is there, and what of them follows it."""

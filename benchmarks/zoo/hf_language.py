@@ -41,10 +41,12 @@ LATENT = {  # keys and values by way of a narrow vector
     "v_head_dim": 8,
 }
 GROUPS = {"n_group": 1, "topk_group": 1}
+INDEXED = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}  # of what chooses the keys that attention reads
 PLAIN = """
     apertus arcee biogpt bitnet bloom cohere cohere2 ctrl cwm diffllama doge ernie4_5 exaone4 falcon_mamba gemma
-    gemma2 gemma3_text glm glm4 gpt2 gpt_neox granite lfm2 llama mamba mistral modernbert-decoder mpt nemotron
-    olmo2 openai-gpt opt phi phi3 qwen2 qwen3 recurrent_gemma rwkv smollm3 stablelm starcoder2
+    gemma2 gemma3_text glm glm4 gpt2 gpt_neox granite granite_swa hunyuan_v1_dense jais2 lfm2 lfm3 llama mamba
+    ministral ministral3 mistral modernbert-decoder mpt nemotron olmo olmo2 olmo3 openai-gpt opt phi phi3 qwen2
+    qwen3 recurrent_gemma rwkv seed_oss smollm3 stablelm starcoder2 vaultgemma
 """.split()
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     **{name: {} for name in PLAIN},
@@ -83,6 +85,58 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {**EXPERTS, **GROUPS, **LATENT, "first_k_dense_replace": 1, "topk_method": "greedy"},
     "deepseek_v3": {**EXPERTS, **GROUPS, **LATENT, "first_k_dense_replace": 1},
     "llama4_text": {**EXPERTS, "intermediate_size_mlp": 48},
+    "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
+    "gemma3n_text": {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 4,
+        "num_kv_shared_layers": 0,
+        "altup_num_inputs": 2,
+    },
+    "granitemoehybrid": {
+        **EXPERTS,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_chunk_size": 4,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 16,
+    },
+    "granitemoeshared": {**EXPERTS, "shared_intermediate_size": 16},
+    "granitemoe_swa": EXPERTS,
+    "falcon_h1": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_ssm": 64,
+        "mamba_chunk_size": 4,
+        "mamba_d_state": 8,
+    },
+    "lfm2_moe": {
+        **EXPERTS,
+        "full_attn_idxs": [1],
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+    },
+    "flex_olmo": EXPERTS,
+    "olmo_hybrid": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
+    "qwen3_5_text": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
+    "afmoe": {**EXPERTS, "num_dense_layers": 1},
+    "minimax_m2": EXPERTS,
+    "glm4_moe_lite": {**EXPERTS, **GROUPS, **LATENT, "first_k_dense_replace": 1},
+    "deepseek_v32": {**EXPERTS, **GROUPS, **LATENT, **INDEXED, "first_k_dense_replace": 1},
+    "glm_moe_dsa": {**EXPERTS, **GROUPS, **LATENT, **INDEXED, "first_k_dense_replace": 1},
 }
 
 

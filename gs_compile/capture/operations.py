@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
+from keyword import iskeyword
 from typing import Any
 
 from torch import fx
@@ -89,7 +90,8 @@ def is_mutation(node: fx.Node) -> bool:
     if node.op not in ("call_method", "call_function"):
         return False
     name = _name(node)
-    in_place = name.split(".")[0].endswith("_") and not name.startswith("_")
+    ends = name.split(".")[0].endswith("_") and not name.startswith("_")
+    in_place = ends and not iskeyword(name[:-1])  # ``x & y`` is operator.and_
     named = in_place or name in IN_PLACE_OPERATORS or "out" in node.kwargs
     return named or bool(arguments_of(node).get("inplace")) or _tracks_statistics(node)
 

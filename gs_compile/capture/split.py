@@ -40,6 +40,7 @@ from gs_compile.capture.graph import (
     layer_name,
     source_line,
 )
+from gs_compile.capture.idle import without_gradient
 from gs_compile.capture.loss import Separated
 from gs_compile.capture.operations import is_mutation, mutated, operation
 from gs_compile.capture.residual_stream import is_free, is_like, storage_of
@@ -82,6 +83,11 @@ class Split:
     @cached_property
     def by_unit(self) -> Mapping[Unit, UnitGraph]:
         return {graph.unit: graph for graph in self.units}
+
+    @cached_property
+    def idle(self) -> frozenset[int]:
+        """The inputs of the captured graph that require a gradient and never get one."""
+        return without_gradient(self.units)
 
 
 def split(

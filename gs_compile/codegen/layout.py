@@ -46,7 +46,7 @@ def arrange(
     split: Split,
     captured: Captured,
     types_by: Callable[[torch.dtype], Types],
-    groups: Mapping[int, tuple[int, int]] | None = None,
+    groups: Mapping[int, tuple[int, int, bool]] | None = None,
     *,
     ranks: Ranks | None = None,
     codecs: Mapping[int, str] | None = None,
@@ -55,9 +55,9 @@ def arrange(
     """The layout of a captured model.
 
     types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
-    and the optimizer's steps before its first; None: they are all alike; ranks: that share each unit; codecs: of frozen
-    parameters, by input index; matrices: what is orthogonalized, by input index; None: nothing ever is. Raises
-    `CaptureError` for a unit with dtypes that do not go together.
+    the optimizer's steps before its first, and whether it is idle (`Run`); None: they are all alike; ranks: that share
+    each unit; codecs: of frozen parameters, by input index; matrices: what is orthogonalized, by input index; None:
+    nothing ever is. Raises `CaptureError` for a unit with dtypes that do not go together.
     """
     codecs = codecs or {}
     specs, owners = _owned(split, captured)
@@ -65,10 +65,11 @@ def arrange(
     spans, runs = dict[int, Slice](), dict[Unit, list[Run]]()
     types, sizes = dict[Unit, Types](), list[UnitSize]()
 
-    def order(index: int) -> tuple[bool, tuple[int, int], int]:
+    def order(index: int) -> tuple[bool, tuple[int, int, bool], int, int]:
         is_trained = specs[index].requires_grad
+        group = groups[index] if is_trained and groups is not None else (0, 0, False)
         width = 0 if index in codecs else types[owners[index]].width(specs[index].dtype)
-        return not is_trained, groups[index] if is_trained and groups is not None else (0, 0), width * is_trained
+        return not is_trained, group, width * is_trained, index * group[-1]  # an idle one is a run of its own
 
     for unit in dict.fromkeys(owners.values()):
         found = [index for index, owner in owners.items() if owner == unit]
@@ -81,7 +82,7 @@ def arrange(
         sizes.append(sharded(_size(unit, members, placed, types[unit], matrices or {}), world))
         cuts = pieces(sizes[-1].num_trained, sizes[-1].numel)
         mine, runs[unit], stop = partial(owned, cuts, rank, world), [], 0
-        for (is_frozen, group, width), same in groupby(members, key=order):
+        for (is_frozen, group, width, _), same in groupby(members, key=order):
             stop = world * sizes[-1].num_trained if is_frozen else stop
             indices = list(same)
             for index in indices:

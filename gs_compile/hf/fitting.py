@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Mapping
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from gs_compile.capture.internals import backward_hooks
-from gs_compile.errors import OptionError
+from gs_compile.errors import OptionError, ReleasedParameterError
 from gs_compile.hf.weights import options_of
 from gs_compile.model.loss_scale import LossScaler
 from gs_compile.model.materialize import streaming, whole_states
@@ -37,20 +38,37 @@ def fit(accelerator: Any, model: nn.Module, size: int, given: Mapping[str, Any])
 def _fit_for_capture(model: nn.Module) -> None:
     """Leave out activation checkpointing; put in what `output_hidden_states=True` and `generate` read with.
 
-    Raises OptionError where a module has a hook on its backward, which runs layer by layer without the module.
+    Raises OptionError where a module has a hook on its backward, which runs layer by layer without the module, or
+    PEFT adapts a parameter by itself, which Dynamo does not trace: its error would name another line.
     """
+    of_parameters = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
     for name, module in model.named_modules():
         if found := backward_hooks(module):
             raise OptionError(
                 f"{name or 'the model'} has a backward hook, {found[0]}: which would never be called: "
                 "remove it (the handle's .remove()). Forward hooks are part of the model"
             )
+        if isinstance(module, of_parameters):
+            raise OptionError(
+                f"{name} is LoRA of a parameter, {module.parameter_name}: each forward puts another parameter in its "
+                "place, which cannot be captured. Leave target_parameters out, and adapt modules by target_modules"
+            )
         if getattr(module, "gradient_checkpointing", False):  # each layer is run again in its backward anyway
             module.gradient_checkpointing = False
+        if hasattr(type(module), "update_and_allocate"):
+            vars(module)["update_and_allocate"] = _refuse_ranks
     if callable(disable := getattr(model, "disable_input_require_grads", None)):
         disable()  # which checkpointing with adapters has asked for
     _install_recorders(model)
     _stream_generation(model)
+
+
+def _refuse_ranks(*_: Any, **__: Any) -> NoReturn:
+    """In the place of AdaLoRA's `update_and_allocate`."""
+    raise ReleasedParameterError(
+        "update_and_allocate: AdaLoRA chooses ranks by gradients, and those of parameters that live on the tiers never "
+        "are in p.grad. Leave this call out: all ranks stay init_r, so give that the rank you want, or use LoRA"
+    )
 
 
 def _stream_generation(model: nn.Module) -> None:

@@ -276,8 +276,8 @@ def _matrices(
 
 def _param_groups(
     compilation: Compilation, model: SpecializedModel, args: Sequence[Any], optimizer: OptimizerLike
-) -> dict[int, tuple[int, int]]:
-    """Of each trained parameter, by input index, the param group and the steps that it has missed.
+) -> dict[int, tuple[int, int, bool]]:
+    """Of each trained parameter, by input index, the param group, the steps that it has missed, and whether it is idle.
 
     Raises `OptimizerError` for none, and for a hook.
     """
@@ -299,4 +299,5 @@ def _param_groups(
                 f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called: a "
                 "parameter on the tiers gives its gradient to its update alone. Remove the hook"
             )
-    return {index: (group_of[args[index]], optimizer.missed.get(args[index], 0)) for index in read}
+    idle = model.split.idle
+    return {i: (group_of[args[i]], optimizer.missed.get(args[i], 0), i in idle) for i in read}

@@ -112,7 +112,7 @@ class Outputs:
     def argument_gradients(self, env: Mapping[Value, Any], units: CompiledUnits) -> list[Tensor | None]:
         """Gradients of the trained arguments; a parameter that several units share gets the sum.
 
-        None for a parameter on the tiers, whose gradient goes to its update.
+        None for a parameter on the tiers, whose gradient goes to its update, and for one that none ever comes to.
         """
         sums: dict[Any, Tensor] = {}
         for value, content in env.items():
@@ -120,11 +120,11 @@ class Outputs:
                 assert isinstance(content, Accumulator)
                 for key, gradient in content.sums.items():
                     sums[key] = sums[key].add_(gradient) if key in sums else gradient
-        gradients: list[Tensor | None] = []
+        gradients, idle = list[Tensor | None](), self.models[0].split.idle
         for index, arg in enumerate(self.args):
             if isinstance(arg, Tensor) and arg.requires_grad:
                 whole = sums.get(index) if index in sums else _of_batch(index, arg, units)
-                gradients.append(None if whole is None else whole.to(arg.dtype))
+                gradients.append(None if whole is None or index in idle else whole.to(arg.dtype))
         return gradients
 
 

@@ -18,7 +18,7 @@ from zoo import small
 import gs_compile
 import gs_compile.hf
 from gs_compile.capture.dynamo import absorb_libraries
-from gs_compile.errors import GraphBreakError
+from gs_compile.errors import GraphBreakError, OptionError, ReleasedParameterError
 from gs_compile.model.residency import is_offloaded
 from gs_compile.placement.shards import QUANTUM
 
@@ -139,6 +139,26 @@ def test_adapters_are_switched_off_and_merged(trainer):
     model._compiled_call_impl = None  # what is merged is another model
     merged = model.merge_and_unload()
     torch.testing.assert_close(merged(input_ids=ids).logits, with_adapter)
+
+
+def test_an_adapted_parameter_is_refused(tmp_path):
+    """As of experts that are stacked: before anything is captured."""
+    model = adapted(peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.gate_proj.weight"], **TASK))
+    trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), use_cpu=True), train_dataset=samples())
+    with pytest.raises(OptionError, match=r"is LoRA of a parameter, weight: .* Leave target_parameters out"):
+        gs_compile.hf.attach(trainer, storage=tmp_path / "storage")
+
+
+def test_ranks_by_gradients_are_refused(tmp_path):
+    config = peft.AdaLoraConfig(
+        init_r=4, target_r=2, tinit=1, tfinal=1, total_step=8, target_modules=["q_proj"], **TASK
+    )
+    model = adapted(config)
+    args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    gs_compile.hf.attach(Trainer(model, args, train_dataset=samples()), storage=tmp_path / "storage", expert=EAGER)
+    for caller in (model, model.base_model):
+        with pytest.raises(ReleasedParameterError, match=r"never are in p\.grad\. Leave this call out"):
+            caller.update_and_allocate(1)
 
 
 def test_a_break_inside_a_call_is_named(tmp_path):

@@ -1,0 +1,97 @@
+"""Parameters that only choose: no gradient ever comes to them, and no optimizer of torch touches them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiered import options
+from torch import nn
+from torch.nn import functional
+from zoo import VOCAB, WIDTH, Block, batch, compile_model
+
+import gs_compile
+
+SETTINGS = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.5}
+OURS = {
+    "AdamW": lambda p: gs_compile.AdamW(p, **SETTINGS),
+    "Muon": lambda p: gs_compile.Muon(p, weight_decay=0.5, adamw_weight_decay=0.5),
+    "torch": lambda p: torch.optim.AdamW(p, **SETTINGS),
+}
+
+
+class Choosing(Block):
+    """A block that leaves tokens out, by a mask that all blocks share and a score of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(WIDTH, 1)
+
+    def forward(self, x_BTD: torch.Tensor, mask_BT1: torch.Tensor) -> torch.Tensor:
+        mask_BT1 = mask_BT1 & (self.score(x_BTD) > 0)  # operator.and_ changes nothing in place
+        return torch.where(mask_BT1, super().forward(x_BTD), x_BTD)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Choosing() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x_BTD, mask_BT1 = self.embedding(ids), (ids > 20)[..., None]
+        for block in self.blocks:
+            x_BTD = block(x_BTD, mask_BT1)
+        return functional.cross_entropy(self.head(x_BTD).flatten(0, 1), labels.flatten())
+
+
+def trained(model, optimizer):
+    losses = []
+    for seed in range(3):
+        losses.append(model(*batch(4, seed=seed)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).detach(), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_never_gets_a_gradient_stays_as_it_is(name, tmp_path):
+    model = Model()
+    first, plain = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
+    losses, values = trained(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS))
+    optimizer = OURS[name](model.parameters())
+    if name == "torch":
+        compile_model(model, 2)
+    else:
+        model.compile(backend="greedysnake", options=options(tmp_path))
+    found, learned = trained(model, optimizer)
+    idle = [each for each in first if "score" in each]
+    for each in idle:
+        torch.testing.assert_close(values[each], first[each], rtol=0, atol=0)
+        torch.testing.assert_close(learned[each], first[each], rtol=0, atol=0)
+    if name != "Muon":
+        torch.testing.assert_close(found, losses)
+        torch.testing.assert_close(learned, values)
+
+
+def test_a_gradient_from_outside_reaches_it(tmp_path):
+    """As of a penalty of the user's own: in such a step it is trained as in plain PyTorch."""
+    model = Model()
+    plain = copy.deepcopy(model)
+    results = []
+    for each, kind in ((plain, torch.optim.SGD), (model, gs_compile.SGD)):
+        optimizer = kind(each.parameters(), lr=0.1, weight_decay=0.5)
+        if each is model:
+            model.compile(backend="greedysnake", options=options(tmp_path, accumulate=True))
+        for seed in range(2):
+            loss = each(*batch(4, seed=seed))
+            if seed:
+                loss = loss + each.blocks[1].score.weight.square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({name: value.clone() for name, value in each.state_dict().items()})
+    torch.testing.assert_close(*results)
