@@ -64,6 +64,10 @@ class Optimizer(OptimizerLike, Protocol):
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
 
+    @property
+    def hypers(self) -> list[dict[str, Any]]: ...
+    def set_since(self, record: StepRecord, *, anew: bool) -> str: ...
+
     def begin_step(self) -> StepRecord: ...
 
 
@@ -312,6 +316,10 @@ class Engine(ParameterStore):
                 "in this step gradients have come from outside of the compiled model alone: a step needs a backward of "
                 "the model, too"
             )
+        if record is not None and self._came_late(record):
+            self.done[0][0].begin_again(self)
+            assert self.successor is not None
+            return self.successor.finish()
         self.record = None
         if record is not None:
             record.predicted_seconds = self._predicted_seconds
@@ -325,6 +333,27 @@ class Engine(ParameterStore):
             if self.placement.has_late:
                 self.tiers.leave(record)
         return record
+
+    def _came_late(self, record: StepRecord) -> bool:
+        """Whether the step has to begin again: its updates have run, with other settings than the optimizer's of now.
+
+        Updates that have waited take these up. Raises StepOrderError where they have not, after the first step.
+        """
+        optimizer = self._optimizer()
+        changed = optimizer.set_since(record, anew=self.may_begin_again) if optimizer is not None else ""
+        if optimizer is None or not changed:
+            return False
+        has_early = any(unit.trained("early") for unit in self.placement.units)
+        if has_early and not (record.skipped or self.placement.rolls_back(confirmed=record.confirmed)):
+            if self.may_begin_again:
+                return True
+            raise StepOrderError(
+                f"{changed}: updates have run beside the backward, as in the first step of this run nothing was set "
+                'there. Set it before the backward or after step(), or give options={"accumulate": True}, with which '
+                "updates wait for step(), and begin the run anew"
+            )
+        record.hypers = optimizer.hypers
+        return False
 
     @property
     def _predicted_seconds(self) -> float:

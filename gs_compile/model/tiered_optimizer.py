@@ -139,6 +139,20 @@ class TieredOptimizer(torch.optim.Optimizer):
         """What each component is stored in; None: as wide as the master."""
         return moment_types(self._state_dtype, self.components)
 
+    @property
+    def hypers(self) -> list[dict[str, Any]]:
+        """What the rule is told of all param groups, as they are set now."""
+        return list(map(self.settings, self.param_groups))
+
+    def set_since(self, record: StepRecord, *, anew: bool) -> str:
+        """What has another value than when a record was made, in words; anew: an equal one that was assigned, too."""
+        for number, (group, before) in enumerate(zip(self.param_groups, record.groups, strict=True)):
+            for key, value in before.items():
+                now = group.get(key)
+                if now != value or (anew and now is not value):
+                    return f'"{key}" of param group {number} was set to {now!r} after the backward, and {value!r} before'
+        return ""
+
     def begin_step(self) -> StepRecord:
         """A record for the updates of the next step, with the settings as they are now."""
         for group in self.param_groups:
@@ -146,7 +160,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._check_norm()
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
-        record = StepRecord(self._num_steps + 1, list(map(self.settings, self.param_groups)), self.max_grad_norm)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
         in_memory.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
         return record
