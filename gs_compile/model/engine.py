@@ -337,7 +337,7 @@ class Engine(ParameterStore):
     def _came_late(self, record: StepRecord) -> bool:
         """Whether the step has to begin again: its updates have run, with other settings than the optimizer's of now.
 
-        Updates that have waited take these up. Raises StepOrderError where they have not, after the first step.
+        Updates that have waited take these up. Raises StepOrderError where they have not, and the step cannot begin again.
         """
         optimizer = self._optimizer()
         changed = optimizer.set_since(record, anew=self.may_begin_again) if optimizer is not None else ""
@@ -348,8 +348,8 @@ class Engine(ParameterStore):
             if self.may_begin_again:
                 return True
             raise StepOrderError(
-                f"{changed}: updates have run beside the backward, as in the first step of this run nothing was set "
-                'there. Set it before the backward or after step(), or give options={"accumulate": True}, with which '
+                f"{changed}: updates have run beside the backward, as nothing has shown that they should wait. "
+                'Set it before the backward or after step(), or give options={"accumulate": True}, with which '
                 "updates wait for step(), and begin the run anew"
             )
         record.hypers = optimizer.hypers

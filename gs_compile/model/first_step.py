@@ -78,7 +78,9 @@ def begin_again(engine: Engine, call: Call, *, accumulates: bool, num_calls: int
     except MemoryBudgetError:
         optimizer.accumulates, optimizer.num_calls = before
         raise
-    words = ["updates wait for optimizer.step(), as several backwards or settings come before it"] if accumulates else []
+    words = (
+        ["updates wait for optimizer.step(), as several backwards or settings come before it"] if accumulates else []
+    )
     words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
     log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
     engine.end("the run began again")

@@ -150,7 +150,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             for key, value in before.items():
                 now = group.get(key)
                 if now != value or (anew and now is not value):
-                    return f'"{key}" of param group {number} was set to {now!r} after the backward, and {value!r} before'
+                    return (
+                        f'"{key}" of param group {number} was set to {now!r} after the backward, and {value!r} before'
+                    )
         return ""
 
     def begin_step(self) -> StepRecord:

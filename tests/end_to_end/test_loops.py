@@ -311,7 +311,9 @@ def test_what_is_set_too_late_is_refused(harness, tmp_path):
         optimizer.step()
         loss_of(harness.model, 1).backward()
         slowed(optimizer, 1)
-        with pytest.raises(StepOrderError, match=r'"lr" of param group 0 was set to 0.5 .* 1.0 before.*"accumulate": True'):
+        with pytest.raises(
+            StepOrderError, match=r'"lr" of param group 0 was set to 0.5 .* 1.0 before.*"accumulate": True'
+        ):
             optimizer.step()
 
 
