@@ -30,6 +30,7 @@ from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParamet
 from gs_compile.machine import format_bytes
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
 from gs_compile.model.first_call import Planning, open_tiers, plan_tiers
+from gs_compile.model.late_settings import begun_again
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.open_calls import Call, OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
@@ -63,10 +64,6 @@ class Optimizer(OptimizerLike, Protocol):
     rule: Rule
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
-
-    @property
-    def hypers(self) -> list[dict[str, Any]]: ...
-    def set_since(self, record: StepRecord, *, anew: bool) -> str: ...
 
     def begin_step(self) -> StepRecord: ...
 
@@ -313,13 +310,10 @@ class Engine(ParameterStore):
         record = self.record
         if record is not None and not self.num_backwards:
             raise StepOrderError(
-                "in this step gradients have come from outside of the compiled model alone: a step needs a backward of "
-                "the model, too"
+                "gradients have come from outside of the compiled model alone: a step needs a backward of the model"
             )
-        if record is not None and self._came_late(record):
-            self.done[0][0].begin_again(self)
-            assert self.successor is not None
-            return self.successor.finish()
+        if record is not None and (other := begun_again(self, record)) is not None:
+            return other.finish()
         self.record = None
         if record is not None:
             record.predicted_seconds = self._predicted_seconds
@@ -333,27 +327,6 @@ class Engine(ParameterStore):
             if self.placement.has_late:
                 self.tiers.leave(record)
         return record
-
-    def _came_late(self, record: StepRecord) -> bool:
-        """Whether the step has to begin again: its updates have run, with other settings than the optimizer's of now.
-
-        Updates that have waited take these up. Raises StepOrderError where they have not, and the step cannot begin again.
-        """
-        optimizer = self._optimizer()
-        changed = optimizer.set_since(record, anew=self.may_begin_again) if optimizer is not None else ""
-        if optimizer is None or not changed:
-            return False
-        has_early = any(unit.trained("early") for unit in self.placement.units)
-        if has_early and not (record.skipped or self.placement.rolls_back(confirmed=record.confirmed)):
-            if self.may_begin_again:
-                return True
-            raise StepOrderError(
-                f"{changed}: updates have run beside the backward, as nothing has shown that they should wait. "
-                'Set it before the backward or after step(), or give options={"accumulate": True}, with which '
-                "updates wait for step(), and begin the run anew"
-            )
-        record.hypers = optimizer.hypers
-        return False
 
     @property
     def _predicted_seconds(self) -> float:

@@ -144,17 +144,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         """What the rule is told of all param groups, as they are set now."""
         return list(map(self.settings, self.param_groups))
 
-    def set_since(self, record: StepRecord, *, anew: bool) -> str:
-        """What has another value than when a record was made, in words; anew: an equal one that was assigned, too."""
-        for number, (group, before) in enumerate(zip(self.param_groups, record.groups, strict=True)):
-            for key, value in before.items():
-                now = group.get(key)
-                if now != value or (anew and now is not value):
-                    return (
-                        f'"{key}" of param group {number} was set to {now!r} after the backward, and {value!r} before'
-                    )
-        return ""
-
     def begin_step(self) -> StepRecord:
         """A record for the updates of the next step, with the settings as they are now."""
         for group in self.param_groups:

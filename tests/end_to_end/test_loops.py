@@ -154,14 +154,13 @@ PLACES = {
 }
 
 
-def learned(harness, make, loop, given, num_steps=NUM_STEPS, before_step=lambda optimizer, number: None):
+def learned(harness, make, loop, given, num_steps=NUM_STEPS):
     """Losses, values and the optimizer's report after some steps."""
     torch.manual_seed(1)
     losses = []
     with harness.fresh(make, given) as optimizer:
         for number in range(num_steps):
             losses += [float(loss.detach()) for loss in loop(harness.model, number)]
-            before_step(optimizer, number)
             optimizer.step()
             optimizer.zero_grad()
         norm = optimizer.last_step.grad_norm
@@ -171,14 +170,13 @@ def learned(harness, make, loop, given, num_steps=NUM_STEPS, before_step=lambda 
         return losses, {name: residency_of(each).value(each, master=True).clone() for name, each in named}, norm
 
 
-def plainly_learned(make, loop, clip=None, num_steps=NUM_STEPS, before_step=lambda optimizer, number: None):
+def plainly_learned(make, loop, clip=None, num_steps=NUM_STEPS):
     model = gpt2()
     optimizer = make(two_groups(model))
     losses = []
     for number in range(num_steps):
         losses += [float(loss.detach()) for loss in loop(model, number)]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf if clip is None else clip)
-        before_step(optimizer, number)
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: each.detach() for name, each in model.named_parameters()}, float(norm)
@@ -273,48 +271,6 @@ def test_the_norm_of_what_was_accumulated_is_clipped_by(clip, harness, tmp_path)
     scaler = gs_compile.LossScaler(init_scale=8.0)
     found = learned(harness, make, scaled, options(tmp_path, clip=clip, alpha=None))
     assert_alike(found, plainly_learned(plain_sgd, accumulated, clip=0.05))
-
-
-def one_backward(model, number):
-    loss = loss_of(model, number)
-    loss.backward()
-    yield loss
-
-
-def slowed(optimizer, number):
-    """As nanochat and others set it; in the first step to the value that it has."""
-    for group in optimizer.param_groups:
-        group["lr"] = 1.0 / (1 + number)
-
-
-def clipped_sgd(groups):
-    return gs_compile.SGD([{"params": group["params"]} for group in groups], lr=1.0, max_grad_norm=0.05)
-
-
-@pytest.mark.parametrize("loop", [one_backward, accumulated])
-@pytest.mark.parametrize("make", [plain_sgd, clipped_sgd])
-def test_what_is_set_between_the_backward_and_the_step_is_of_this_step(make, loop, harness, tmp_path):
-    """Speculative updates too, that are rolled back; and where updates beside the backward have the run begin again."""
-    clip = 0.05 if make is clipped_sgd else None
-    places = [{"alpha": 0.5}, {"accumulate": True}] + [{"alpha": 0.5, "clip": "speculative"}] * (clip is not None)
-    wanted = plainly_learned(plain_sgd, loop, clip, before_step=slowed)
-    for number, place in enumerate(places):
-        given = options(tmp_path / f"{number}", **place)
-        found = learned(harness, make if clip else sgd, loop, given, before_step=slowed)
-        assert_alike(found, wanted)
-
-
-def test_what_is_set_too_late_is_refused(harness, tmp_path):
-    """The first step has set nothing between, so that updates have run beside the backward."""
-    with harness.fresh(sgd, options(tmp_path, alpha=0.5)) as optimizer:
-        loss_of(harness.model, 0).backward()
-        optimizer.step()
-        loss_of(harness.model, 1).backward()
-        slowed(optimizer, 1)
-        with pytest.raises(
-            StepOrderError, match=r'"lr" of param group 0 was set to 0.5 .* 1.0 before.*"accumulate": True'
-        ):
-            optimizer.step()
 
 
 def test_a_penalty_is_in_the_norm_that_is_clipped_by(harness, tmp_path):
