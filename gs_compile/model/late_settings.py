@@ -7,13 +7,15 @@ beside the backward nobody knows before: the first step of a run shows it, and b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from gs_compile.errors import StepOrderError
 from gs_compile.runtime.step_record import StepRecord
 
+AnEngine = TypeVar("AnEngine", bound=Any)
 
-def begun_again(engine: Any, record: StepRecord) -> Any:
+
+def begun_again(engine: AnEngine, record: StepRecord) -> AnEngine | None:
     """The engine of the step begun again, where its updates have run with other settings than those of now; else None.
 
     Updates that have waited take these up. Raises StepOrderError where they have not, and the step cannot begin again.
@@ -32,7 +34,8 @@ def begun_again(engine: Any, record: StepRecord) -> Any:
             "step(), and begin the run anew"
         )
     engine.done[0][0].begin_again(engine)  # a call of the step
-    return engine.successor
+    successor: AnEngine = engine.successor
+    return successor
 
 
 def _changed(record: StepRecord, groups: Sequence[Mapping[str, Any]], *, anew: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from learner import distance
-from tiered import Harness, gpt2, options, sgd, tokens, two_groups
+from tiered import Harness, gpt2, options, sgd, tokens
 
 import gs_compile
 from gs_compile.errors import StepOrderError
