@@ -37,11 +37,15 @@ class SharedNorm:
 
 @dataclass
 class StepRecord:
-    """What the updates of one step need, early and late: captured when its backward begins."""
+    """What the updates of one step need, early and late: captured when its backward begins.
+
+    What was set since then is taken up by `optimizer.step()`, where no update has run by then.
+    """
 
     number: int  # of the optimizer's steps, from 1; of a parameter's own, without those that it has missed
     hypers: Sequence[Mapping[str, Any]]  # by param group
     max_grad_norm: float | None = None
+    groups: Sequence[Mapping[str, Any]] = ()  # the settings of each as they were, of which hypers are made
     squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
     losses: Sequence[Reading] = ()
     loss_scale: float = 1.0  # in all gradients

@@ -131,8 +131,9 @@ def _inside_vmaps(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         if name == LEAVE:
             brackets, inside = opened.pop()
             regions |= dict.fromkeys([*brackets, node], inside)
-        for _, inside in opened:
-            inside.append(node)
+        if name not in VMAP_BRACKETS:  # those of a vmap inside of another have the nodes of both
+            for _, inside in opened:
+                inside.append(node)
         if name in (LOAD, ENTER):
             before.append(node)
         if name == ENTER:

@@ -131,8 +131,13 @@ class _Search:
         return first.boundaries[-1] < self.start(second)
 
     def stream(self, stack: Stack) -> ResidualStream | None:
-        """The stream through a stack; None where it does not come to two blocks."""
+        """The stream through a stack; None where it does not come to two blocks.
+
+        Gradients go through it, so it has no block that takes in ids, as an embedding in one container with layers.
+        """
         origin = self._origin(stack)
+        if origin is not None and not origin.meta["spec"].dtype.is_floating_point:
+            return self.stream(stack[1:]) if len(stack) > 2 else None
         nodes = self._dependent(origin, stack) if origin else set()
         blocks = [block for block in stack if not nodes.isdisjoint(block)]
         if origin is None or len(blocks) < 2:

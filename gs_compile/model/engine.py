@@ -30,6 +30,7 @@ from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParamet
 from gs_compile.machine import format_bytes
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
 from gs_compile.model.first_call import Planning, open_tiers, plan_tiers
+from gs_compile.model.late_settings import begun_again
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.open_calls import Call, OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
@@ -309,9 +310,10 @@ class Engine(ParameterStore):
         record = self.record
         if record is not None and not self.num_backwards:
             raise StepOrderError(
-                "in this step gradients have come from outside of the compiled model alone: a step needs a backward of "
-                "the model, too"
+                "gradients have come from outside of the compiled model alone: a step needs a backward of the model"
             )
+        if record is not None and (other := begun_again(self, record)) is not None:
+            return other.finish()
         self.record = None
         if record is not None:
             record.predicted_seconds = self._predicted_seconds

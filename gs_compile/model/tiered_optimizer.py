@@ -139,6 +139,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         """What each component is stored in; None: as wide as the master."""
         return moment_types(self._state_dtype, self.components)
 
+    @property
+    def hypers(self) -> list[dict[str, Any]]:
+        """What the rule is told of all param groups, as they are set now."""
+        return list(map(self.settings, self.param_groups))
+
     def begin_step(self) -> StepRecord:
         """A record for the updates of the next step, with the settings as they are now."""
         for group in self.param_groups:
@@ -146,7 +151,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._check_norm()
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
-        record = StepRecord(self._num_steps + 1, list(map(self.settings, self.param_groups)), self.max_grad_norm)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
         in_memory.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
         return record

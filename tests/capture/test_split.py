@@ -84,10 +84,11 @@ def test_a_layers_input_requires_a_gradient_even_above_frozen_layers():
     assert units[1].differentiable == (0,)
 
 
-def test_a_vmap_is_closed_in_the_unit_that_opens_it():
+@pytest.mark.parametrize("mapped", [torch.vmap(torch.sin), torch.vmap(torch.vmap(torch.sin))], ids=["one", "nested"])
+def test_a_vmap_is_closed_in_the_unit_that_opens_it(mapped):
     class Mapped(Block):
         def forward(self, x):
-            return super().forward(torch.vmap(torch.sin)(x))
+            return super().forward(mapped(x))
 
     assert_units_equal_the_model(Tiny(lambda p, y: p, [Mapped(), Mapped()]), *batch(4))
     assert torch._C._functorch.maybe_current_level() is None

@@ -202,6 +202,39 @@ class Narrowing(nn.Module):
         return self.net(ids.float())
 
 
+class Places(nn.Module):
+    """As the table of positions of an example's model: a part of what is no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(4000, WIDTH))
+
+    def forward(self, x):
+        return x + self.table[: x.shape[1]]
+
+
+class Container(Model):
+    """What makes the first layer's input are two numbered modules, and larger than the layers."""
+
+    def __init__(self):
+        super().__init__([Block() for _ in range(3)])
+        self.embed = nn.Sequential(self.embed, Places())
+
+    def stack(self, x, ids):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class OneContainer(Container):
+    """The embedding is a module of the list of layers, where it takes in ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.insert(0, self.embed)
+        self.embed = nn.Identity()
+
+
 class Bare(nn.Module):
     """Residual branches, whose last sum is the output."""
 
@@ -277,6 +310,8 @@ CASES = [
     (SharedBias, "012", 0),
     (Narrowing, "0 1 2 3 4", 0),
     (Bare, "012", 0),
+    (Container, "012", 0),
+    (OneContainer, "012", 0),
     (Query, "0 1", 0),  # what the first reads has other strides
     (Encoder, "012", 0),
     (Decoder, "012", 0),
