@@ -2,9 +2,8 @@
 
 Nobody says how many backwards come before `optimizer.step()`, or that the learning rate is set after them. So updates
 run beside the first one, and when the first step has another, or settings after it, the run begins again with updates
-that wait: first values are there until a step has ended, and the
-backwards so far run once more, with the same inputs, random numbers and gradients. What the first step has settled
-holds from then on.
+that wait: first values are there until a step has ended, and the backwards so far run once more, with the same inputs,
+random numbers and gradients. What the first step has settled holds from then on.
 """
 
 from __future__ import annotations
@@ -78,9 +77,7 @@ def begin_again(engine: Engine, call: Call, *, accumulates: bool, num_calls: int
     except MemoryBudgetError:
         optimizer.accumulates, optimizer.num_calls = before
         raise
-    words = (
-        ["updates wait for optimizer.step(), as several backwards or settings come before it"] if accumulates else []
-    )
+    words = ["updates wait for step(), as several backwards or settings come before it"] if accumulates else []
     words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
     log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
     engine.end("the run began again")
