@@ -98,7 +98,7 @@ class Decision:
     layer_tokens: that a layer's code runs on at a time, all but its attention; None: as the options say.
     carried: units whose early parameters, stored on SSD, also stay in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
-    retained: units whose parameters and inputs, stored on SSD, stay in host memory from the forward to their backward.
+    retained: units whose parameters, stored on SSD, stay in host memory from the forward to their backward.
     ahead: so many stages earlier than others, the states of updates after the last backward are read.
     lookahead: so many stages earlier than they would have to be, where computation hid them, all are read from SSD.
     own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
@@ -194,7 +194,7 @@ class Placement:
 
     def checkpoint_home(self, value: Value) -> Tier:
         """Device, host or SSD, for the input of a layer: where its other saved activations are. Of those that have none
-        the ratios' shares, spread evenly; what is retained is in host memory, not on SSD.
+        the ratios' shares, spread evenly.
         """
         if (share := self.share_of(value)) is not None:
             return share.tier
@@ -208,9 +208,7 @@ class Placement:
             return "host"
         elsewhere = at - int(at * ratio + TOLERANCE)  # of those before it: the device has a share of these
         on_device = min(kept["device"] / left / (1 - ratio), 1.0) if ratio < 1 else 0.0
-        if is_chosen(elsewhere, on_device):
-            return "device"
-        return "host" if value.unit in self.retained else "ssd"
+        return "device" if is_chosen(elsewhere, on_device) else "ssd"
 
     def recomputing(self) -> Placement:
         """The same with layers that save their inputs alone, each where its activations were."""

@@ -4,9 +4,8 @@ A step's last updates are of what the next one reads first: the embedding, tied 
 layers. Read again from where they have just been written, they are what the next step waits for. Carried in memory they
 take little that was not free: the peak of a step is elsewhere, or the update that makes them is in it already.
 
-The last layers of the forward are the first ones of the backward. Their parameters and inputs are retained in memory
-that gradients and states take later: the topmost are free again when the backward has begun. Stored, an input of theirs
-would be written behind all that the step before has left to write, and be read only then, ahead of the states.
+The last layers of the forward are the first ones of the backward. Their parameters are retained in memory that
+gradients and states take later: the topmost are free again when the backward has begun.
 
 The head and its loss compute for as long as several layers. Reads that are issued a layer ahead pause meanwhile; issued
 some stages ahead they do not, and their values are in memory for as much longer.

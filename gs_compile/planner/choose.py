@@ -153,7 +153,7 @@ def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
     placed, ahead, all_ahead = chosen.placed, chosen.placed.ahead, chosen.placed.lookahead
     carried, retained = (f"{format_bytes(of(placed))} of parameters" for of in (carried_nbytes, retained_nbytes))
     carried += " that the next step reads first stay in host memory until then"
-    retained += ", and their layers' inputs, stay in host memory from the forward to the backward"
+    retained += " stay in host memory from the forward to the backward"
     read = f"states of the updates after the last backward are read {ahead} layer{'s' * (ahead > 1)} earlier"
     deep = f"all that is read from SSD is read {all_ahead} stage{'s' * (all_ahead > 1)} earlier"
     said = {carried: placed.carried_values, retained: placed.retained_values, read: ahead, deep: all_ahead}

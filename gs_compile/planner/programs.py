@@ -196,7 +196,7 @@ class StepPrograms:
         if nbytes := carried_nbytes(placement):
             rows.append(("kept", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
         if nbytes := retained_nbytes(placement):
-            rows.append(("retained", f"{format_bytes(nbytes)} of parameters, and layers' inputs, until their backward"))
+            rows.append(("retained", f"{format_bytes(nbytes)} of parameters, in host memory until their backward"))
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)
         rows.append(("updates", f"{share:.0%} late, in the next forward (alpha {placement.decision.alpha:g})"))
