@@ -84,8 +84,7 @@ def arrange(
         mine, runs[unit], stop = partial(owned, cuts, rank, world), [], 0
         for (is_frozen, group, width, _), same in groupby(members, key=order):
             stop = world * sizes[-1].num_trained if is_frozen else stop
-            indices = list(same)
-            for index in indices:
+            for index in (indices := list(same)):
                 spans[index] = replace(placed[index], offset=stop)
                 stop += _padded(spans[index])
             if not is_frozen:
