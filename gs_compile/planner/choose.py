@@ -166,15 +166,16 @@ def refined(problem: Problem, best: Solution) -> Candidate:
 
     Raises `MemoryBudgetError` where none does.
     """
-    own = problem, best.num_micro_batches
-    trial = problem.bundled(best.num_micro_batches)
-    for found in sorted(_tries(*trial, best), key=lambda each: each.seconds):
+    number = best.num_micro_batches
+    trial, few = problem.bundled(number)
+    for found in sorted(_tries(trial, few, best), key=lambda each: each.seconds):
         alpha = found.solution.alpha
-        if trial[0] is problem or (not problem.whole and problem.solved(own[1], alpha)):
+        if trial is problem or (not problem.whole and problem.solved(number, alpha)):
             return found
-        if problem.whole and (fitting := _fitting(*own, alpha, found.spare, found.less)):
+        if problem.whole and (fitting := _fitting(problem, number, alpha, found.spare, found.less)):
             return fitting
-    scarce = _of_any_alpha(*own, partial(_fitting, *(own if problem.whole else trial), spare=NOTHING))
+    last = (problem, number) if problem.whole else (trial, few)
+    scarce = _of_any_alpha(problem, number, partial(_fitting, *last, spare=NOTHING))
     if scarce is None:
         raise MemoryBudgetError(_too_little(problem))
     return scarce
