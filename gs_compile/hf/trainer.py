@@ -25,6 +25,7 @@ from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.residency import is_offloaded
+from gs_compile.model.settings import OTHER_RULES, check_torch_settings
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ _EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD
 # TrainingArguments.optim of bitsandbytes, which need not be installed: pages are what the tiers are for.
 _OF_BITSANDBYTES = {"lion_32bit": Lion, "paged_lion_32bit": Lion, "paged_adamw_32bit": AdamW}
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
+_PARAMETERS = ("params", "model", "optimizer_dict")  # which Trainer takes out of an optimizer's settings
 
 
 def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -119,8 +121,10 @@ class TrainerMixin(DurableTrainer):
         return super().get_batch_samples(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; with fp16 it divides by the loss scale."""
+        """Trainer's; with fp16 it divides by the loss scale. One that makes torch's own gets the equivalent of it."""
         found = super().create_optimizer(*args, **kwargs)
+        if not isinstance(found, TieredOptimizer):
+            self.optimizer = found = self._in_place_of(found)
         self._keep_states(self._tiered_optimizer)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.serve(self._tiered_optimizer)
@@ -204,8 +208,24 @@ class TrainerMixin(DurableTrainer):
                 "or lion_32bit, or make one of gs_compile, as AdamW(parameters, state_dtype='8bit') or Muon, and "
                 "give the Trainer optimizers=(optimizer, None)"
             )
-        settings = {key: value for key, value in given[1].items() if key in _SETTINGS}
+        check_torch_settings(name, {key: given[1][key] for key in OTHER_RULES if key in given[1]})
+        settings = {key: value for key, value in given[1].items() if key in _SETTINGS + _PARAMETERS}
         return found, {"max_grad_norm": _bound(args), **settings}
+
+    def _in_place_of(self, optimizer: Any) -> TieredOptimizer:
+        """This package's equivalent of an optimizer that a `create_optimizer` of the user's own has made."""
+        kind = _EQUIVALENT.get(type(optimizer))
+        if kind is None:
+            raise OptionError(
+                f"the create_optimizer of this Trainer has made a {type(optimizer).__name__}, which has no equivalent "
+                "here: have it make one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or AdamW, Adam or SGD of torch"
+            )
+        rules = [key for key in OTHER_RULES if kind is not AdamW or key != "decoupled_weight_decay"]  # AdamW's own rule
+        for group in optimizer.param_groups:
+            check_torch_settings(kind.__name__, {key: group[key] for key in rules if key in group})
+        kept = ("params", *_SETTINGS)
+        groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
+        return kind(groups, max_grad_norm=_bound(self.args))
 
 
 class _Gathering(_Trainer):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from zoo import VOCAB, small
 import gs_compile
 import gs_compile.hf
 from gs_compile.capture.dynamo import absorb_libraries
-from gs_compile.errors import LaneError, MemoryBudgetError, OptionError
+from gs_compile.errors import LaneError, MemoryBudgetError, OptimizerError, OptionError
 from gs_compile.model.residency import is_offloaded
 
 EAGER = {
@@ -355,3 +355,45 @@ def test_an_optimizer_of_torch_is_refused(tmp_path):
     found.optimizer = torch.optim.AdamW(found.model.parameters())
     with pytest.raises(OptionError, match="leave the optimizer to the arguments, or give one of gs_compile"):
         gs_compile.hf.attach(found)
+
+
+def own_groups(model):
+    """Blocks alone, each with a rate of its own."""
+    return [{"params": list(block.parameters()), "lr": 1e-3 * (1 + n)} for n, block in enumerate(model.blocks)]
+
+
+class Groups(Trainer):
+    def create_optimizer(self, *args, **kwargs):
+        self.optimizer = torch.optim.AdamW(own_groups(self.model), weight_decay=0.1)
+        return self.optimizer
+
+
+def given_groups(trainer):
+    trainer.optimizer_cls_and_kwargs = torch.optim.AdamW, {"lr": 1e-2, "params": own_groups(trainer.model)}
+
+
+def makes_groups(trainer):
+    trainer.__class__ = Groups
+
+
+@pytest.mark.parametrize("change", [given_groups, makes_groups])
+def test_param_groups_of_the_users_own(change, tmp_path):
+    """By `optimizer_cls_and_kwargs`, or a `create_optimizer` that makes torch's."""
+    found = []
+    for name in ("mine", "theirs"):
+        one = trainer(tmp_path / name)
+        for parameter in {*one.model.parameters()} - {*one.model.blocks.parameters()}:
+            parameter.requires_grad_(False)
+        change(one)
+        if name == "mine":
+            gs_compile.hf.attach(one, storage=tmp_path / "storage", expert=EAGER)
+        one.train()
+        found.append(one)
+    assert_alike(*found)
+
+
+def test_a_rule_that_is_not_followed_is_refused(tmp_path):
+    one = trainer(tmp_path)
+    one.optimizer_cls_and_kwargs = torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}
+    with pytest.raises(OptimizerError, match="amsgrad"):
+        gs_compile.hf.attach(one, storage=tmp_path / "storage", expert=EAGER)
