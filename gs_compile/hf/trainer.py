@@ -214,7 +214,7 @@ class TrainerMixin(DurableTrainer):
 
     def _in_place_of(self, optimizer: Any) -> TieredOptimizer:
         """This package's equivalent of an optimizer that a `create_optimizer` of the user's own has made."""
-        kind = _EQUIVALENT.get(type(optimizer))
+        kind: type[TieredOptimizer] | None = _EQUIVALENT.get(type(optimizer))
         if kind is None:
             raise OptionError(
                 f"the create_optimizer of this Trainer has made a {type(optimizer).__name__}, which has no equivalent "
@@ -225,7 +225,8 @@ class TrainerMixin(DurableTrainer):
             check_torch_settings(kind.__name__, {key: group[key] for key in rules if key in group})
         kept = ("params", *_SETTINGS)
         groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
-        return kind(groups, max_grad_norm=_bound(self.args))
+        found: TieredOptimizer = kind(groups, max_grad_norm=_bound(self.args))  # type: ignore[call-arg]
+        return found
 
 
 class _Gathering(_Trainer):  # type: ignore[misc]
@@ -291,6 +292,9 @@ def _check(trainer: Any) -> None:
         "deepspeed: leave it out, the backend has its place": args.deepspeed is not None,
         "fsdp: leave it out, the backend has its place": bool(args.fsdp),
         "torch_compile=True: leave it out, the model is compiled already": args.torch_compile,
+        "model_init: train() would make another model, that is not compiled: give model=model_init() in its place": (
+            trainer.model_init is not None
+        ),
         "activation_offloading=True: leave it out, the inputs of layers are stored anyway": getattr(
             args, "activation_offloading", False
         ),
