@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy
 
-from benchmarks.race.measures import machine_facts
+from benchmarks.common import machine_facts, save
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PLAIN, Entry
 from benchmarks.race.run import START_SECONDS, STEP_SECONDS
-from benchmarks.race.settings import command_line, end_gently, load, save
+from benchmarks.race.settings import command_line, end_gently, load
 from benchmarks.race.worker import WorkerError
 
 AT_ONCE = 10  # steps of one question

@@ -20,9 +20,10 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from benchmarks.common import FIGURES, RESULTS
 from benchmarks.race.curves import NOISE
 from benchmarks.race.measures import normalised
-from benchmarks.race.registry import FIGURES, PLAIN, RESULTS
+from benchmarks.race.registry import PLAIN
 from benchmarks.race.traffic import draw_traffic
 from gs_compile.cli.report.draw import INK, STYLE
 

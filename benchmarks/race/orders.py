@@ -19,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.measures import DriveSpeed, MachineSpeed, machine_facts, spread
+from benchmarks.common import machine_facts
+from benchmarks.race.measures import DriveSpeed, MachineSpeed, spread
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import Entry
 from benchmarks.race.run import CHECKED_STEPS, START_SECONDS, STEP_SECONDS, warmed_up

@@ -38,6 +38,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 
+from benchmarks.common import memory_nbytes, reset_peak
+
 if TYPE_CHECKING:
     import torch
     from transformers import GPT2LMHeadModel
@@ -214,7 +216,7 @@ def _serve(runner: Contestant, commands: IO[str], answers: IO[str]) -> int:
     def answer(**data: Any) -> None:
         answers.write(json.dumps(data) + "\n")
 
-    idle, start, words = _status("VmRSS"), time.perf_counter(), ["build"]
+    idle, start, words = memory_nbytes("VmRSS"), time.perf_counter(), ["build"]
     try:
         settings = runner.build()
         answer(
@@ -252,9 +254,9 @@ def _obey(runner: Contestant, command: str, *arguments: str) -> dict[str, Any]:
         seconds, losses = _timed(runner, first, count, *lead)
         return {"steps": first, "count": count, "seconds": seconds, "losses": losses}
     if command == "stats":
-        return {"peak_rss": _status("VmHWM"), "peak_device": _peak_device(runner.case), **_disk_bytes()}
+        return {"peak_rss": memory_nbytes("VmHWM"), "peak_device": _peak_device(runner.case), **_disk_bytes()}
     if command == "reset_peak":
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
         _peak_device(runner.case, reset=True)
         return {"reset_peak": True}
     if command == "weights":
@@ -290,14 +292,6 @@ def _peak_device(case: Case, *, reset: bool = False) -> int:
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
     return int(torch.accelerator.max_memory_reserved())
-
-
-def _status(field: str) -> int:
-    """Bytes of one line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {field}")
 
 
 def _disk_bytes() -> dict[str, int]:

@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.measures import add_bounds, machine_facts
+from benchmarks.common import machine_facts, save
+from benchmarks.race.measures import add_bounds
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PLAIN, Entry
 from benchmarks.race.run import Run
@@ -30,7 +31,6 @@ from benchmarks.race.settings import (
     command_line,
     end_gently,
     load,
-    save,
     settings_of,
 )
 from gs_compile.machine import format_bytes

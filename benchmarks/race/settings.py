@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import ROOT, save
 from benchmarks.race.measures import wait_until_idle
 from benchmarks.race.protocol import PRESETS, Case
-from benchmarks.race.registry import PEERS_PYTHON, ROOT
+from benchmarks.race.registry import PEERS_PYTHON
 from benchmarks.slow_drive import add_drive_argument, bounded, rates_of, slowed
 from gs_compile.planner.measure.machines import probe, profile
 from gs_compile.planner.measure.profile import Profile
@@ -162,11 +163,3 @@ def add_rows(
         rows[number] = measure(number)
         found["rows"] = [rows[each] for each in sorted(rows)]
         save(found, output)
-
-
-def save(found: dict[str, Any], output: Path) -> None:
-    """All of it or nothing: a race that is interrupted goes on with what was there."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(found, indent=1) + "\n")
-    unfinished.replace(output)

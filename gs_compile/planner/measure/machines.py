@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gs_compile.errors import ProfileError
-from gs_compile.machine import DEFAULT_SHARE, available_memory, num_ranks, usable_cores, usable_memory
+from gs_compile.machine import DEFAULT_SHARE, available_memory, num_ranks, processor, usable_cores, usable_memory
 from gs_compile.options import Options, default_storage
 from gs_compile.planner.measure.cluster import share_of
 from gs_compile.planner.measure.probe import compute_rates, link_rates, network_rates, products_on
@@ -206,7 +205,7 @@ def _fingerprint(storage: Sequence[Path], total: int, device: torch.device) -> s
     facts = {
         "format": FORMAT,
         "measuring": MEASURING,
-        "processor": _processor(),
+        "processor": processor(),
         "cores": usable_cores(),
         "threads": correct_thread_count(),
         "gibibytes": usable_memory() >> 30,  # a new kernel leaves some pages more or less
@@ -217,14 +216,6 @@ def _fingerprint(storage: Sequence[Path], total: int, device: torch.device) -> s
         "drives": [existing(directory).stat().st_dev for directory in storage],
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
 
 
 def write_whole(path: Path, text: str) -> None:
