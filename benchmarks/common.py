@@ -18,11 +18,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # contestants of the race, in environments of their own, need neither
     import torch
     from transformers import GPT2LMHeadModel
+
+    from gs_compile.planner.step_plan import StepPlan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -87,6 +90,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def gains(found: StepPlan) -> dict[str, str]:
+    """What limits a plan's step, and what more of it would bring; without what would bring nothing."""
+    pairs = (each.rpartition(": ") for each in found.binding)
+    return {what: gain for what, _, gain in pairs if gain != "nothing"}
+
+
 # Models and steps -----------------------------------------------------------------------------------------------------
 
 
@@ -109,6 +118,23 @@ def step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> tor
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def library(*modules: ModuleType) -> torch.Tensor:
+    """A text to learn: the bytes of Python's own library, of the folders that these modules are in."""
+    import torch
+
+    folders = (Path(module.__file__ or "").parent for module in modules)
+    sources = sorted(path for folder in folders for path in folder.glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
+
+
+def sample(text: torch.Tensor, size: int, sequence: int, generator: torch.Generator) -> torch.Tensor:
+    """Pieces of a text, (size, sequence)."""
+    import torch
+
+    starts = torch.randint(len(text) - sequence, (size,), generator=generator)
+    return torch.stack([text[start : start + sequence] for start in starts.tolist()])
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Plans for the paper's machine, by the planner and the simulator: the numbers and figures of docs/planner.md.
 
-    python benchmarks/figures.py sweep      # GPT-65B, throughput over the batch size
-    python benchmarks/figures.py orders     # the vertical order against the horizontal, three models, three drives
-    python benchmarks/figures.py credit     # what one more micro-batch computes and moves
-    python benchmarks/figures.py draw       # the figures, from the numbers
+    python -m benchmarks.figures sweep      # GPT-65B, throughput over the batch size
+    python -m benchmarks.figures orders     # the vertical order against the horizontal, three models, three drives
+    python -m benchmarks.figures credit     # what one more micro-batch computes and moves
+    python -m benchmarks.figures draw       # the figures, from the numbers
 
 Nothing is measured: every second is simulated, on the machine file a100.json. Numbers go to
 benchmarks/results/paper.json as they are found, and what is there is not simulated again. Figures go to docs/figures.
@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from benchmarks.common import FIGURES, ON_SSD, RESULTS
+from benchmarks.common import FIGURES, ON_SSD, RESULTS, save
 from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traffic_bars
 from gs_compile.errors import NoFitError
 from gs_compile.placement.boundaries import total
@@ -268,7 +268,7 @@ def once(key: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The row of that key, found now if it has not been."""
     if key not in results():
         row = run()
-        PAPER_RESULTS.write_text(json.dumps(results() | {key: row}, indent=1) + "\n")
+        save(results() | {key: row}, PAPER_RESULTS)
         print(
             f"{key}: {json.dumps({name: value for name, value in row.items() if isinstance(value, float)})}", flush=True
         )
