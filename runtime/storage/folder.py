@@ -28,8 +28,7 @@ import torch.distributed as dist
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import format_bytes
 from gs_compile.runtime.storage import manifest, system
-from gs_compile.runtime.storage.manifest import FOLDER, Manifest
-from gs_compile.runtime.storage.stored import OURS
+from gs_compile.runtime.storage.stored import FOLDER, OURS, Manifest
 
 log = logging.getLogger(__name__)
 
