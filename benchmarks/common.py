@@ -99,13 +99,15 @@ def gains(found: StepPlan) -> dict[str, str]:
 # Models and steps -----------------------------------------------------------------------------------------------------
 
 
-def gpt2(layers: int, hidden: int, sequence: int, vocabulary: int = 50257, **fields: Any) -> GPT2LMHeadModel:
-    """A GPT-2 in training, with heads of 64, and the values that seed 0 draws. fields: others of its config."""
+def gpt2(
+    layers: int, hidden: int, sequence: int, vocabulary: int = 50257, *, seed: int = 0, **fields: Any
+) -> GPT2LMHeadModel:
+    """A GPT-2 in training, with heads of 64, and the values that a seed draws. fields: others of its config."""
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"n_layer": layers, "n_embd": hidden, "n_head": hidden // 64, "n_positions": sequence}
     rest = {"vocab_size": vocabulary, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **rest, **fields})).train()

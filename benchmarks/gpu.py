@@ -35,7 +35,7 @@ from xml.etree import ElementTree
 import torch
 
 import gs_compile
-from benchmarks.common import IN_MEMORY, ON_SSD, RESULTS, ROOT, machine_facts, save
+from benchmarks.common import IN_MEMORY, ON_SSD, RESULTS, ROOT, machine_facts, save, step
 from benchmarks.gpu_page import page
 from benchmarks.race.protocol import Case, batch, build_model, wait_for_device
 from benchmarks.race.registry import PEERS_PYTHON
@@ -120,9 +120,7 @@ class Run:
         batches = [batch(self.case, first + number) for number in range(count)]
         start = time.perf_counter()
         for ids in batches:
-            self.model(input_ids=ids, labels=ids).loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            step(self.model, self.optimizer, ids)
         self.optimizer.synchronize()
         wait_for_device(self.case)
         return (time.perf_counter() - start) / count

@@ -33,6 +33,7 @@ from benchmarks.common import (
     save,
     setting_of,
 )
+from benchmarks.race.plain import accumulate, checkpoint_blocks
 from gs_compile.model.backend import greedysnake
 
 # Memory goes back to the system when it is freed, so that the resident set is what is in use.
@@ -50,19 +51,14 @@ def batch(arguments: argparse.Namespace) -> torch.Tensor:
 
 def plain_step(arguments: argparse.Namespace, compiler: str) -> Callable[[], float]:
     model = build(arguments)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_blocks(model, {})
     if compiler == "inductor":
         model.compile()
-    slices = batch(arguments).split(arguments.micro_batch_size)
+    micro_batches = batch(arguments).split(arguments.micro_batch_size)
 
     def step() -> float:
         model.zero_grad()
-        total = 0.0
-        for ids in slices:
-            loss = model(input_ids=ids, labels=ids).loss / len(slices)
-            loss.backward()
-            total += loss.item()
-        return total
+        return accumulate(model, micro_batches)
 
     return step
 

@@ -33,12 +33,13 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 
-from benchmarks.common import memory_nbytes, reset_peak
+from benchmarks.common import NO_DROPOUT, gpt2, memory_nbytes, reset_peak
 
 if TYPE_CHECKING:
     import torch
@@ -100,25 +101,11 @@ PRESETS = {
 def build_model(case: Case) -> GPT2LMHeadModel:
     """The case's model in fp32, with the weights its seed draws: the same bits for every contestant."""
     import torch
-    import transformers
 
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(case.seed)
-    config = transformers.GPT2Config(
-        n_layer=case.layers,
-        n_embd=case.hidden,
-        n_head=case.heads,
-        n_positions=case.sequence,
-        vocab_size=case.vocabulary,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    if case.device == "meta":
-        with torch.device("meta"):
-            return transformers.GPT2LMHeadModel(config)
-    return transformers.GPT2LMHeadModel(config).train().to(case.device)
+    sizes = (case.layers, case.hidden, case.sequence, case.vocabulary)
+    with torch.device("meta") if case.device == "meta" else nullcontext():
+        model = gpt2(*sizes, n_head=case.heads, seed=case.seed, **NO_DROPOUT)
+    return model.to(case.device)
 
 
 def batch(case: Case, step: int) -> torch.Tensor:
