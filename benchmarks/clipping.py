@@ -27,7 +27,6 @@ import math
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,7 +39,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gs_compile
 from benchmarks import common
-from benchmarks.common import IN_MEMORY, conditions, gpt2, in_turns, medians, parser_of, ratio_of_rounds, save
+from benchmarks.common import IN_MEMORY, conditions, in_turns, medians, parser_of, ratio_of_rounds, save
+from benchmarks.tiers import Run
 from examples import finetune_trainer, train_gpt2
 from gs_compile.errors import MemoryBudgetError, NoFitError
 from gs_compile.planner.plan import plan
@@ -62,6 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of `times`
     "between": {"layers": 12, "hidden": 768, "sequence": 64, "micro_batches": 2, "ratio": 0.0},
     "computation, in memory": {"layers": 8, "hidden": 512, "sequence": 256, "micro_batches": 4, "ratio": 1.0},
 }
+OTHERS = {"vocabulary": 1024, "micro_batch_size": 1, "precision": "model", "compiler": "eager"}  # of all of these
 CASES = ("gpt-65b@a100", "gpt-30b@a5000", "gpt-65b@h200")
 PARTS = (1, 2, 4, 8)  # of the batch that saturates delayed updates
 
@@ -133,45 +134,31 @@ def share_row(name: str, steps: Sequence[Step]) -> dict[str, Any]:
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
-class Run:
-    """One GPT-2 whose updates are made in one way, below a directory of its own."""
+def run_of(setting: Mapping[str, Any], kind: str, alpha: float, storage: str) -> Run:
+    """A GPT-2 whose updates are made in one way."""
+    clip, bound = KINDS[kind]
+    sizes = {name: setting[name] for name in ("layers", "hidden", "sequence")}
+    late = {"alpha": alpha if clip == "speculative" else None}
+    arguments = argparse.Namespace(**sizes, **OTHERS, **late)
+    return Run(arguments, setting["micro_batches"], storage, ratio=setting["ratio"], clip=clip, max_grad_norm=bound)
 
-    def __init__(self, setting: Mapping[str, Any], kind: str, alpha: float, storage: str) -> None:
-        clip, bound = KINDS[kind]
-        self.model = gpt2(setting["layers"], setting["hidden"], setting["sequence"], 1024)
-        ratios = dict.fromkeys(IN_MEMORY, setting["ratio"])
-        expert: dict[str, Any] = {"compiler": "eager", "ratios": ratios, "recompute": "all", "clip": clip}
-        expert |= {"alpha": alpha} if clip == "speculative" else {}
-        self.model.compile(
-            backend="greedysnake",
-            options={"micro_batch_size": 1, "outputs": "loss", "storage": storage, "expert": expert},
-        )
-        self.optimizer = gs_compile.AdamW(self.model.parameters(), lr=1e-5, max_grad_norm=bound)
-        self.ids = torch.randint(1024, (setting["micro_batches"], setting["sequence"]))
-        self.rolls_back = kind == "redone"
 
-    def timed(self, steps: int) -> float:
-        """Seconds of one of several consecutive steps, all of their transfers included."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            common.step(self.model, self.optimizer, self.ids)
-            assert self.optimizer.last_step is not None
-            assert self.optimizer.last_step.rolled_back == self.rolls_back
-        return (time.perf_counter() - start) / steps
-
-    def close(self) -> None:
-        assert self.optimizer.engine is not None
-        self.optimizer.engine.tiers.close()
+def timed(run: Run, kind: str, steps: int) -> float:
+    """Seconds of a step."""
+    seconds = run.timed(steps)
+    assert run.optimizer.last_step is not None
+    assert run.optimizer.last_step.rolled_back == (kind == "redone")
+    return seconds
 
 
 def time_row(name: str, alpha: float, storage: str, rounds: int, steps: int) -> dict[str, Any]:
     """The three kinds of step in one setting; rounds alternate, and so does who is first."""
     torch._dynamo.reset()
     setting = SETTINGS[name]
-    runs = {kind: Run(setting, kind, alpha, f"{storage}/{kind}") for kind in KINDS}
+    runs = {kind: run_of(setting, kind, alpha, f"{storage}/{kind}") for kind in KINDS}
     for run in runs.values():
         run.timed(2)
-    seconds = in_turns(rounds, {kind: partial(run.timed, steps) for kind, run in runs.items()})
+    seconds = in_turns(rounds, {kind: partial(timed, run, kind, steps) for kind, run in runs.items()})
     for run in runs.values():
         run.close()
     middle = medians(seconds)

@@ -62,8 +62,8 @@ class Run:
         *,
         ratio: float = 0.0,
         durability: str = "off",
-        masters: str = "split",
-        recompute: str = "all",
+        max_grad_norm: float | None = None,
+        **expert: Any,
     ) -> None:
         self.model = gpt2(arguments.layers, arguments.hidden, arguments.sequence, arguments.vocabulary)
         options = {
@@ -75,14 +75,15 @@ class Run:
             "expert": {
                 "compiler": arguments.compiler,
                 "alpha": arguments.alpha,
-                "masters": masters,
-                "recompute": recompute,
                 "ratios": dict.fromkeys(IN_MEMORY, ratio),
                 "trace": True,
+                "masters": "split",
+                "recompute": "all",
+                **expert,
             },
         }
         self.model.compile(backend=greedysnake, options=options)
-        self.optimizer = gs_compile.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = gs_compile.AdamW(self.model.parameters(), lr=1e-4, max_grad_norm=max_grad_norm)
         size = arguments.micro_batch_size * micro_batches
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(arguments.vocabulary, (size, arguments.sequence), generator=generator)

@@ -12,7 +12,6 @@ The text is the help that ships with every CPython, one token a byte, as in exam
 from __future__ import annotations
 
 import argparse
-import pydoc_data.topics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from benchmarks.race.registry import PLAIN, Entry
 from benchmarks.race.run import START_SECONDS, STEP_SECONDS
 from benchmarks.race.settings import add_output_arguments, begin, started
 from benchmarks.race.worker import WorkerError
+from examples.train_gpt2 import text_as_bytes
 
 AT_ONCE = 10  # steps of one question
 NOISE_FACTOR = 2.0  # what is within so many times the noise is noise: two curves are apart by both of theirs
@@ -84,8 +84,7 @@ def noise(differences: Mapping[str, float]) -> float:
 
 def real_text(path: Path) -> None:
     """Writes the token numbers."""
-    prose = "\n".join(pydoc_data.topics.topics.values())
-    numpy.save(path, numpy.frombuffer(prose.encode(), dtype=numpy.uint8))
+    numpy.save(path, text_as_bytes().numpy().astype(numpy.uint8))
 
 
 def report(found: Mapping[str, Any]) -> str:
