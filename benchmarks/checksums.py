@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
-import platform
 import statistics
 import tempfile
 import threading
@@ -32,6 +30,7 @@ from unittest import mock
 import torch
 import xxhash
 
+from benchmarks.common import conditions, in_turns, medians, parser_of, ratio_of_rounds, save
 from benchmarks.ssd import LOADS, MIB, Lanes, mapped_pages
 from benchmarks.tiers import Run
 from gs_compile.runtime.storage import grid, ssd, system
@@ -43,11 +42,10 @@ STATES = ("with", "without")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--storage", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--disk", default="unsaid", help="what it is, for the record")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, help="JSON to write")
     drive = parser.add_argument_group("the store")
     drive.add_argument("--request-mib", type=int, default=256)
     drive.add_argument("--simulated", type=float, nargs="*", default=[2, 3.5, 7], help="simulated drives, in GB/s")
@@ -64,17 +62,12 @@ def main() -> None:
     sizes = {name: getattr(arguments, name) for name in ("rounds", "request_mib", "requests")}
     words = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
     result: dict[str, Any] = {
+        **conditions(),
         "command": f"python -m benchmarks.checksums {words}",
-        "machine": {
-            "cores": os.cpu_count(),
-            "kernel": platform.release().split("-")[0],
-            "disk": arguments.disk,
-            "scheduling_policy": os.sched_getscheduler(0),  # 1: real time, where others use the processors too
-        },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "xxhash": xxhash.VERSION},
+        "disk": arguments.disk,
+        "scheduling_policy": os.sched_getscheduler(0),  # 1: real time, where others use the processors too
         "setting": {"block_bytes": grid.BLOCK, "threads": ssd.THREADS, "rounds": arguments.rounds, **fixed},
         "hash_bytes_per_second": hash_rate(),
-        "load_before": os.getloadavg()[0],
         "store": of_the_store(arguments) if arguments.requests else {},
         "simulated": {gbs: of_the_store(arguments, Simulated(gbs * 10**9)) for gbs in arguments.simulated},
         "steps": {},
@@ -82,8 +75,7 @@ def main() -> None:
     for number in arguments.micro_batches:
         result["steps"][number] = of_steps(arguments, number)
     print(json.dumps(result, indent=1))
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, arguments.output)
 
 
 @contextlib.contextmanager
@@ -146,14 +138,13 @@ def of_the_store(arguments: argparse.Namespace, drive: Simulated | None = None) 
         found = {}
         for load in LOADS:
             in_all = nbytes * (2 if load == "mixed" else 1)
-            seconds, processor = in_turns(
-                arguments.rounds, dict.fromkeys(STATES, partial(lanes.bytes_per_second, load))
-            )
+            work = partial(lanes.bytes_per_second, load)
+            seconds, processor = measured(arguments.rounds, dict.fromkeys(STATES, work))
             found[load] = {
-                "bytes_per_second": {state: in_all / statistics.median(seconds[state]) for state in STATES},
-                "seconds_ratio": ratio(seconds),
+                "bytes_per_second": {state: in_all / middle for state, middle in medians(seconds).items()},
+                "seconds_ratio": ratio_of_rounds(seconds["with"], seconds["without"]),
                 "processor_seconds_a_gib": {
-                    state: statistics.median(processor[state]) / (in_all / 2**30) for state in STATES
+                    state: middle / (in_all / 2**30) for state, middle in medians(processor).items()
                 },
                 "seconds": seconds,
             }
@@ -171,7 +162,7 @@ def of_steps(arguments: argparse.Namespace, micro_batches: int) -> dict[str, Any
                 runs[state].timed(2)
         works = {state: partial(run.timed, arguments.steps) for state, run in runs.items()}
         rounds = max(5, arguments.rounds // micro_batches)  # of longer steps
-        seconds, processor = in_turns(rounds, works)
+        seconds, processor = measured(rounds, works)
         last = runs["with"].optimizer.last_step
         assert last is not None
         nbytes = {lane: total.nbytes for lane, total in last.lanes.items() if lane.startswith("ssd")}
@@ -180,32 +171,25 @@ def of_steps(arguments: argparse.Namespace, micro_batches: int) -> dict[str, Any
     return {
         "rounds": rounds,
         "bytes_a_step": nbytes,
-        "seconds_a_step": {state: statistics.median(seconds[state]) / arguments.steps for state in STATES},
-        "seconds_ratio": ratio(seconds),
-        "processor_seconds_a_step": {state: statistics.median(processor[state]) / arguments.steps for state in STATES},
-        "processor_seconds_ratio": ratio(processor),
+        "seconds_a_step": {state: middle / arguments.steps for state, middle in medians(seconds).items()},
+        "seconds_ratio": ratio_of_rounds(seconds["with"], seconds["without"]),
+        "processor_seconds_a_step": {state: middle / arguments.steps for state, middle in medians(processor).items()},
+        "processor_seconds_ratio": ratio_of_rounds(processor["with"], processor["without"]),
         "seconds": seconds,
     }
 
 
-def in_turns(rounds: int, works: Mapping[str, Callable[[], object]]) -> tuple[dict[str, list[float]], ...]:
-    """Seconds, and processor seconds of all threads, of each round; they take turns in being first."""
-    seconds: dict[str, list[float]] = {state: [] for state in works}
-    processor: dict[str, list[float]] = {state: [] for state in works}
-    for number in range(rounds):
-        for state in sorted(works, reverse=number % 2 == 1):
-            gc.collect()
-            with checksums(state):
-                begin, begin_processor = time.perf_counter(), time.process_time()
-                works[state]()
-                seconds[state].append(time.perf_counter() - begin)
-                processor[state].append(time.process_time() - begin_processor)
-    return seconds, processor
+def measured(rounds: int, works: Mapping[str, Callable[[], object]]) -> tuple[dict[str, list[float]], ...]:
+    """Seconds, and processor seconds of all threads, of each round, by state."""
 
+    def work(state: str) -> tuple[float, float]:
+        with checksums(state):
+            begin, begin_processor = time.perf_counter(), time.process_time()
+            works[state]()
+            return time.perf_counter() - begin, time.process_time() - begin_processor
 
-def ratio(figures: Mapping[str, list[float]]) -> float:
-    """With checksums to without."""
-    return statistics.median(one / other for one, other in zip(figures["with"], figures["without"], strict=True))
+    both = in_turns(rounds, {state: partial(work, state) for state in works})
+    return tuple({state: [each[which] for each in found] for state, found in both.items()} for which in (0, 1))
 
 
 if __name__ == "__main__":

@@ -25,21 +25,22 @@ import gc
 import json
 import math
 import os
-import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import gs_compile
+from benchmarks import common
+from benchmarks.common import IN_MEMORY, conditions, in_turns, medians, parser_of, ratio_of_rounds, save
+from benchmarks.tiers import Run
 from examples import finetune_trainer, train_gpt2
 from gs_compile.errors import MemoryBudgetError, NoFitError
 from gs_compile.planner.plan import plan
@@ -61,6 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of `times`
     "between": {"layers": 12, "hidden": 768, "sequence": 64, "micro_batches": 2, "ratio": 0.0},
     "computation, in memory": {"layers": 8, "hidden": 512, "sequence": 256, "micro_batches": 4, "ratio": 1.0},
 }
+OTHERS = {"vocabulary": 1024, "micro_batch_size": 1, "precision": "model", "compiler": "eager"}  # of all of these
 CASES = ("gpt-65b@a100", "gpt-30b@a5000", "gpt-65b@h200")
 PARTS = (1, 2, 4, 8)  # of the batch that saturates delayed updates
 
@@ -74,36 +76,23 @@ class Step(NamedTuple):
 # Shares ---------------------------------------------------------------------------------------------------------------
 
 
-def library() -> torch.Tensor:
-    """The bytes of modules and two packages of the standard library."""
-    folders = (Path(module.__file__).parent for module in (asyncio, json, os))
-    sources = sorted(path for folder in folders for path in folder.glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
-
-
 def trained(model: torch.nn.Module, text: torch.Tensor, rate: float, steps: int = STEPS) -> list[Step]:
     """What a model learns of a text, all data in memory; the rate falls to zero, as with `Trainer`."""
     torch._dynamo.reset()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = gs_compile.AdamW(parameters, lr=rate, max_grad_norm=1.0)
     rates = LambdaLR(optimizer, lambda step: 1 - step / steps)
-    ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0)
-    expert = {"compiler": "eager", "ratios": ratios, "clip": "speculative", "alpha": 0.0, "recompute": "all"}
+    expert = {"compiler": "eager", "ratios": IN_MEMORY, "clip": "speculative", "alpha": 0.0, "recompute": "all"}
     options = {"micro_batch_size": MICRO_BATCH, "outputs": "loss", "expert": expert}
     model.compile(backend="greedysnake", options=options)
     model.train()
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(steps):
-        starts = torch.randint(len(text) - SEQUENCE, (BATCH,), generator=generator)
-        ids = torch.stack([text[start : start + SEQUENCE] for start in starts.tolist()])
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = common.step(model, optimizer, common.sample(text, BATCH, SEQUENCE, generator))
         rates.step()
         assert optimizer.last_step is not None
         info = optimizer.last_step
-        found.append(Step(float(loss.detach()), info.grad_norm, info.rolled_back))
+        found.append(Step(float(loss), info.grad_norm, info.rolled_back))
     optimizer.synchronize()
     return found
 
@@ -113,7 +102,7 @@ def fine_tunes(warm_steps: int) -> Iterator[tuple[str, list[Step]]]:
     build, prose = finetune_trainer.build, train_gpt2.text_as_bytes()
     torch.manual_seed(0)
     warm = build()
-    yield "from random values, Python's library", trained(warm, library(), RATE, warm_steps)
+    yield "from random values, Python's library", trained(warm, common.library(asyncio, json, os), RATE, warm_steps)
     values = {name: value.clone() for name, value in warm.state_dict().items()}
     model = build()
     model.load_state_dict(values)
@@ -145,68 +134,44 @@ def share_row(name: str, steps: Sequence[Step]) -> dict[str, Any]:
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
-class Run:
-    """One GPT-2 whose updates are made in one way, below a directory of its own."""
+def run_of(setting: Mapping[str, Any], kind: str, alpha: float, storage: str) -> Run:
+    """A GPT-2 whose updates are made in one way."""
+    clip, bound = KINDS[kind]
+    sizes = {name: setting[name] for name in ("layers", "hidden", "sequence")}
+    late = {"alpha": alpha if clip == "speculative" else None}
+    arguments = argparse.Namespace(**sizes, **OTHERS, **late)
+    return Run(arguments, setting["micro_batches"], storage, ratio=setting["ratio"], clip=clip, max_grad_norm=bound)
 
-    def __init__(self, setting: Mapping[str, Any], kind: str, alpha: float, storage: str) -> None:
-        torch.manual_seed(0)
-        clip, bound = KINDS[kind]
-        sizes = {"n_layer": setting["layers"], "n_embd": setting["hidden"], "n_head": setting["hidden"] // 64}
-        rest = {"vocab_size": 1024, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
-        self.model = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=setting["sequence"], **rest)).train()
-        ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), setting["ratio"])
-        expert: dict[str, Any] = {"compiler": "eager", "ratios": ratios, "recompute": "all", "clip": clip}
-        expert |= {"alpha": alpha} if clip == "speculative" else {}
-        self.model.compile(
-            backend="greedysnake",
-            options={"micro_batch_size": 1, "outputs": "loss", "storage": storage, "expert": expert},
-        )
-        self.optimizer = gs_compile.AdamW(self.model.parameters(), lr=1e-5, max_grad_norm=bound)
-        self.ids = torch.randint(1024, (setting["micro_batches"], setting["sequence"]))
-        self.rolls_back = kind == "redone"
 
-    def timed(self, steps: int) -> float:
-        """Seconds of one of several consecutive steps, all of their transfers included."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.model(input_ids=self.ids, labels=self.ids).loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            assert self.optimizer.last_step is not None
-            assert self.optimizer.last_step.rolled_back == self.rolls_back
-        return (time.perf_counter() - start) / steps
-
-    def close(self) -> None:
-        assert self.optimizer.engine is not None
-        self.optimizer.engine.tiers.close()
+def timed(run: Run, kind: str, steps: int) -> float:
+    """Seconds of a step."""
+    seconds = run.timed(steps)
+    assert run.optimizer.last_step is not None
+    assert run.optimizer.last_step.rolled_back == (kind == "redone")
+    return seconds
 
 
 def time_row(name: str, alpha: float, storage: str, rounds: int, steps: int) -> dict[str, Any]:
     """The three kinds of step in one setting; rounds alternate, and so does who is first."""
     torch._dynamo.reset()
     setting = SETTINGS[name]
-    runs = {kind: Run(setting, kind, alpha, f"{storage}/{kind}") for kind in KINDS}
-    seconds: dict[str, list[float]] = {kind: [] for kind in runs}
+    runs = {kind: run_of(setting, kind, alpha, f"{storage}/{kind}") for kind in KINDS}
     for run in runs.values():
         run.timed(2)
-    for number in range(rounds):
-        for kind, run in list(runs.items())[:: -1 if number % 2 else 1]:
-            gc.collect()
-            seconds[kind].append(run.timed(steps))
+    seconds = in_turns(rounds, {kind: partial(timed, run, kind, steps) for kind, run in runs.items()})
     for run in runs.values():
         run.close()
-    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
-    pairs = {kind: zip(seconds["delayed"], seconds[kind], strict=True) for kind in ("holds", "redone")}
-    by_rounds = {kind: statistics.median(a / b for a, b in found) for kind, found in pairs.items()}
+    middle = medians(seconds)
+    by_rounds = {kind: ratio_of_rounds(seconds["delayed"], seconds[kind]) for kind in ("holds", "redone")}
     return {
         "name": name,
         **setting,
         "alpha": alpha,
         "rounds": seconds,
-        "seconds": medians,
-        "faster": {kind: medians["delayed"] / medians[kind] for kind in by_rounds},
+        "seconds": middle,
+        "faster": {kind: middle["delayed"] / middle[kind] for kind in by_rounds},
         "faster_by_rounds": by_rounds,
-        "break_even_share": break_even(**medians),
+        "break_even_share": break_even(**middle),
     }
 
 
@@ -269,7 +234,7 @@ def say(row: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("shares", "times", "simulated"))
     parser.add_argument("--warm-steps", type=int, default=300)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
@@ -280,7 +245,6 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=2048, help="of `simulated`")
     parser.add_argument("--recompute", default="all", choices=("all", "auto"), help="of `simulated`")
     parser.add_argument("--storage", type=Path)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     rows = {"shares": share_rows, "times": time_rows, "simulated": simulated_rows}[arguments.what](arguments)
@@ -295,16 +259,7 @@ def main() -> None:
 def write(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
     """The rows so far, in the place of those of an earlier run; what else was measured stays."""
     known = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    known[arguments.what] = {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "load": os.getloadavg()[0],
-        },
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "rows": rows,
-    }
-    arguments.output.write_text(json.dumps(known, indent=1) + "\n")
+    save({**known, arguments.what: {**conditions(), "rows": rows}}, arguments.output)
 
 
 if __name__ == "__main__":

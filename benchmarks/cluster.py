@@ -1,6 +1,6 @@
 """Plans for several GPUs of the paper's machine, and for nodes of eight of them: the table of docs/ranks.md.
 
-    python benchmarks/cluster.py            # seconds are simulated; prints rows, and writes results/cluster.json
+    python -m benchmarks.cluster            # seconds are simulated; prints rows, and writes results/cluster.json
 
 Each GPU has micro-batches of its own. "planned" is the batch that the planner chooses for that many; in "weak" each GPU
 has as many micro-batches as the planner gives one of a single node.
@@ -9,14 +9,14 @@ has as many micro-batches as the planner gives one of a single node.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
+from benchmarks.common import RESULTS, gains, save
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.plan import plan
 from gs_compile.planner.step_plan import StepPlan
 
-RESULTS = Path(__file__).resolve().parent / "results" / "cluster.json"
+OUTPUT = RESULTS / "cluster.json"
 SEQUENCE = 2048
 MACHINE, NETWORK = "a100", "25GB/s"
 CASES = (  # model, samples of a micro-batch, GPUs of a node, numbers of nodes
@@ -30,7 +30,6 @@ CASES = (  # model, samples of a micro-batch, GPUs of a node, numbers of nodes
 
 def row(found: StepPlan) -> dict[str, Any]:
     """What the table says of a plan."""
-    gains = {what: gain for what, _, gain in (each.rpartition(": ") for each in found.binding) if gain != "nothing"}
     return {
         "samples": found.ranks * found.num_micro_batches * found.workload.micro_batch_size,
         "num_micro_batches": found.num_micro_batches,
@@ -41,7 +40,7 @@ def row(found: StepPlan) -> dict[str, Any]:
         "tokens_per_second_per_gpu": found.tokens_per_second / found.ranks,
         "flops_per_second_per_gpu": found.flops_per_second / found.ranks,
         "busy": {lane: share for lane, (_, share) in found.lanes.items()},
-        "binds": gains,
+        "binds": gains(found),
     }
 
 
@@ -61,7 +60,7 @@ def main() -> None:
                 efficiency = weak.tokens_per_second / weak.ranks / first.tokens_per_second * first.ranks
                 rows[f"{key}; weak"] = {**row(weak), "efficiency": efficiency}
             print(key, json.dumps(rows[key]), flush=True)
-            RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+            save(rows, OUTPUT)
 
 
 if __name__ == "__main__":

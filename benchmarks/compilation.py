@@ -3,34 +3,27 @@
 Layers of one class are compiled once, so the third must not grow. Each depth runs in a process of its own with
 inductor's caches off.
 
-    python benchmarks/compilation.py --output benchmarks/results/compilation-cpu.json
+    python -m benchmarks.compilation --output benchmarks/results/compilation-cpu.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import torch
-import transformers
+
+from benchmarks.common import conditions, gpt2, in_process, parser_of, save, setting_of
+from gs_compile.codegen.compiled import compilations_of
+
+CACHES_OFF = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 
 
 def measure(layers: int, compiler: str) -> dict[str, float]:
-    from gs_compile.codegen.compiled import compilations_of
-    from gs_compile.model.backend import greedysnake
-
-    transformers.logging.set_verbosity_error()
-    config = transformers.GPT2Config(n_layer=layers, n_embd=256, n_head=4, n_positions=128, vocab_size=1024)
-    config.bos_token_id = config.eos_token_id = 0
-    model = transformers.GPT2LMHeadModel(config).train()
+    model = gpt2(layers, 256, 128, 1024)
     options = {"outputs": "loss", "expert": {"compiler": compiler}}
-    model.compile(backend=greedysnake, options=options)
+    model.compile(backend="greedysnake", options=options)
     ids = torch.randint(0, 1024, (2, 128))
     start = time.perf_counter()
     model(input_ids=ids, labels=ids).loss.backward()
@@ -43,10 +36,9 @@ def measure(layers: int, compiler: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--depths", type=int, nargs="+", default=[6, 48])
     parser.add_argument("--compiler", default="inductor")
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only:
@@ -54,23 +46,14 @@ def main() -> None:
         return
     results = {}
     for depth in arguments.depths:
-        command = [sys.executable, __file__, "--only", str(depth), "--compiler", arguments.compiler]
-        caches_off = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=caches_off)
-        results[depth] = json.loads(done.stdout.strip().splitlines()[-1])
+        asked = ("--only", depth, "--compiler", arguments.compiler)
+        results[depth] = in_process("benchmarks.compilation", *asked, environment=CACHES_OFF)
         print(f"{depth} layers: seconds", {k: round(v, 2) for k, v in results[depth].items()})
     shallow, deep = results[arguments.depths[0]], results[arguments.depths[-1]]
     ratio = deep["layer_code"] / shallow["layer_code"]
     print(f"layer code, {arguments.depths[-1]} layers against {arguments.depths[0]}: {ratio:.2f} x")
-    if arguments.output:
-        record = {
-            "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "compiler": arguments.compiler,
-            "seconds": results,
-            "layer_code_ratio": ratio,
-        }
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    found = {**conditions(), "setting": setting_of(arguments), "seconds": results, "layer_code_ratio": ratio}
+    save(found, arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Plans for the paper's machine, by the planner and the simulator: the numbers and figures of docs/planner.md.
 
-    python benchmarks/figures.py sweep      # GPT-65B, throughput over the batch size
-    python benchmarks/figures.py orders     # the vertical order against the horizontal, three models, three drives
-    python benchmarks/figures.py credit     # what one more micro-batch computes and moves
-    python benchmarks/figures.py draw       # the figures, from the numbers
+    python -m benchmarks.figures sweep      # GPT-65B, throughput over the batch size
+    python -m benchmarks.figures orders     # the vertical order against the horizontal, three models, three drives
+    python -m benchmarks.figures credit     # what one more micro-batch computes and moves
+    python -m benchmarks.figures draw       # the figures, from the numbers
 
 Nothing is measured: every second is simulated, on the machine file a100.json. Numbers go to
 benchmarks/results/paper.json as they are found, and what is there is not simulated again. Figures go to docs/figures.
@@ -23,13 +23,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
+from benchmarks.common import FIGURES, ON_SSD, RESULTS, save
 from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traffic_bars
 from gs_compile.errors import NoFitError
 from gs_compile.placement.boundaries import total
-from gs_compile.placement.shards import QUANTUM
+from gs_compile.placement.shards import share
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.measure.machines import profile
@@ -38,9 +38,7 @@ from gs_compile.planner.plan import plan
 from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.planner.step_plan import StepPlan
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "paper.json"
-FIGURES = ROOT / "docs" / "figures"
+PAPER_RESULTS = RESULTS / "paper.json"
 
 SEQUENCE = 2048
 MICRO_BATCH_SIZE = 4  # of the vertical order; 2 plans the same, and takes twice as long to simulate
@@ -49,7 +47,7 @@ HORIZONTAL_DEVICE = "39GiB"  # 1 GiB more than the vertical order may use: 8 sam
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "planned": {},
     "alpha 0": {"alpha": 0.0},
-    "all on SSD": {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}},
+    "all on SSD": {"ratios": ON_SSD},
 }
 HORIZONTAL_SAMPLES = (16, 32, 48, 64, 96)  # whole micro-batches of 16
 SAMPLES = (8, 24, 40, 48, 56, 64, 80, 96)
@@ -232,11 +230,7 @@ def workload_of(case: str, micro_batch_size: int = MICRO_BATCH_SIZE) -> Workload
 
 def shared(workload: Workload, ranks: int) -> Workload:
     """An n-th of all that is placed; every GPU computes with all of it, on samples of its own."""
-
-    def part(numel: int) -> int:
-        return -(-numel // (ranks * QUANTUM)) * QUANTUM
-
-    sizes = (replace(size, trained=tuple(map(part, size.trained))) for size in workload.sizes)
+    sizes = (replace(size, trained=tuple(share(numel, ranks) for numel in size.trained)) for size in workload.sizes)
     return replace(workload, sizes=tuple(sizes)) if ranks > 1 else workload
 
 
@@ -267,14 +261,14 @@ def _key(case: str, setting: str, samples: int, bandwidth: int) -> str:
 
 
 def results() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return json.loads(PAPER_RESULTS.read_text()) if PAPER_RESULTS.exists() else {}
 
 
 def once(key: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The row of that key, found now if it has not been."""
     if key not in results():
         row = run()
-        RESULTS.write_text(json.dumps(results() | {key: row}, indent=1) + "\n")
+        save(results() | {key: row}, PAPER_RESULTS)
         print(
             f"{key}: {json.dumps({name: value for name, value in row.items() if isinstance(value, float)})}", flush=True
         )

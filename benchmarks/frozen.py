@@ -12,38 +12,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-import transformers
 
 import gs_compile
+from benchmarks.common import IN_MEMORY, ON_SSD, conditions, gpt2, parser_of, save, setting_of, step
 from benchmarks.slow_drive import add_drive_argument, rates_of, slowed
 from gs_compile.runtime.codecs import CODECS
 
-SHAPES = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-xl": (48, 1600, 25)}  # layers, width, heads
-IN_MEMORY = {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}
-ON_SSD = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
+SHAPES = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-xl": (48, 1600)}  # layers, width
 
 
 def built(shape: str, tokens: int) -> Any:
-    layers, width, heads = SHAPES[shape]
-    config = transformers.GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=tokens, use_cache=False)
-    torch.manual_seed(0)
     with contextlib.ExitStack() as stack:
         torch.set_default_dtype(torch.bfloat16)
         stack.callback(torch.set_default_dtype, torch.float32)
-        model = transformers.GPT2LMHeadModel(config)
+        model = gpt2(*SHAPES[shape], tokens)
     adapters = peft.LoraConfig(r=16, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
-    return peft.get_peft_model(model.train(), adapters)
+    return peft.get_peft_model(model, adapters)
 
 
 def run(
@@ -66,10 +58,7 @@ def run(
         for number in range(1 + arguments.steps):
             ids = torch.randint(0, 50257, (1, arguments.tokens), generator=torch.Generator().manual_seed(number))
             begin = time.perf_counter()
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = step(model, optimizer, ids)
             optimizer.synchronize()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begin)
@@ -95,7 +84,7 @@ def decoding(numel: int = 1 << 24) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="gpt2-xl")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=2)
@@ -104,14 +93,11 @@ def main() -> None:
     parser.add_argument("--host-memory", default="4GiB")
     parser.add_argument("--storage", default=tempfile.gettempdir())
     add_drive_argument(parser)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rates = rates_of(arguments)
     found: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "shape": arguments.shape,
-        "tokens": arguments.tokens,
+        **conditions(),
+        "setting": setting_of(arguments),
         "drive_bytes_per_second": rates,
         "decoding_ns": decoding(),
         "bf16": run(arguments, None, ON_SSD, rates),
@@ -122,10 +108,8 @@ def main() -> None:
         found[name]["equal_to_resident"] = resident["losses"] == found[name]["losses"]
         found[name]["resident_seconds"] = resident["seconds"]
         found[name]["times_as_fast"] = found["bf16"]["seconds"] / found[name]["seconds"]
-    text = json.dumps(found, indent=2)
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text + "\n")
+    print(json.dumps(found, indent=1))
+    save(found, arguments.output)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,10 @@ from xml.etree import ElementTree
 import torch
 
 import gs_compile
+from benchmarks.common import IN_MEMORY, ON_SSD, RESULTS, ROOT, machine_facts, save, step
 from benchmarks.gpu_page import page
-from benchmarks.race.measures import machine_facts
 from benchmarks.race.protocol import Case, batch, build_model, wait_for_device
-from benchmarks.race.registry import PEERS_PYTHON, ROOT
-from benchmarks.race.settings import save
+from benchmarks.race.registry import PEERS_PYTHON
 from gs_compile.model.backend import greedysnake
 from gs_compile.runtime.trace import Event
 
@@ -52,12 +51,11 @@ STATE_NBYTES = 14  # of a parameter in bf16, with its fp32 master and moments
 WARM_STEPS = 2
 SMOKE_STEPS = 2
 PLACEMENTS: dict[str, dict[str, Any]] = {
-    "on SSD": {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}, "alpha": 0.0},
-    "in host memory": {"ratios": {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}, "alpha": 0.0},
+    "on SSD": {"ratios": ON_SSD, "alpha": 0.0},
+    "in host memory": {"ratios": IN_MEMORY, "alpha": 0.0},
     "in parts": {"ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}, "alpha": 0.3},
     "on the device": {"ratios": {"device_parameter": 1.0, "device_checkpoint": 1.0, "optimizer": 0.5}, "alpha": 0.5},
 }
-CLASSES = ("parameter", "checkpoint", "optimizer")
 CONTESTANTS = ("plain", "zero-infinity", "vertical/ssd/eager", "vertical/ssd/inductor", "vertical/half/inductor")
 
 
@@ -122,9 +120,7 @@ class Run:
         batches = [batch(self.case, first + number) for number in range(count)]
         start = time.perf_counter()
         for ids in batches:
-            self.model(input_ids=ids, labels=ids).loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            step(self.model, self.optimizer, ids)
         self.optimizer.synchronize()
         wait_for_device(self.case)
         return (time.perf_counter() - start) / count
@@ -173,7 +169,7 @@ def tests(setting: Setting) -> dict[str, Any]:
 def lanes(setting: Setting) -> dict[str, Any]:
     """Rates and overlap of every lane in steps with everything on SSD, for the most micro-batches."""
     number = max(setting.micro_batches)
-    with Run(setting, number, expert={"ratios": dict.fromkeys(CLASSES, 0.0), "alpha": 0.0}) as run:
+    with Run(setting, number, expert={"ratios": ON_SSD, "alpha": 0.0}) as run:
         start = time.perf_counter()
         seconds = run.timed(WARM_STEPS, setting.steps)
         events = [event for event in run.events() if event.start_seconds >= start]
@@ -185,7 +181,7 @@ def steps(setting: Setting) -> dict[str, Any]:
     elements = sum(parameter.numel() for parameter in build_model(replace(setting.case, device="meta")).parameters())
     budget = int(setting.host_share * STATE_NBYTES * elements)
     ways: dict[str, dict[str, Any]] = {
-        "states on SSD": {"expert": {"ratios": {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 0.0}, "alpha": 0.0}},
+        "states on SSD": {"expert": {"ratios": {**IN_MEMORY, "optimizer": 0.0}, "alpha": 0.0}},
         "planned, host capped": {"host_memory": budget, "machine": setting.machine},
     }
     rows = []
@@ -323,7 +319,7 @@ def main() -> None:
     parser.add_argument("--storage", type=Path, help="a directory on a fast drive (default: a temporary one)")
     parser.add_argument("--machine", help="a profile to plan with (default: this machine, measured now)")
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, help="of the environment of the peers")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: torch sees none. `--device cpu` runs the same on a small model", file=sys.stderr)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from benchmarks.common import table
 from gs_compile.machine import format_bytes
 
 
@@ -50,7 +51,7 @@ def _lanes(part: dict[str, Any]) -> list[str]:
         )
         for lane, each in part.get("lanes", {}).items()
     ]
-    return _table(("lane", "seconds at work", "moved", "GB/s at work", "beside the computation"), rows)
+    return [table(("lane", "seconds at work", "moved", "GB/s at work", "beside the computation"), rows)]
 
 
 def _steps(part: dict[str, Any]) -> list[str]:
@@ -66,7 +67,7 @@ def _steps(part: dict[str, Any]) -> list[str]:
         return (*start, f"{each['seconds']:.3g}", f"{each['tokens_per_second']:,.0f}", peaks, seen)
 
     headings = ("n", "run", "seconds a step", "tokens/s", "planned peaks", "device memory")
-    return _table(headings, map(row, part.get("rows", [])))
+    return [table(headings, map(row, part.get("rows", [])))]
 
 
 def _race(part: dict[str, Any]) -> list[str]:
@@ -81,12 +82,7 @@ def _race(part: dict[str, Any]) -> list[str]:
         for run in part.get("heats", [])
         for name, each in run["contestants"].items()
     ]
-    return _table(("n", "contestant", "seconds a step", "tokens/s", "verdict"), rows)
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return [table(("n", "contestant", "seconds a step", "tokens/s", "verdict"), rows)]
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {

@@ -5,28 +5,23 @@ takes before the model (torch, transformers), and what a layer computes with: ac
 for one micro-batch, which for the embedding is as large as the embedding. Peaks are those of the kernel (VmHWM), reset
 after the first step, which traces and moves the parameters home.
 
-    python benchmarks/memory.py --size gpt2-medium --host-memory 1GiB --precision model --storage /path/on/a/drive
+    python -m benchmarks.memory --size gpt2-medium --host-memory 1GiB --precision model --storage /path/on/a/drive
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import gs_compile
+from benchmarks.common import conditions, memory_nbytes, parser_of, reset_peak, save, setting_of, step
+from examples.bigger_than_memory import SIZES, build
 from gs_compile.machine import format_bytes, parse_bytes
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from bigger_than_memory import SIZES, build, memory_nbytes
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -47,19 +42,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-4)
     generator = torch.Generator().manual_seed(0)
     seconds, losses = [], []
-    for step in range(arguments.steps):
+    for number in range(arguments.steps):
         ids = torch.randint(50257, (arguments.micro_batches, arguments.sequence), generator=generator)
         start = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = step(model, optimizer, ids)
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
-        if step == 0:
+        if number == 0:
             first_step = memory_nbytes("VmHWM")
             gc.collect()
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present
+            reset_peak()
     peak = memory_nbytes("VmHWM")
     assert optimizer.engine is not None
     assert optimizer.last_step is not None
@@ -83,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="gpt2-medium")
     parser.add_argument("--host-memory", default="1GiB")
     parser.add_argument("--precision", choices=("model", "bf16"), default="model")
@@ -92,19 +84,11 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--storage", type=Path, default=Path.home() / ".cache/greedysnake")
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    result = {
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "setting": {key: str(value) for key, value in vars(arguments).items() if key not in ("output", "storage")},
-        **measure(arguments),
-    }
+    result = {**conditions(), "setting": setting_of(arguments), **measure(arguments)}
     for key, value in result.items():
         print(f"{key}: {format_bytes(value) if key.endswith('_bytes') else value}")
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, arguments.output)
 
 
 if __name__ == "__main__":

@@ -7,25 +7,20 @@ once a tensor that is kept, which takes 4 bytes a parameter for good. Then float
 8 bits, which torch does not have, and the cost of the gradient's sum of squares, beside torch's norm. Times are medians
 over rounds in which all run one after the other, so that what else the machine does meets all alike.
 
-    python benchmarks/optimizer.py --output benchmarks/results/optimizer.json
+    python -m benchmarks.optimizer --output benchmarks/results/optimizer.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import random
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.common import conditions, medians, parser_of, save, setting_of
 from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType, moment_types, types_of
 from gs_compile.runtime.kernels import ADAMW, QUANTUM, sum_of_squares
@@ -108,50 +103,36 @@ def measure(timed: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--elements", type=int, default=100_000_000)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     num_elements = arguments.elements // QUANTUM * QUANTUM
 
-    load_before = os.getloadavg()[0]
+    before = conditions()
     seconds = measure(variants(num_elements), arguments.rounds)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    ratios = {name: medians[f"{name}, ours"] / medians[f"{name}, torch"] for name in BOUND}
-    kept = medians["bf16 gradient, ours"] / medians["bf16 gradient, torch, buffer kept"]
+    middle = medians(seconds)
+    ratios = {name: middle[f"{name}, ours"] / middle[f"{name}, torch"] for name in BOUND}
+    kept = middle["bf16 gradient, ours"] / middle["bf16 gradient, torch, buffer kept"]
 
-    for name, median in medians.items():
+    for name, median in middle.items():
         print(f"{name:34} {median * 1e3:7.1f} ms   least {min(seconds[name]) * 1e3:7.1f} ms")
     for name, ratio in ratios.items():
         print(f"{name}: {ratio:.3f} of torch's time (bound {BOUND[name]})")
     print(f"bf16 gradient: {kept:.3f} of torch's time with the converted gradient's buffer kept")
 
     result = {
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "threads": arguments.threads,
-            "note": "a shared machine; the load is its one-minute average before the run, which itself adds 2",
-            "load_before": load_before,
-        },
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "setting": {"elements": num_elements, "rounds": arguments.rounds, "chunk_elements": kernels.CHUNK},
+        **before,
+        "setting": {**setting_of(arguments), "elements": num_elements, "chunk_elements": kernels.CHUNK},
         "seconds": seconds,
-        "median_seconds": medians,
+        "median_seconds": middle,
         "time_ratio": ratios,
         "time_ratio_buffer_kept": kept,
         "bound": BOUND,
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def processor() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].split(":")[1].strip() if names else platform.processor()
+    save(result, arguments.output)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
-from pathlib import Path
 from xml.sax.saxutils import escape
 
 from transformers import AutoConfig
 
+from benchmarks.common import FIGURES, ON_SSD, ROOT
 from gs_compile.cli.report.draw import COLOURS, bars
 from gs_compile.planner.plan import plan
 from gs_compile.planner.simulate.prices import CODE
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import WORDS
 
-ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "docs" / "figures" / "step.svg"
+TARGET = FIGURES / "step.svg"
 NUM_LAYERS, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE, SEQUENCE = 5, 4, 24, 2048
-ON_SSD = dict.fromkeys(("parameter", "checkpoint", "optimizer", "device_parameter", "device_checkpoint"), 0.0)
 LANES = {  # as the picture calls them
     "ssd_read": "SSD reads",
     "h2d": "host to GPU",
@@ -62,7 +60,7 @@ def simulated() -> Simulation:
         precision="bf16",
         recompute="all",
         alpha=1 / 3,
-        ratios=ON_SSD,
+        ratios={**ON_SSD, "device_parameter": 0.0, "device_checkpoint": 0.0},
     ).simulation
 
 

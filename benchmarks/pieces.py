@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import re
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from benchmarks.common import conditions, in_process, memory_nbytes, parser_of, reset_peak, save
 from gs_compile.capture.call import captured_call
 from gs_compile.capture.inductor import Generator
 from gs_compile.capture.off_meta import off_meta
@@ -67,8 +63,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         else:
             inputs.append(torch.randint(0, arguments.vocabulary, spec.shape))
     results = code.unit.results
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
+    before = memory_nbytes("VmRSS")
+    reset_peak()
     wall, start = time.perf_counter(), time.process_time()
     with torch.no_grad():
         outcome = [each if isinstance(each, torch.Tensor) else each.dense() for each in function(*inputs)]
@@ -82,7 +78,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     planned = code.cost("both").nbytes
     return {
         "tokens_per_piece": code.tokens_per_piece,
-        "peak_mib": (_resident("VmHWM") - before - sum(gradients)) / MIB,
+        "peak_mib": (memory_nbytes("VmHWM") - before - sum(gradients)) / MIB,
         "planned_mib": (planned - sum(gradients)) / MIB,
         "cpu_seconds": seconds,
         "seconds": wall,
@@ -91,14 +87,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _resident(name: str) -> int:
-    found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found.group(1)) * 1024
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--width", type=int, default=1024)
@@ -106,7 +96,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--piece", type=int, help="tokens of a piece, 0: all; without it both are run")
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if arguments.piece is not None:
         print(json.dumps(measure(arguments)))
@@ -114,17 +103,10 @@ def main() -> None:
     rows = []
     for _ in range(arguments.rounds):
         for piece in (LEAST, 0):
-            command = [sys.executable, "-m", "benchmarks.pieces", *sys.argv[1:], "--piece", str(piece)]
-            rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            rows.append(in_process("benchmarks.pieces", *sys.argv[1:], "--piece", piece))
             print(json.dumps(rows[-1]), flush=True)
-    found = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "command": " ".join(["python -m benchmarks.pieces", *sys.argv[1:]]),
-        "rows": rows,
-    }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
+    command = " ".join(["python -m benchmarks.pieces", *sys.argv[1:]])
+    save({**conditions(), "command": command, "rows": rows}, arguments.output)
 
 
 if __name__ == "__main__":

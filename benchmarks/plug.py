@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import pydoc_data.topics
 import random
 import subprocess
 import sys
@@ -130,15 +129,14 @@ def differences(alone: Run, found: Run) -> Iterator[str]:
 def train(folder: Path, num_steps: int, compiler: str) -> None:
     """What a process does: from the last commit on to the end, each step told once it is closed."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
 
     import gs_compile
+    from benchmarks.common import gpt2, step
+    from examples.train_gpt2 import text_as_bytes
 
     folder.mkdir(exist_ok=True)
-    torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
-    sizes = {"vocab_size": 256, "n_positions": SEQUENCE, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)).train()
+    model = gpt2(4, 128, SEQUENCE, 256, n_head=4)
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     options = {
         "micro_batch_size": MICRO_BATCH,
@@ -154,16 +152,13 @@ def train(folder: Path, num_steps: int, compiler: str) -> None:
     model.compile(backend="greedysnake", options=options)
     (folder / "tiers").mkdir(exist_ok=True)
     run = gs_compile.resume(model, optimizer, storage=folder / "tiers")
-    text = torch.tensor(list("\n".join(pydoc_data.topics.topics.values()).encode()))
+    text = text_as_bytes()
     sampler = gs_compile.StepSampler(len(text) // SEQUENCE, batch_size=BATCH, start=run.step)
     with (folder / STEPS).open("a", buffering=1) as steps:
-        for step, rows in zip(range(run.step, num_steps), sampler, strict=False):
+        for number, rows in zip(range(run.step, num_steps), sampler, strict=False):
             ids = torch.stack([text[row * SEQUENCE : (row + 1) * SEQUENCE] for row in rows])
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps.write(json.dumps([step + 1, loss.item().hex()]) + "\n")
+            loss = step(model, optimizer, ids)
+            steps.write(json.dumps([number + 1, loss.item().hex()]) + "\n")
     if run.step == num_steps:  # killed after its last step: a call brings the values back
         with torch.no_grad():
             model(input_ids=text[None, :SEQUENCE].expand(BATCH, -1))

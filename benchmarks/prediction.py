@@ -5,15 +5,14 @@ probed before, the layers' code is timed before and after; the step's own progra
 is measured is the median of several consecutive steps. Each rank has so many micro-batches, and the first one reports.
 A collective takes as long as on the rank that came to it last: the others have waited.
 
-    python benchmarks/prediction.py --storage /path/on/an/nvme/drive --output benchmarks/results/prediction.json
-    torchrun --nproc-per-node 2 benchmarks/prediction.py --output benchmarks/results/prediction-2-ranks.json
+    python -m benchmarks.prediction --storage /path/on/an/nvme/drive --output benchmarks/results/prediction.json
+    torchrun --nproc-per-node 2 -m benchmarks.prediction --output benchmarks/results/prediction-2-ranks.json
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import tempfile
@@ -26,10 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import gs_compile
+from benchmarks.common import IN_MEMORY, conditions, gpt2, parser_of, save, setting_of, step
 from gs_compile.model.backend import greedysnake
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.measure.profile import Profile
@@ -41,52 +39,30 @@ PLACES = {"ssd": 0.0, "mixed": 0.5, "host": 1.0}  # what part of every class is 
 VOCABULARY = 8192
 
 
-def build(layers: int, hidden: int, sequence: int) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=layers,
-        n_embd=hidden,
-        n_head=hidden // 64,
-        n_positions=sequence,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config).train()
-
-
 def measure(
     arguments: argparse.Namespace, machine: Profile, size: str, place: str, storage: str
 ) -> list[dict[str, Any]]:
     """One model with its data in one place, for all numbers of micro-batches, the largest first."""
     torch._dynamo.reset()
-    model, ratio = build(*SIZES[size], arguments.sequence), PLACES[place]
-    ratios = {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio}
+    model, ratios = gpt2(*SIZES[size], arguments.sequence, VOCABULARY), dict.fromkeys(IN_MEMORY, PLACES[place])
     expert = {"compiler": arguments.compiler, "alpha": arguments.alpha, "ratios": ratios, "trace": True}
     options = {"outputs": "loss", "storage": storage, "machine": machine, "expert": expert}
     model.compile(backend=greedysnake, options=options)
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-4)
-
-    def step(ids: torch.Tensor) -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     rows = []
     for number in sorted(arguments.micro_batches, reverse=True):
         ids = torch.randint(VOCABULARY, (number, arguments.sequence))
         steps, busy = max(1, arguments.steps // number), Counter[str]()
-        step(ids)
+        step(model, optimizer, ids)
         before = predict(optimizer)
         optimizer.synchronize()
-        step(ids)
+        step(model, optimizer, ids)
         optimizer.engine.tiers.trace.reset()
         seconds = []
         for _ in range(arguments.rounds):
             start = time.perf_counter()
             for _ in range(steps):
-                step(ids)
+                step(model, optimizer, ids)
             seconds.append((time.perf_counter() - start) / steps)
         optimizer.synchronize()
         for lane, start, stop in together(optimizer.engine.tiers.trace.events()):
@@ -159,7 +135,7 @@ def of_first(made: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=list(PLACES))
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
@@ -169,9 +145,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of a round at one micro-batch; fewer at more")
     parser.add_argument("--storage", type=Path)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
     rows, rank = [], int(os.environ.get("RANK", 0))
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -186,11 +160,8 @@ def main() -> None:
     print(f"seconds: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, of {len(rows)}")
     peaks = [row["predicted_peak_nbytes"] / row["peak_nbytes"] - 1 for row in rows]
     print(f"peak of host memory: predicted over measured {min(peaks):+.1%} to {max(peaks):+.1%}")
-    if arguments.output:
-        setting = {k: v for k, v in vars(arguments).items() if k not in ("output", "storage")}
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        result = {"machine": asdict(machine), "versions": versions, "setting": setting, "rows": rows}
-        arguments.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    result = {**conditions(), "profile": asdict(machine), "setting": setting_of(arguments), "rows": rows}
+    save(result, arguments.output)
 
 
 if __name__ == "__main__":

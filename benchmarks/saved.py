@@ -1,6 +1,6 @@
 """Plans that save activations beside those that compute all again, on machines that are not here: docs/planner.md.
 
-    python benchmarks/saved.py [MACHINE ...]   # seconds are simulated; prints a table, and writes results/saved.json
+    python -m benchmarks.saved [MACHINE ...]   # seconds are simulated; prints a table, and writes results/saved.json
 
 Each model has the batch that saturates the machine where everything is computed again, and two and four times that.
 """
@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig
 
+from benchmarks.common import RESULTS, gains, save
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.plan import plan
 from gs_compile.planner.step_plan import StepPlan
 
-RESULTS = Path(__file__).resolve().parent / "results" / "saved.json"
+OUTPUT = RESULTS / "saved.json"
 SEQUENCE = 2048
 LLAMA3 = {
     "llama-3 8B": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
@@ -52,7 +52,6 @@ def config(model: str) -> Any:
 
 def row(found: StepPlan, without: StepPlan) -> dict[str, Any]:
     """What the table says of a plan."""
-    gains = {what: gain for what, _, gain in (each.rpartition(": ") for each in found.binding) if gain != "nothing"}
     shares: Counter[str] = Counter()
     for share in found.shares:
         shares[f"level {share.level} on {share.tier}"] += round(share.part, 4)
@@ -64,7 +63,7 @@ def row(found: StepPlan, without: StepPlan) -> dict[str, Any]:
         "faster": without.seconds / found.seconds,
         "tokens_per_second": found.tokens_per_second,
         "shares": dict(shares),
-        "binds": gains,
+        "binds": gains(found),
         "notes": [note for note in found.notes if "activations" in note],
     }
 
@@ -79,7 +78,7 @@ def line(key: str, each: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    rows: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows: dict[str, Any] = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
     for model, machine, size in CASES:
         if sys.argv[1:] and machine not in sys.argv[1:]:
             continue
@@ -94,7 +93,7 @@ def main() -> None:
             key = f"{model}, {machine}"
             rows[f"{key}, {number} micro-batches"] = each = row(found, without)
             print(line(key, each), flush=True)
-            RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+            save(rows, OUTPUT)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ which a first sweep finds. Rounds alternate between the two; a figure is the med
 bytes of files that were written before, to and from small pages: a run has huge ones, and what those bring is measured
 by itself. Nothing else should use the disk meanwhile.
 
-    python benchmarks/ssd.py --directory /mnt/nvme0 --output benchmarks/results/ssd.json
-    python benchmarks/ssd.py --directory /mnt/nvme0 --sweep       # why grid.BLOCK and ssd.THREADS are what they are
-    python benchmarks/ssd.py --directory /mnt/nvme0 --pages --output benchmarks/results/ssd-pages.json
+    python -m benchmarks.ssd --directory /mnt/nvme0 --output benchmarks/results/ssd.json
+    python -m benchmarks.ssd --directory /mnt/nvme0 --sweep       # why grid.BLOCK and ssd.THREADS are what they are
+    python -m benchmarks.ssd --directory /mnt/nvme0 --pages --output benchmarks/results/ssd-pages.json
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import conditions, medians, parser_of, save
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage import grid, ssd
 from gs_compile.runtime.storage.store import Store
@@ -42,26 +41,24 @@ FIO_DEPTHS = (1, 4, 16)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--request-mib", type=int, default=256)
     parser.add_argument("--requests", type=int, default=4, help="in each direction; files have as much")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--disk", default="unsaid", help="what it is, for the record")
-    parser.add_argument("--output", type=Path, help="JSON to write")
     parser.add_argument("--sweep", action="store_true", help="the store's block sizes and threads instead")
     parser.add_argument("--pages", action="store_true", help="the store with huge pages and with small ones instead")
     arguments = parser.parse_args()
     result = (sweep if arguments.sweep else pages if arguments.pages else compare)(arguments)
     print(json.dumps(result, indent=1))
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, arguments.output)
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     if shutil.which("fio") is None:
         raise SystemExit("fio is not installed")
-    before = conditions(arguments)
+    before = asked(arguments)
     folder = Path(tempfile.mkdtemp(dir=arguments.directory))
     try:
         with Store([folder]) as store:
@@ -75,13 +72,13 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
                     rates[load]["fio"].append(fio.bytes_per_second(load, *settings[load]))
     finally:
         shutil.rmtree(folder)
-    medians = {load: {who: statistics.median(each) for who, each in rates[load].items()} for load in LOADS}
+    middle = {load: medians(rates[load]) for load in LOADS}
     return {
         **before,
         "load_after": os.getloadavg()[0],
         "fio_settings": {load: f"{block} MiB x {depth}" for load, (block, depth) in settings.items()},
-        "median_bytes_per_second": medians,
-        "ratio": {load: medians[load]["store"] / medians[load]["fio"] for load in LOADS},
+        "median_bytes_per_second": middle,
+        "ratio": {load: middle[load]["store"] / middle[load]["fio"] for load in LOADS},
         "bytes_per_second": rates,
     }
 
@@ -100,13 +97,12 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
                     each = rates[load].setdefault(f"{block} MiB x {threads}", [])
                     each.append(ours.bytes_per_second(load))
             folder.rmdir()
-    medians = {load: {case: statistics.median(each) for case, each in rates[load].items()} for load in LOADS}
-    return {**conditions(arguments), "median_bytes_per_second": medians}
+    return {**asked(arguments), "median_bytes_per_second": {load: medians(rates[load]) for load in LOADS}}
 
 
 def pages(arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians of rounds with huge pages, as a run has, and with small ones; they take turns in being first."""
-    before = conditions(arguments)
+    before = asked(arguments)
     folder = Path(tempfile.mkdtemp(dir=arguments.directory))
     rates: dict[str, dict[str, list[float]]] = {load: {"huge": [], "small": []} for load in LOADS}
     try:
@@ -121,13 +117,13 @@ def pages(arguments: argparse.Namespace) -> dict[str, Any]:
                         rates[load][size].append(lanes[size].bytes_per_second(load))
     finally:
         shutil.rmtree(folder)
-    medians = {load: {size: statistics.median(each) for size, each in rates[load].items()} for load in LOADS}
+    middle = {load: medians(rates[load]) for load in LOADS}
     return {
         **before,
         "command": before["command"] + " --pages",
         "load_after": os.getloadavg()[0],
-        "median_bytes_per_second": medians,
-        "ratio": {load: medians[load]["huge"] / medians[load]["small"] for load in LOADS},
+        "median_bytes_per_second": middle,
+        "ratio": {load: middle[load]["huge"] / middle[load]["small"] for load in LOADS},
         "bytes_per_second": rates,
     }
 
@@ -212,19 +208,19 @@ def small_pages(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8).random_()
 
 
-def conditions(arguments: argparse.Namespace) -> dict[str, Any]:
+def asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Under which conditions a drive was measured."""
     tool = shutil.which("fio")
     fio = subprocess.run([tool, "--version"], check=True, capture_output=True, text=True).stdout.strip() if tool else ""
-    names = ("request_mib", "requests", "rounds")
-    options = {name: getattr(arguments, name) for name in names}
+    options = {name: getattr(arguments, name) for name in ("request_mib", "requests", "rounds")}
     return {
-        "command": "python benchmarks/ssd.py " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items()),
-        "machine": {"cores": os.cpu_count(), "kernel": platform.release().split("-")[0], "disk": arguments.disk},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "fio": fio},
+        **conditions(),
+        "command": "python -m benchmarks.ssd " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items()),
+        "disk": arguments.disk,
+        "fio": fio,
         "setting": {**options, "block_bytes": grid.BLOCK, "threads": ssd.THREADS},
-        "load_before": os.getloadavg()[0],
     }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,28 +10,36 @@ both have everything on SSD and compute in bf16; the masters of the first are wh
 parameters and states. recompute: both have everything in memory; the first recomputes all layers, the second what is
 planned.
 
-    python benchmarks/tiers.py --storage /path/on/an/nvme/drive --output benchmarks/results/tiers.json
-    python benchmarks/tiers.py --compare masters --micro-batches 1 2 --storage /path/on/an/nvme/drive
-    python benchmarks/tiers.py --compare recompute --compiler inductor --layers 12 --vocabulary 50257 --micro-batches 8
+    python -m benchmarks.tiers --storage /path/on/an/nvme/drive --output benchmarks/results/tiers.json
+    python -m benchmarks.tiers --compare masters --micro-batches 1 2 --storage /path/on/an/nvme/drive
+    python -m benchmarks.tiers --compare recompute --compiler inductor --layers 12 --vocabulary 50257 --micro-batches 8
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import platform
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import gs_compile
+from benchmarks.common import (
+    IN_MEMORY,
+    conditions,
+    gpt2,
+    in_turns,
+    medians,
+    parser_of,
+    ratio_of_rounds,
+    save,
+    setting_of,
+    step,
+)
 from gs_compile.model.backend import greedysnake
 from gs_compile.runtime.trace import Event
 
@@ -54,21 +62,10 @@ class Run:
         *,
         ratio: float = 0.0,
         durability: str = "off",
-        masters: str = "split",
-        recompute: str = "all",
+        max_grad_norm: float | None = None,
+        **expert: Any,
     ) -> None:
-        torch.manual_seed(0)
-        config = GPT2Config(
-            n_layer=arguments.layers,
-            n_embd=arguments.hidden,
-            n_head=arguments.hidden // 64,
-            n_positions=arguments.sequence,
-            vocab_size=arguments.vocabulary,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        self.model = GPT2LMHeadModel(config).train()
+        self.model = gpt2(arguments.layers, arguments.hidden, arguments.sequence, arguments.vocabulary)
         options = {
             "micro_batch_size": arguments.micro_batch_size,
             "outputs": "loss",
@@ -78,23 +75,21 @@ class Run:
             "expert": {
                 "compiler": arguments.compiler,
                 "alpha": arguments.alpha,
-                "masters": masters,
-                "recompute": recompute,
-                "ratios": {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio},
+                "ratios": dict.fromkeys(IN_MEMORY, ratio),
                 "trace": True,
+                "masters": "split",
+                "recompute": "all",
+                **expert,
             },
         }
         self.model.compile(backend=greedysnake, options=options)
-        self.optimizer = gs_compile.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = gs_compile.AdamW(self.model.parameters(), lr=1e-4, max_grad_norm=max_grad_norm)
         size = arguments.micro_batch_size * micro_batches
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(arguments.vocabulary, (size, arguments.sequence), generator=generator)
 
     def step(self) -> None:
-        loss = self.model(input_ids=self.ids, labels=self.ids).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        step(self.model, self.optimizer, self.ids)
 
     def timed(self, steps: int) -> float:
         """Seconds of one of several consecutive steps, all of their transfers included."""
@@ -150,22 +145,18 @@ def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> 
     first, second = runs
     for run in runs.values():
         run.timed(2)
-    seconds: dict[str, list[float]] = {tier: [] for tier in runs}
-    for number in range(arguments.rounds):
-        for tier, run in list(runs.items())[:: -1 if number % 2 else 1]:  # neither is always the first
-            gc.collect()
-            seconds[tier].append(run.timed(arguments.steps))
+    seconds = in_turns(arguments.rounds, {name: partial(run.timed, arguments.steps) for name, run in runs.items()})
     nbytes = {name: run.nbytes() for name, run in runs.items()}
     shares, commit_seconds = runs[first].traced(arguments.steps), runs[first].commit_seconds()
     for run in runs.values():
         run.close()
-    medians = {tier: statistics.median(values) for tier, values in seconds.items()}
+    middle = medians(seconds)
     return {
         "micro_batches": micro_batches,
         "seconds": seconds,
-        "median_seconds": medians,
-        "ratio": medians[first] / medians[second],
-        "ratio_of_rounds": statistics.median(a / b for a, b in zip(*seconds.values(), strict=True)),
+        "median_seconds": middle,
+        "ratio": middle[first] / middle[second],
+        "ratio_of_rounds": ratio_of_rounds(*seconds.values()),
         "commit_seconds": commit_seconds,
         "bytes_per_step": nbytes,
         "busy_share": shares,
@@ -173,7 +164,7 @@ def measure(arguments: argparse.Namespace, micro_batches: int, storage: str) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=8192)
@@ -187,11 +178,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--compare", choices=COMPARED, default="tiers")
     parser.add_argument("--storage", type=Path)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if arguments.compare == "masters":
         arguments.precision = "bf16"
-    transformers.logging.set_verbosity_error()
     rows = []
     for micro_batches in arguments.micro_batches:
         with tempfile.TemporaryDirectory(dir=arguments.storage) as storage:
@@ -201,15 +190,7 @@ def main() -> None:
         ratios = f"ratio {row['ratio']:.3f}, by rounds {row['ratio_of_rounds']:.3f}"
         commits = f", a commit {row['commit_seconds'] * 1000:.1f} ms" if arguments.compare == "durability" else ""
         print(f"n={micro_batches}: {row['median_seconds']} {ratios}, busy {shares}{commits}", flush=True)
-    if arguments.output:
-        setting = {k: v for k, v in vars(arguments).items() if k not in ("output", "storage")}
-        result = {
-            "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "setting": setting,
-            "rows": rows,
-        }
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    save({**conditions(), "setting": setting_of(arguments), "rows": rows}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.race.tables import table
+from benchmarks.common import table
 from gs_compile.errors import PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.plan import plan

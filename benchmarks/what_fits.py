@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.common import table
 from gs_compile.planner.cost.model import GPTS, LLAMAS, named_config
 from gs_compile.planner.fit import Fit, fit
 from gs_compile.planner.measure.machines import known, profile
@@ -64,14 +65,7 @@ def cell(found: Sequence[Fit]) -> str:
 def page(names: Sequence[str], machines: Sequence[str]) -> str:
     lines = [INTRODUCTION.format(sequence=SEQUENCE, date=datetime.datetime.now(datetime.UTC).date())]
     lines += [f"* **{machine}**: {profile(machine).name}" for machine in machines]
-    heading = ("model", *machines)
-    lines += ["", _line(heading), _line(["---"] * len(heading))]
-    lines += [_line(row) for row in rows(names, machines)]
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return "\n".join([*lines, "", table(("model", *machines), rows(names, machines))]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

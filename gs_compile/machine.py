@@ -8,6 +8,7 @@ RLIMIT_AS is left out: it bounds addresses, which file mappings and CUDA take by
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -63,6 +64,12 @@ def usable_cores(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """
     quotas = [quota for group in _groups("cpu", proc, cgroup) if (quota := _cpu_quota(group)) is not None]
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
+
+
+def processor(*, proc: Path = PROC) -> str:
+    """The processor's name, or its architecture where Linux tells no name."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _text(proc / "cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def num_ranks() -> int:

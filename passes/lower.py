@@ -32,7 +32,7 @@ class StepSpec:
     snake: False leaves that pass out, as the horizontal order does.
     outputs: values that are results too: they are not freed. Without a placement alone.
     late: the step before has left gradients that wait for their update; redo: those of speculative ones among them.
-    warm: the step before has carried the parameters that `Placement.carried` says.
+    warm: the step before has carried the parameters that `Decision.carried` says.
     copies: the step is to be committed, so that what it makes in memory is written, too; its late updates are by the
         program that `seals` it, the next one.
     planned: False leaves out what memory it needs and where its values stand there.

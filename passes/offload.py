@@ -43,7 +43,7 @@ Pairs = tuple[tuple[Value, Value], ...]  # parts and the copy of each
 
 def offload(program: Program, placement: Placement, *, copies: bool = False, warm: bool = False) -> Program:
     """The same step with its data on the tiers; `copies`: it is to be committed; `warm`: the step before has carried
-    the parameters that `Placement.carried` says.
+    the parameters that `Decision.carried` says.
     """
     placed = program.with_ops(_Units(program, placement, copies=copies, warm=warm).ops(), "offload")
     if placement.by_micro_batch:
@@ -59,7 +59,7 @@ class _Units:
         self.placement = placement
         self.copies = copies  # of what early updates make; of what late ones do where the step before is sealed
         self.seals = any(op.verb == "seal" for op in program.ops)
-        self.carries = TIED in placement.carried and any(op.verb in NORMS for op in program.ops)
+        self.carries = TIED in placement.decision.carried and any(op.verb in NORMS for op in program.ops)
         self.fresh = {  # parts of parameters that a late update has made, or stay, until their unit is gathered
             (value.unit, value.part)
             for op in program.ops
@@ -100,7 +100,7 @@ class _Units:
         """Whether a unit's parts stay in memory after a gathering, until they are gathered next."""
         is_forward, is_head = stage.phase == "forward", stage.unit == EPILOGUE
         until_head = self.carries and unit.unit == TIED and is_forward and not is_head
-        return until_head or (unit.unit in self.placement.retained and (is_forward or is_head))
+        return until_head or (unit.unit in self.placement.decision.retained and (is_forward or is_head))
 
     def _leave(self, op: Op, unit: UnitPlacement) -> Iterator[Op]:
         """The gradient leaves the device, once; early parts where there is a way to go."""

@@ -216,12 +216,12 @@ class _StageAssigner:
         if op.lane != "ssd_read":
             return IssuePoint(stage + BESIDE_UPDATE[part])
         if stage >= self.last and op.stage != FILL:  # after the last backward: nothing computes beside it
-            stage -= self.placement.ahead
+            stage -= self.placement.decision.ahead
         return IssuePoint(self._ahead(stage + BESIDE_UPDATE[part]), rank=READS_FIRST[op.reads[0].kind])
 
     def _ahead(self, stage: int) -> int:
         """The stage of a read from SSD that is issued earlier than it has to be; what the step begins with stays."""
-        return max(stage - self.placement.lookahead, min(stage, 0))
+        return max(stage - self.placement.decision.lookahead, min(stage, 0))
 
     def _before_reader(self, stage: int, position: int) -> IssuePoint:
         """Before the computation `position` of a stage; -1 is the last of the stage before."""

@@ -22,8 +22,8 @@ from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.rest import Rest, Tensors
 from gs_compile.runtime.slab import map_memory
-from gs_compile.runtime.storage.manifest import REST, Manifest, StoredPart
 from gs_compile.runtime.storage.store import Extent
+from gs_compile.runtime.storage.stored import REST, Manifest, StoredPart
 from gs_compile.runtime.values import ValueTable
 
 BLOCK = 8 << 20  # bytes that are copied at a time

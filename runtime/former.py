@@ -16,8 +16,8 @@ from gs_compile.runtime.formats import Types, types_of
 from gs_compile.runtime.homes import Homes
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice, encoded_slice
-from gs_compile.runtime.storage.manifest import Manifest, StoredGroup, StoredParameter, StoredRange, StoredUnit
 from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.storage.stored import Manifest, StoredGroup, StoredParameter, StoredRange, StoredUnit
 from gs_compile.runtime.stream import device_of
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from gs_compile.runtime.storage.manifest import REST, StoredTensor
 from gs_compile.runtime.storage.store import Extent, Store
+from gs_compile.runtime.storage.stored import REST, StoredTensor
 
 Tensors = Mapping[str, torch.Tensor]
 

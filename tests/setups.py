@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import gs_compile
-from gs_compile.runtime.storage.manifest import FOLDER
+from gs_compile.runtime.storage.stored import FOLDER
 
 WORDS, LENGTH, WIDTH, BATCH = 11, 5, 8, 5
 

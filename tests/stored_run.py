@@ -11,10 +11,11 @@ import xxhash
 
 from gs_compile.placement.slab import rounded
 from gs_compile.runtime.storage.grid import Grid, lengths
-from gs_compile.runtime.storage.manifest import (
+from gs_compile.runtime.storage.manifest import NAME, write
+from gs_compile.runtime.storage.store import Stripe
+from gs_compile.runtime.storage.stored import (
     FOLDER,
     FORMAT,
-    NAME,
     REST,
     Manifest,
     StoredFile,
@@ -24,9 +25,7 @@ from gs_compile.runtime.storage.manifest import (
     StoredRange,
     StoredTensor,
     StoredUnit,
-    write,
 )
-from gs_compile.runtime.storage.store import Stripe
 
 RUN = "0123abcd"
 CHUNK = 8192

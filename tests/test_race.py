@@ -7,12 +7,13 @@ import time
 
 import pytest
 
+from benchmarks.common import save
 from benchmarks.race import draw, tables
 from benchmarks.race.measures import add_bounds
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PEERS_PYTHON, Entry
 from benchmarks.race.run import Run, Settings
-from benchmarks.race.settings import load, save
+from benchmarks.race.settings import load
 from benchmarks.race.worker import Worker, WorkerError
 from benchmarks.slow_drive import bounded
 from gs_compile.planner.measure.profile import Profile

@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
+from benchmarks.common import ROOT
 from benchmarks.zoo.page import PAGE, RESULTS, page
-from benchmarks.zoo.refusal import MOST, PACKAGES, ROOT, refusal
+from benchmarks.zoo.refusal import MOST, PACKAGES, refusal
 from benchmarks.zoo.registry import CASES
 from benchmarks.zoo.trial import Ours, verdict
 from gs_compile.errors import GraphBreakError

@@ -12,8 +12,6 @@ The text is the help that ships with every CPython, one token a byte, as in exam
 from __future__ import annotations
 
 import argparse
-import os
-import pydoc_data.topics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,12 +21,13 @@ from typing import Any
 
 import numpy
 
-from benchmarks.race.measures import machine_facts
+from benchmarks.common import save
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PLAIN, Entry
 from benchmarks.race.run import START_SECONDS, STEP_SECONDS
-from benchmarks.race.settings import command_line, end_gently, load, save
+from benchmarks.race.settings import add_output_arguments, begin, started
 from benchmarks.race.worker import WorkerError
+from examples.train_gpt2 import text_as_bytes
 
 AT_ONCE = 10  # steps of one question
 NOISE_FACTOR = 2.0  # what is within so many times the noise is noise: two curves are apart by both of theirs
@@ -85,8 +84,7 @@ def noise(differences: Mapping[str, float]) -> float:
 
 def real_text(path: Path) -> None:
     """Writes the token numbers."""
-    prose = "\n".join(pydoc_data.topics.topics.values())
-    numpy.save(path, numpy.frombuffer(prose.encode(), dtype=numpy.uint8))
+    numpy.save(path, text_as_bytes().numpy().astype(numpy.uint8))
 
 
 def report(found: Mapping[str, Any]) -> str:
@@ -112,11 +110,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--storage", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--again", action="store_true")
+    add_output_arguments(parser)
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    end_gently()
+    begin()
     deadline = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(dir=arguments.storage, prefix="race-") as folder:
         text = Path(folder) / "text.npy"
@@ -125,8 +121,7 @@ def main() -> None:
         shape |= {name: getattr(arguments, name) for name in ("micro_batches", "micro_batch_size")}
         case = Case(**shape, heads=max(1, arguments.hidden // 64), vocabulary=256, tokens=str(text))
         setting = {**asdict(case), "tokens": "the help texts of CPython, bytes", "steps": arguments.steps}
-        found = load(arguments.output, {"setting": setting}, again=arguments.again)
-        found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
+        found = started({"setting": setting}, arguments)
         losses = found.setdefault("losses", {})
         for name, curve in CURVES.items():
             if name in losses:

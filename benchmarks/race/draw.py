@@ -20,11 +20,12 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from benchmarks.common import FIGURES, RESULTS
 from benchmarks.race.curves import NOISE
 from benchmarks.race.measures import normalised
-from benchmarks.race.registry import FIGURES, PLAIN, RESULTS
-from benchmarks.race.traffic import draw_traffic
-from gs_compile.cli.report.draw import INK, STYLE
+from benchmarks.race.registry import PLAIN
+from benchmarks.race.traffic import TITLE, counted
+from gs_compile.cli.report.draw import INK, STYLE, traffic_bars
 
 KNOWN = {PLAIN: "#1c2128", "fsdp2": "#8c6bb1", "zero-infinity": "#d55e00"}  # ours take the other colours in turn
 OURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#b8a000", "#7f5539", "#40798c")
@@ -140,8 +141,7 @@ def main() -> None:
     for name in wanted:
         path = arguments.into / f"{name}.svg"
         if name == "race-traffic":
-            with figure(path, (8.6, 4.2)) as drawn:
-                draw_traffic(drawn)
+            traffic_bars(counted(), path, title=TITLE)
             continue
         stem, draw = FIGURE_OF[name]
         source = arguments.results / f"{stem}.json"

@@ -7,8 +7,6 @@ by how much: `MachineSpeed.normalised` gives the seconds that a round would have
 from __future__ import annotations
 
 import os
-import platform
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,6 @@ from typing import Any
 import torch
 
 from benchmarks.slow_drive import bounded
-from gs_compile.machine import usable_cores, usable_memory
 from gs_compile.planner.measure.probe import products_on
 from gs_compile.planner.measure.probe_drive import drive_rates
 from gs_compile.planner.measure.profile import Profile
@@ -179,25 +176,3 @@ def _work_done() -> tuple[float, int]:
     busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle and waiting
     fields = [line.split() for line in Path("/proc/diskstats").read_text().splitlines()]
     return busy, sum(int(words[5]) + int(words[9]) for words in fields if not words[2].startswith(("loop", "ram")))
-
-
-def machine_facts() -> dict[str, Any]:
-    """The machine that results were measured on, for people."""
-    return {
-        "processor": _processor(),
-        "cores": usable_cores(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": usable_memory(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "kernel": platform.release(),
-        "load": os.getloadavg()[0],
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()

@@ -11,7 +11,6 @@ the drive's rates right before and after the steps.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.measures import DriveSpeed, MachineSpeed, machine_facts, spread
+from benchmarks.race.measures import DriveSpeed, MachineSpeed, spread
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import Entry
 from benchmarks.race.run import CHECKED_STEPS, START_SECONDS, STEP_SECONDS, warmed_up
@@ -27,14 +26,14 @@ from benchmarks.race.settings import (
     MOST_STEPS,
     Settings,
     add_case_arguments,
+    add_output_arguments,
     add_rows,
     add_settings_arguments,
     asked_of,
+    begin,
     case_of,
-    command_line,
-    end_gently,
-    load,
     settings_of,
+    started,
 )
 from gs_compile.planner.measure.profile import Profile
 
@@ -90,16 +89,14 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--home", default="ssd")
     parser.add_argument("--compiler", default="eager")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--again", action="store_true")
+    add_output_arguments(parser)
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    end_gently()
+    begin()
     case = case_of(arguments)
     case = replace(case, sequence=SHORT) if arguments.sequence is None else case
     asked = asked_of(case, arguments)
     asked["setting"] |= {"home": arguments.home, "compiler": arguments.compiler}
-    found = load(arguments.output, asked, again=arguments.again)
+    found = started(asked, arguments)
 
     def measured(number: int) -> dict[str, Any]:
         row = compare(replace(case, micro_batches=number), settings, arguments.home, arguments.compiler, machine)
@@ -113,8 +110,7 @@ def main() -> None:
         return row
 
     with settings_of(arguments) as (settings, machine):
-        found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
-        found |= {"profile": machine.as_dict()}
+        found["profile"] = machine.as_dict()
         add_rows(found, arguments.micro_batches, settings, arguments.output, measured)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import gs_compile
+from benchmarks.common import IN_MEMORY, step
 from benchmarks.race.protocol import BETAS, EPSILON, WEIGHT_DECAY, Cannot, Contestant, build_model, main
 from gs_compile.errors import OptionError
 from gs_compile.model.backend import greedysnake
@@ -69,11 +70,7 @@ class GreedySnake(Contestant):
         return {**settings, "trained_bytes": self._trained_bytes(), "options": given}
 
     def step(self, ids: torch.Tensor) -> float:
-        loss = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach())
+        return float(step(self.model, self.optimizer, ids))
 
     def settle(self) -> None:
         self.optimizer.synchronize()
@@ -122,7 +119,7 @@ class GreedySnake(Contestant):
             "expert": expert,
         }
         if home in RATIOS:
-            expert["ratios"] = dict(zip(("parameter", "checkpoint", "optimizer"), RATIOS[home], strict=True))
+            expert["ratios"] = dict(zip(IN_MEMORY, RATIOS[home], strict=True))
             alpha = 0.0 if alpha is None else alpha
         else:
             memory = PARTS.get(home) or float(home)

@@ -33,10 +33,13 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
+
+from benchmarks.common import NO_DROPOUT, gpt2, memory_nbytes, reset_peak
 
 if TYPE_CHECKING:
     import torch
@@ -98,25 +101,11 @@ PRESETS = {
 def build_model(case: Case) -> GPT2LMHeadModel:
     """The case's model in fp32, with the weights its seed draws: the same bits for every contestant."""
     import torch
-    import transformers
 
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(case.seed)
-    config = transformers.GPT2Config(
-        n_layer=case.layers,
-        n_embd=case.hidden,
-        n_head=case.heads,
-        n_positions=case.sequence,
-        vocab_size=case.vocabulary,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    if case.device == "meta":
-        with torch.device("meta"):
-            return transformers.GPT2LMHeadModel(config)
-    return transformers.GPT2LMHeadModel(config).train().to(case.device)
+    sizes = (case.layers, case.hidden, case.sequence, case.vocabulary)
+    with torch.device("meta") if case.device == "meta" else nullcontext():
+        model = gpt2(*sizes, n_head=case.heads, seed=case.seed, **NO_DROPOUT)
+    return model.to(case.device)
 
 
 def batch(case: Case, step: int) -> torch.Tensor:
@@ -214,7 +203,7 @@ def _serve(runner: Contestant, commands: IO[str], answers: IO[str]) -> int:
     def answer(**data: Any) -> None:
         answers.write(json.dumps(data) + "\n")
 
-    idle, start, words = _status("VmRSS"), time.perf_counter(), ["build"]
+    idle, start, words = memory_nbytes("VmRSS"), time.perf_counter(), ["build"]
     try:
         settings = runner.build()
         answer(
@@ -252,9 +241,9 @@ def _obey(runner: Contestant, command: str, *arguments: str) -> dict[str, Any]:
         seconds, losses = _timed(runner, first, count, *lead)
         return {"steps": first, "count": count, "seconds": seconds, "losses": losses}
     if command == "stats":
-        return {"peak_rss": _status("VmHWM"), "peak_device": _peak_device(runner.case), **_disk_bytes()}
+        return {"peak_rss": memory_nbytes("VmHWM"), "peak_device": _peak_device(runner.case), **_disk_bytes()}
     if command == "reset_peak":
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
         _peak_device(runner.case, reset=True)
         return {"reset_peak": True}
     if command == "weights":
@@ -290,14 +279,6 @@ def _peak_device(case: Case, *, reset: bool = False) -> int:
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
     return int(torch.accelerator.max_memory_reserved())
-
-
-def _status(field: str) -> int:
-    """Bytes of one line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {field}")
 
 
 def _disk_bytes() -> dict[str, int]:

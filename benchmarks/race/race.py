@@ -11,27 +11,26 @@ contestants are named.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.measures import add_bounds, machine_facts
+from benchmarks.common import save
+from benchmarks.race.measures import add_bounds
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PLAIN, Entry
 from benchmarks.race.run import Run
 from benchmarks.race.settings import (
     Settings,
     add_case_arguments,
+    add_output_arguments,
     add_settings_arguments,
     asked_of,
+    begin,
     case_of,
-    command_line,
-    end_gently,
-    load,
-    save,
     settings_of,
+    started,
 )
 from gs_compile.machine import format_bytes
 from gs_compile.planner.measure.profile import Profile
@@ -56,7 +55,6 @@ def race(
 ) -> dict[str, Any]:
     """All runs, one for each number of micro-batches; `found` is what is known already, and in `output` after each."""
     names = found["contestants"]
-    found |= {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
     found |= {"rounds": settings.rounds, "profile": machine.as_dict()}
     done = {run["micro_batches"]: run for run in found.get("heats", []) if run["complete"]}
     for number in numbers:
@@ -77,10 +75,9 @@ def race(
 
 def raced(arguments: argparse.Namespace, names: list[str]) -> None:
     """A race of these contestants, as a command line says."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    end_gently()
+    begin()
     case = case_of(arguments)
-    found = load(arguments.output, {**asked_of(case, arguments), "contestants": names}, again=arguments.again)
+    found = started({**asked_of(case, arguments), "contestants": names}, arguments)
     with settings_of(arguments) as (settings, machine):
         race(case, sorted(set(arguments.micro_batches)), found, settings, arguments.output, machine=machine)
 
@@ -90,8 +87,7 @@ def add_race_arguments(parser: argparse.ArgumentParser, micro_batches: list[int]
     add_case_arguments(parser)
     add_settings_arguments(parser)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=micro_batches)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--again", action="store_true", help="do not go on with what is in the output")
+    add_output_arguments(parser)
 
 
 def show(run: dict[str, Any]) -> None:

@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import ROOT
 from benchmarks.race.protocol import ENVIRONMENT, Case
 from benchmarks.race.worker import Team, Worker
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-FIGURES = ROOT / "docs" / "figures"
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PEERS = {"plain": "plain", "fsdp2": "fsdp2", "zero-infinity": "zero_infinity"}  # name: module
 SCHEDULES = ("vertical", "horizontal", "single", "lifetime")

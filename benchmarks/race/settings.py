@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import signal
 import sys
@@ -16,9 +17,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import ROOT, machine_facts, save
 from benchmarks.race.measures import wait_until_idle
 from benchmarks.race.protocol import PRESETS, Case
-from benchmarks.race.registry import PEERS_PYTHON, ROOT
+from benchmarks.race.registry import PEERS_PYTHON
 from benchmarks.slow_drive import add_drive_argument, bounded, rates_of, slowed
 from gs_compile.planner.measure.machines import probe, profile
 from gs_compile.planner.measure.profile import Profile
@@ -51,8 +53,9 @@ class Settings:
         return max(1, min(MOST_STEPS, round(self.round_seconds / step_seconds)))
 
 
-def end_gently() -> None:
-    """Whoever ends the race ends its contestants too."""
+def begin() -> None:
+    """Whoever ends the race ends its contestants too; and threads of this process that wait sleep."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
@@ -63,6 +66,12 @@ def case_of(arguments: argparse.Namespace) -> Case:
         PRESETS[arguments.preset],
         **{name: value for name, value in given.items() if value is not None and name != "micro_batches"},
     )
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of results that are gone on with."""
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--again", action="store_true", help="do not go on with what is in the output")
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +139,13 @@ def asked_of(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     return asked
 
 
-def command_line() -> str:
+def started(asked: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The results that are gone on with, by this command, on this machine."""
+    found = load(arguments.output, asked, again=arguments.again)
+    return found | {"commands": [*found.get("commands", []), _command_line()], "machine": machine_facts()}
+
+
+def _command_line() -> str:
     """The command line, for the results; files of the checkout as seen from its root."""
     program, *arguments = (word.replace(f"{ROOT}/", "") for word in sys.argv)
     return shlex.join(["python", "-m", ".".join(Path(program).with_suffix("").parts), *arguments])
@@ -162,11 +177,3 @@ def add_rows(
         rows[number] = measure(number)
         found["rows"] = [rows[each] for each in sorted(rows)]
         save(found, output)
-
-
-def save(found: dict[str, Any], output: Path) -> None:
-    """All of it or nothing: a race that is interrupted goes on with what was there."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(found, indent=1) + "\n")
-    unfinished.replace(output)

@@ -13,15 +13,15 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from benchmarks.chosen import BUDGETS, MOST_SLOWER, MOST_SLOWER_WITH_MORE, by_hand, planned
+from benchmarks.common import FIGURES, RESULTS, ROOT, table
 from benchmarks.race.bounds import bounds
 from benchmarks.race.curves import NOISE, noise
 from benchmarks.race.measures import normalised
-from benchmarks.race.registry import FIGURES, RESULTS, ROOT
 from gs_compile.machine import format_bytes
 
 PAGE = ROOT / "docs" / "race.md"
@@ -198,12 +198,6 @@ def make(name: str, change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -
     stem, build = TABLES[name]
     path = RESULTS / f"{stem}.json"
     return build(change(json.loads(path.read_text()))) if path.exists() else MISSING
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def origin(found: dict[str, Any]) -> str:

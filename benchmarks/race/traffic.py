@@ -10,21 +10,22 @@ between host and SSD. The runtime counts the same bytes (`tests/end_to_end/test_
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 import transformers
 
+from benchmarks.common import ON_SSD
 from benchmarks.race.protocol import PRESETS
-from gs_compile.cli.report.draw import COLOURS, INK
 from gs_compile.errors import PlanError
 from gs_compile.planner.plan import plan
-from gs_compile.program.ir import WORDS, Schedule
+from gs_compile.program.ir import Schedule
 
 PRESET, MICRO_BATCHES, SEQUENCE = "350m", 8, 1024
 MACHINE = "rtx4090"  # its link and drives do not matter here: bytes are counted
 DEVICE_MEMORY = {"lifetime": "1GiB"}  # of all of it this one would make use, and leave the model there
 LANES = {"h2d": "to the device", "d2h": "from the device", "ssd_read": "from SSD", "ssd_write": "to SSD"}
 GIB = 2**30
+TITLE = f"GPT-2 medium, bf16, {MICRO_BATCHES} micro-batches of {SEQUENCE} tokens, everything on SSD: counted"
 
 
 def counted() -> dict[str, Mapping[tuple[str, str], int]]:
@@ -42,7 +43,7 @@ def counted() -> dict[str, Mapping[tuple[str, str], int]]:
                 sequence=SEQUENCE,
                 micro_batch_size=1,
                 num_micro_batches=MICRO_BATCHES,
-                ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0),
+                ratios=ON_SSD,
                 alpha=0.0,
                 device_memory=DEVICE_MEMORY.get(schedule),
                 schedule=schedule,
@@ -53,36 +54,6 @@ def counted() -> dict[str, Mapping[tuple[str, str], int]]:
         if planned.num_micro_batches * planned.workload.micro_batch_size == MICRO_BATCHES:
             found[schedule] = planned.traffic
     return found
-
-
-def draw_traffic(drawn: Any) -> None:
-    """Bars by lane and schedule, in pieces by kind, side by side for the link and the drives."""
-    moved = counted()
-    named: set[str] = set()
-    for axes, lanes in zip(drawn.subplots(1, 2), (("h2d", "d2h"), ("ssd_read", "ssd_write")), strict=True):
-        bars = [(lane, schedule) for lane in lanes for schedule in moved]
-        most = max((total(moved[schedule], lane) for lane, schedule in bars), default=0.0) or 1.0
-        for place, (lane, schedule) in enumerate(bars):
-            left = 0.0
-            for kind in WORDS:
-                size = moved[schedule].get((lane, kind), 0) / GIB
-                if size:
-                    label = None if kind in named else WORDS[kind]
-                    axes.barh(place, size, left=left, color=COLOURS[kind], height=0.66, label=label)
-                    left, named = left + size, named | {kind}
-            axes.text(left + 0.02 * most, place, f"{left:.1f}", va="center", fontsize=8.5)
-        axes.set_yticks(range(len(bars)), [f"{LANES[lane]}, {schedule}" for lane, schedule in bars])
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.invert_yaxis()
-        axes.set_xlim(0, most * 1.15)
-        axes.set_xlabel("GiB a step")
-    drawn.legend(frameon=False, fontsize=8.5, ncols=len(named), loc="outside lower center")
-    drawn.suptitle(
-        f"GPT-2 medium, bf16, {MICRO_BATCHES} micro-batches of {SEQUENCE} tokens, everything on SSD: counted",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-    )
 
 
 def total(moved: Mapping[tuple[str, str], int], lane: str) -> float:

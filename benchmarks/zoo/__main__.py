@@ -11,8 +11,8 @@ import argparse
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
+from benchmarks.common import save
 from benchmarks.zoo.page import PAGE, RESULTS, page
 from benchmarks.zoo.registry import CASES
 
@@ -35,17 +35,10 @@ def main() -> None:
         for number, (case, result) in enumerate(results(chosen, arguments.seconds), 1):
             found["cases"][case.key] = result
             print(f"{number} of {len(chosen)}, {case.key}: {result['result']} {result.get('why', '')}", flush=True)
+            found["cases"] = {key: found["cases"][key] for key in CASES if key in found["cases"]}  # in this order
             save(found, arguments.output)
     if arguments.output == RESULTS:
         PAGE.write_text(page(found))
-
-
-def save(found: dict[str, Any], output: Path) -> None:
-    """Writes the results in the order of the registry, without cases that it has no more."""
-    found["cases"] = {key: found["cases"][key] for key in CASES if key in found["cases"]}
-    unfinished = output.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(found, indent=1) + "\n")
-    unfinished.replace(output)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.common import RESULTS as FOLDER
+from benchmarks.common import ROOT, table
 from benchmarks.zoo.case import BATCH, LAYERS, WIDTH, Case
-from benchmarks.zoo.refusal import ROOT
 from benchmarks.zoo.registry import CASES
 
-RESULTS = ROOT / "benchmarks" / "results" / "zoo.json"
+RESULTS = FOLDER / "zoo.json"
 PAGE = ROOT / "docs" / "models.md"
 HEAD = ("model", "result", "blocks streamed", "difference", "remark")
 INTRODUCTION = f"""\
@@ -73,9 +74,3 @@ def remarks(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"layers of {result['kinds']} kinds, each compiled once"
     if result.get("kept"):
         yield f"not on the tiers: {', '.join(result['kept'])}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -6,7 +6,8 @@ import re
 import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from benchmarks.common import ROOT
+
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 MOST = 500  # characters
 GIVEN_UP = "Dynamo gave a forward up at"

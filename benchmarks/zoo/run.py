@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks.common import ROOT
 from benchmarks.zoo.case import Case
-from benchmarks.zoo.refusal import ROOT
 
 SECONDS = 300.0
 LOADED = "benchmarks.zoo.preload"

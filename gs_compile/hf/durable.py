@@ -24,7 +24,7 @@ from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.random_state import set_random_state
 from gs_compile.runtime.storage.folder import folder_in
-from gs_compile.runtime.storage.manifest import Manifest
+from gs_compile.runtime.storage.stored import Manifest
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
-from gs_compile.runtime.storage.manifest import FORMAT, Manifest, StoredParameter, StoredPart, check_plain
+from gs_compile.runtime.storage.manifest import check_plain
+from gs_compile.runtime.storage.stored import FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
 

@@ -33,8 +33,8 @@ from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
-from gs_compile.runtime.storage.manifest import Manifest, StoredParameter
 from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.storage.stored import Manifest, StoredParameter
 from gs_compile.runtime.stream import device_of, is_in_host_memory
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace

@@ -23,7 +23,7 @@ from gs_compile.progress import stage
 from gs_compile.runtime.former import FormerHomes
 from gs_compile.runtime.rest import read_rest
 from gs_compile.runtime.spans import Slice
-from gs_compile.runtime.storage.manifest import StoredParameter
+from gs_compile.runtime.storage.stored import StoredParameter
 from gs_compile.runtime.stream import is_in_host_memory
 from gs_compile.runtime.tiers import Tiers
 

@@ -25,7 +25,7 @@ from gs_compile.options import Options
 from gs_compile.runtime.groups import gathered, place_of
 from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
-from gs_compile.runtime.storage.manifest import Manifest
+from gs_compile.runtime.storage.stored import Manifest
 
 
 @dataclass(frozen=True)

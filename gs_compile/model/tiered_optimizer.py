@@ -38,7 +38,7 @@ from gs_compile.runtime.formats import moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.step_record import StepRecord
-from gs_compile.runtime.storage.manifest import Manifest
+from gs_compile.runtime.storage.stored import Manifest
 from gs_compile.status.step import StepInfo
 
 

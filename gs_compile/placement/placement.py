@@ -19,7 +19,7 @@ from gs_compile.schedules import BY_MICRO_BATCH
 class Marks(TypedDict, total=False):
     """What depends on the steps around one, beside its late updates; what is not said is not so.
 
-    copies: the step is to be committed. seals: the one before is. warm: that has carried what `Placement.carried` says.
+    copies: the step is to be committed. seals: the one before is. warm: that has carried what `Decision.carried` says.
     """
 
     copies: bool
@@ -323,13 +323,13 @@ class Placement:
     @cached_property
     def carried_values(self) -> frozenset[Value]:
         """The copies in host memory of what `carried` says; of a unit that no early update makes there are none."""
-        units = [unit for unit in self.units if unit.unit in self.carried and unit.trained("early")]
+        units = [unit for unit in self.units if unit.unit in self.decision.carried and unit.trained("early")]
         return _from_ssd((unit, group) for unit in units for group in unit.groups if group.when != "late")
 
     @cached_property
     def retained_values(self) -> frozenset[Value]:
         """The copies in host memory of what `retained` says."""
-        units = (unit for unit in self.units if unit.unit in self.retained)
+        units = (unit for unit in self.units if unit.unit in self.decision.retained)
         return _from_ssd((unit, group) for unit in units for group in unit.groups)
 
     def homes(self, *, late: bool, redo: bool = True, warm: bool = False) -> frozenset[Value]:
@@ -418,36 +418,12 @@ class Placement:
         return self.layout.accumulates
 
     @property
-    def home_nbytes(self) -> int:
-        return self.layout.home_nbytes
-
-    @property
     def speculative(self) -> bool:
         return self.decision.speculative
 
     @property
     def layer_updates(self) -> int:
         return self.decision.layer_updates
-
-    @property
-    def carried(self) -> tuple[Unit, ...]:
-        return self.decision.carried
-
-    @property
-    def retained(self) -> tuple[Unit, ...]:
-        return self.decision.retained
-
-    @property
-    def ahead(self) -> int:
-        return self.decision.ahead
-
-    @property
-    def lookahead(self) -> int:
-        return self.decision.lookahead
-
-    @property
-    def own(self) -> object | None:
-        return self.decision.own
 
     @property
     def shares(self) -> Shares:

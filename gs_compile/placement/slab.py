@@ -72,7 +72,7 @@ def fixed_offsets(placement: Placement) -> FixedOffsets:
             end += rounded(slot.nbytes)
     packing = _Packing(end)
     offsets = packing.fill(shared)
-    return FixedOffsets(always, offsets, end, max(packing.end, placement.home_nbytes))
+    return FixedOffsets(always, offsets, end, max(packing.end, placement.layout.home_nbytes))
 
 
 def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:

@@ -68,7 +68,7 @@ def without(planned: Placement, home_nbytes: int) -> Ladder:
     States that are read later cost this step alone; what is not carried is read again by this step and by the next one.
     home_nbytes: of what lives on in the run, which stays mapped.
     """
-    none = planned.decided(carried=()).laid_out(home_nbytes=home_nbytes) if planned.carried else planned
+    none = planned.decided(carried=()).laid_out(home_nbytes=home_nbytes) if planned.decision.carried else planned
     alone = {name: default for name, default in BOUNDARY.items() if name != "carried"}
     return list(dict.fromkeys((planned, planned.decided(**alone), none, none.decided(**alone))))
 

@@ -150,7 +150,7 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
 
 def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
     """What is carried from a step to the next, what is read earlier, and what that brings; none where nothing is."""
-    placed, ahead, all_ahead = chosen.placed, chosen.placed.ahead, chosen.placed.lookahead
+    placed, ahead, all_ahead = chosen.placed, chosen.placed.decision.ahead, chosen.placed.decision.lookahead
     carried, retained = (f"{format_bytes(of(placed))} of parameters" for of in (carried_nbytes, retained_nbytes))
     carried += " that the next step reads first stay in host memory until then"
     retained += " stay in host memory from the forward to the backward"

@@ -119,7 +119,7 @@ class StepPrograms:
             if fits(programs, most):
                 if planned.shares and not each.shares:
                     log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
-                if planned.carried and not each.carried:
+                if planned.decision.carried and not each.decision.carried:
                     log.info("a batch of this size leaves no room to keep parameters for the next step: they are read")
                 return each
         raise MemoryBudgetError(
@@ -207,7 +207,7 @@ class StepPrograms:
             rows.append(("planned", f"{plan.seconds:.3g} s a step"))
         width = max(len(label) for label, _ in rows) + len(": ")
         lines = [f"{label + ':':<{width}}{text}" for label, text in rows]
-        return "\n".join([*lines, *([self._own] if placement.own else [])])
+        return "\n".join([*lines, *([self._own] if placement.decision.own else [])])
 
     @cached_property
     def _own(self) -> str:

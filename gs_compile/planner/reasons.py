@@ -12,10 +12,11 @@ from gs_compile.options import Ratios
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.counting import CLASSES
-from gs_compile.planner.lp.search import Search, several
+from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
+from gs_compile.planner.request import several
 from gs_compile.planner.step_plan import SECONDS_PER_DAY, Alternative, StepPlan
 from gs_compile.schedules import BASELINE
 

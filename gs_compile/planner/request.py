@@ -220,7 +220,7 @@ class Request:
         number = self.num_micro_batches or -(-batch_size // size)
         if not (number - 1) * size < batch_size <= number * size or size > batch_size:
             raise PlanError(
-                f"a batch of {batch_size} cannot be cut into {number} micro-batch{'es' if number > 1 else ''} of "
+                f"a batch of {batch_size} cannot be cut into {several(number)} of "
                 f"{size}: leave one of batch_size, micro_batch_size and num_micro_batches out"
             )
         return [size]
@@ -273,6 +273,11 @@ class Budgets:
     def values_nbytes(self, workspace_nbytes: int) -> int | None:
         """Of the device, without what code computes with; None: it has no memory of its own."""
         return max(self.device_nbytes - workspace_nbytes, 0) if self.device_nbytes else None
+
+
+def several(number: int) -> str:
+    """``1 micro-batch``, ``2 micro-batches``"""
+    return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
 def contradicts_alpha(

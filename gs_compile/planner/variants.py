@@ -41,7 +41,7 @@ def with_variant(plan: StepPlan) -> StepPlan:
     notes = (variants.why(found[0], fastest), *plan.notes)
     chosen = fastest.placed
     if chosen.decision.ratios == plain.decision.ratios:
-        decision, solved = replace(plan.decision, own=chosen.own), plan.solved
+        decision, solved = replace(plan.decision, own=chosen.decision.own), plan.solved
     else:  # of a placement that leaves more memory: what is said of the plan is said of this one
         decision, solved = chosen.decision, None
     return replace(plan, decision=decision, solved=solved, placement=chosen, simulated=fastest, notes=notes)
@@ -65,7 +65,7 @@ def own_within(problem: Problem, variants: Variants) -> object:
 
 def table(placement: Placement, shape: StepShape) -> str:
     """For people: what a schedule has decided in a step among others; empty where it has decided nothing."""
-    if placement.own is None:
+    if placement.decision.own is None:
         return ""
     headings, rows, numbers = _variants(placement).table(_program(placement, shape), placement)
     return summary.table(headings, rows, right=numbers)

@@ -42,7 +42,7 @@ NEXT = {"device": "host", "host": "SSD"}  # where a tensor goes that does not st
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What may be filled with what is inactive, and what moving costs: `Placement.own` of this schedule.
+    """What may be filled with what is inactive, and what moving costs: `Decision.own` of this schedule.
 
     device_nbytes, host_nbytes: the planned peaks that it keeps; of the device only where that has memory of its own.
     bytes_per_second: of each lane that moves data, alone.
@@ -114,8 +114,9 @@ def decide(program: Program, placement: Placement, *, late: bool = False) -> tup
 
 
 def _room(placement: Placement) -> Room | None:
-    assert placement.own is None or isinstance(placement.own, Room)
-    return placement.own
+    own = placement.decision.own
+    assert own is None or isinstance(own, Room)
+    return own
 
 
 def _periods(ops: Sequence[Op], ranges: Iterable[LiveRange], placement: Placement) -> Iterator[Period]:

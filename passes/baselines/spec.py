@@ -29,7 +29,7 @@ class Outcome(Protocol):
 
 
 class Variants(Protocol):
-    """Other placements of the same homes: they differ in `Placement.own`, which the schedule's own pass follows.
+    """Other placements of the same homes: they differ in `Decision.own`, which the schedule's own pass follows.
 
     unbounded: the `own` that no budget bounds. Where it changes nothing, there are no variants, and `none` says so.
     spare_parts: of host memory, what other homes may leave to variants.

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import format_bytes
 from gs_compile.runtime.storage import manifest, system
-from gs_compile.runtime.storage.manifest import FOLDER, Manifest
-from gs_compile.runtime.storage.stored import OURS
+from gs_compile.runtime.storage.stored import FOLDER, OURS, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -162,10 +161,10 @@ def _is_locked_now(path: Path, lock_fd: int) -> bool:
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.pread(lock_fd, 200, 0).decode(errors="replace") or "a process that is just starting"
-        if f"pid {os.getpid()}," in holder:
+        user = _told_by(lock_fd)
+        if f"pid {os.getpid()}," in user:
             return False
-        what = f"another run uses this folder, {holder}: wait for its end or choose another storage="
+        what = f"another run uses this folder, {user}: wait for its end or choose another storage="
         raise StorageLockedError(errno.EAGAIN, what, str(path)) from error
     return True
 
@@ -180,9 +179,14 @@ def holder(path: Path) -> str:
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
-            words = os.pread(lock_fd, 200, 0).decode(errors="replace")
-            return "".join(filter(str.isprintable, words)) or "a process that is just starting"
+            return _told_by(lock_fd)
     return ""
+
+
+def _told_by(lock_fd: int) -> str:
+    """What a lock says of the process that has it, in words."""
+    words = os.pread(lock_fd, 200, 0).decode(errors="replace")
+    return "".join(filter(str.isprintable, words)) or "a process that is just starting"
 
 
 def is_made(path: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gs_compile.errors import LeftoverError, RankError
 from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.drive import Drive
-from gs_compile.runtime.storage.manifest import Manifest
+from gs_compile.runtime.storage.stored import Manifest
 
 Steps = Mapping[int, bool]  # of one rank, and whether each is committed, or prepared alone
 Agree = Callable[[Steps], Sequence[Steps]]  # gives those of all ranks

@@ -25,9 +25,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.checked import check
 from gs_compile.runtime.storage.stored import (
-    FOLDER,
     FORMAT,
-    REST,
     Manifest,
     StoredFile,
     StoredGroup,
@@ -40,27 +38,6 @@ from gs_compile.runtime.storage.stored import (
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-
-__all__ = [
-    "FOLDER",
-    "FORMAT",
-    "NAME",
-    "NEXT",
-    "REST",
-    "Manifest",
-    "StoredFile",
-    "StoredGroup",
-    "StoredParameter",
-    "StoredPart",
-    "StoredRange",
-    "StoredTensor",
-    "StoredUnit",
-    "check",
-    "check_plain",
-    "encoded",
-    "read",
-    "write",
-]
 
 NAME = "manifest.json"
 NEXT = ".manifest.next"  # of one rank, until all ranks have theirs

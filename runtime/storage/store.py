@@ -33,8 +33,8 @@ from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.folder import as_storage_error, folder_in
 from gs_compile.runtime.storage.grid import lengths
 from gs_compile.runtime.storage.last_commit import Agree, folders_of, last_commit, names_in
-from gs_compile.runtime.storage.manifest import Manifest, StoredFile, StoredPart
 from gs_compile.runtime.storage.ssd import File, Transfer, as_bytes
+from gs_compile.runtime.storage.stored import Manifest, StoredFile, StoredPart
 
 ROW = 16 << 20  # bytes of a row for each drive: two blocks, and 256 MiB are eight rows of two drives
 

@@ -18,7 +18,8 @@ import torch
 from tiered import Harness, Make, Outcome, outcome, step, tokens
 
 from gs_compile.model.tiered_optimizer import TieredOptimizer
-from gs_compile.runtime.storage.manifest import FOLDER, Manifest, read
+from gs_compile.runtime.storage.manifest import read
+from gs_compile.runtime.storage.stored import FOLDER, Manifest
 
 Hook = Callable[[int, TieredOptimizer], None]
 

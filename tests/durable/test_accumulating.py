@@ -9,7 +9,8 @@ import torch
 from killed import resumed
 from tiered import Harness, adamw, gpt2, options, outcome, tokens
 
-from gs_compile.runtime.storage.manifest import FOLDER, read
+from gs_compile.runtime.storage.manifest import read
+from gs_compile.runtime.storage.stored import FOLDER
 
 KEEPS_CAPTURES = True
 NUM_BACKWARDS, NUM_STEPS = 3, 4

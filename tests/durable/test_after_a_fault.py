@@ -10,7 +10,8 @@ from tiered import adamw, options, outcome, step, tokens
 
 from gs_compile.errors import LaneError, ReleasedParameterError
 from gs_compile.runtime.storage import system
-from gs_compile.runtime.storage.manifest import FOLDER, NAME, read
+from gs_compile.runtime.storage.manifest import NAME, read
+from gs_compile.runtime.storage.stored import FOLDER
 
 KEEPS_CAPTURES = True
 

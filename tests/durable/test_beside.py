@@ -10,7 +10,8 @@ from tiered import GPT2, VOCABULARY, options, tokens
 
 import gs_compile
 from gs_compile.errors import CorruptionError
-from gs_compile.runtime.storage.manifest import FOLDER, REST, read
+from gs_compile.runtime.storage.manifest import read
+from gs_compile.runtime.storage.stored import FOLDER, REST
 
 
 class Trunk(GPT2):

@@ -12,7 +12,8 @@ from tiered import gpt2, options, step, tokens
 import gs_compile
 from gs_compile.cli.stored.export import export
 from gs_compile.cli.stored.runs import found_in
-from gs_compile.runtime.storage.manifest import FOLDER, read
+from gs_compile.runtime.storage.manifest import read
+from gs_compile.runtime.storage.stored import FOLDER
 
 NAME = "transformer.h.0.ln_1.weight"
 

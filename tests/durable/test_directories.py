@@ -13,8 +13,9 @@ from gs_compile.cli.stored.runs import collect, found_in
 from gs_compile.errors import LeftoverError
 from gs_compile.model.resume import last_of
 from gs_compile.options import Options
-from gs_compile.runtime.storage.manifest import FOLDER, NAME, NEXT
+from gs_compile.runtime.storage.manifest import NAME, NEXT
 from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.storage.stored import FOLDER
 
 
 def left(parent: Path, *names: str) -> list[Path]:

@@ -21,7 +21,8 @@ from tiered import adamw, files_in, options, our_threads, outcome, step, tokens
 from gs_compile.errors import GreedySnakeError
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.folder import STATUS
-from gs_compile.runtime.storage.manifest import FOLDER, NAME, read
+from gs_compile.runtime.storage.manifest import NAME, read
+from gs_compile.runtime.storage.stored import FOLDER
 
 KEEPS_CAPTURES = True
 NUM_STEPS = 2  # of the run that fails; the one that goes on takes one more

@@ -15,7 +15,7 @@ from gs_compile.model import engine
 from gs_compile.planner import run
 from gs_compile.runtime.storage import drive
 from gs_compile.runtime.storage.last_commit import names_in
-from gs_compile.runtime.storage.manifest import FOLDER
+from gs_compile.runtime.storage.stored import FOLDER
 
 KEEPS_CAPTURES = True
 BUDGET = 1300 << 10

@@ -15,7 +15,8 @@ from tiered import Harness, adamw, gpt2, options, sgd
 
 import gs_compile
 from gs_compile.errors import LeftoverError, OptimizerError, ResumeError, StepOrderError
-from gs_compile.runtime.storage.manifest import FOLDER, read
+from gs_compile.runtime.storage.manifest import read
+from gs_compile.runtime.storage.stored import FOLDER
 
 KEEPS_CAPTURES = True
 WORK = 100  # that refusing a run may take; it takes a few

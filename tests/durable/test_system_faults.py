@@ -16,7 +16,8 @@ import pytest
 from tiered import Harness, adamw, gpt2, options, step, tokens
 
 from gs_compile.runtime.storage.folder import LOCK
-from gs_compile.runtime.storage.manifest import FOLDER, NAME
+from gs_compile.runtime.storage.manifest import NAME
+from gs_compile.runtime.storage.stored import FOLDER
 
 KEEPS_CAPTURES = True
 ROOT = Path(__file__).resolve().parents[2]

@@ -134,7 +134,7 @@ def test_by_the_simulator(storage, caplog, separate):
         assert "lifetime" in [program.made_by for program in programs]
         assert programs[-1].by_micro_batch
         shown = gs_compile.inspect(harness.model).tiers
-    if placement.own is not None:
+    if placement.decision.own is not None:
         assert re.search(r"^\W*checkpoints .* (host|device) .* from forward to backward", shown, re.M)
     assert "stays where it is" in caplog.text or "nothing is kept" in caplog.text
 

@@ -31,7 +31,7 @@ class Seen:
         engine, program = optimizer.engine, optimizer.engine.programs[-1]
         placement = engine.tiers.placement
         self.warm.append(bool(placement.carried_values & placement.present(program.ops)))
-        self.keeps.append(bool(engine.latest[0].carried))
+        self.keeps.append(bool(engine.latest[0].decision.carried))
         assert engine.tiers.slab.nbytes <= max(engine.planning.host_nbytes, program.slab_nbytes)
         if number in self._after:
             self._between(optimizer)

@@ -18,7 +18,7 @@ from torch import nn
 
 import gs_compile
 from gs_compile import errors
-from gs_compile.runtime.storage.manifest import FOLDER
+from gs_compile.runtime.storage.stored import FOLDER
 
 KEEPS_CAPTURES = True  # of the run that is misused; each set-up captures its own
 

@@ -18,7 +18,7 @@ import gs_compile
 from gs_compile import errors
 from gs_compile.runtime import slab
 from gs_compile.runtime.storage import system
-from gs_compile.runtime.storage.manifest import FOLDER
+from gs_compile.runtime.storage.stored import FOLDER
 
 
 @pytest.fixture(scope="module")

@@ -143,8 +143,8 @@ def test_within_its_room_and_no_lane_moves_more(step, chosen, gradient_ratio, sh
     base = lowered(step, plain, late=late)[-1]
     found, before = (liveness.peaks(p.ops, of) for p, of in ((program, placement), (base, plain)))
     if plain.separate:
-        assert found["device"] <= max(placement.own.device_nbytes, before["device"])
-    assert found["host"] <= max(placement.own.host_nbytes, before["host"])
+        assert found["device"] <= max(placement.decision.own.device_nbytes, before["device"])
+    assert found["host"] <= max(placement.decision.own.host_nbytes, before["host"])
     assert found["ssd"] <= before["ssd"]
     moved, at_first = traffic(program, placement), traffic(base, plain)
     assert moved.keys() <= at_first.keys()

@@ -60,7 +60,9 @@ def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
     builder = StepBuilder.of(workload, 1, separate=False)
     plain = builder.placement(NOTHING).decided(carried=FIRST)
     every = retaining(plain)
-    assert [each.retained for each in every] == [(7, 6, 5, 4, 3, 2, 1, 0, "t")[:number] for number in range(1, 10)]
+    assert [each.decision.retained for each in every] == [
+        (7, 6, 5, 4, 3, 2, 1, 0, "t")[:number] for number in range(1, 10)
+    ]
     peaks = [max(peak(program, "host") for program in builder.programs(each)) for each in (plain, *every)]
     assert peaks[0] == peaks[1] < peaks[-1]
     sizes = {size.unit: size.numel * size.itemsize for size in workload.sizes}
@@ -69,8 +71,8 @@ def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
         given = problem(workload, CPU, 1, host_nbytes=host_nbytes)
         found = fastest(given, before, [every])
         assert found.seconds < before.seconds
-        assert before.moved_nbytes - found.moved_nbytes == sum(sizes[unit] for unit in found.placed.retained)
-    assert found.placed.retained == every[-1].retained
+        assert before.moved_nbytes - found.moved_nbytes == sum(sizes[unit] for unit in found.placed.decision.retained)
+    assert found.placed.decision.retained == every[-1].decision.retained
 
 
 def test_the_last_states_are_read_while_the_backward_computes():
@@ -86,7 +88,7 @@ def test_the_last_states_are_read_while_the_backward_computes():
         before = given.predicted(plain)
         found = fastest(given, before, [every])
         assert found.seconds < before.seconds
-        assert found.placed.ahead >= ahead
+        assert found.placed.decision.ahead >= ahead
         assert found.moved_nbytes == before.moved_nbytes
     assert earlier(plain.decided(layer_updates=2)) == earlier(plain.laid_out(schedule="horizontal"))
 

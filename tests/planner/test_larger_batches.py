@@ -51,7 +51,7 @@ def test_a_step_after_updates_that_hold_may_take_the_most_memory():
     redone, held = (peak(builder.program(larger(first), redo=redo), "host") for redo in (True, False))
     assert host_peak(builder, first) <= redone < held
     assert sized(builder, first, held) == larger(first)
-    assert not sized(builder, first, redone).carried
+    assert not sized(builder, first, redone).decision.carried
 
 
 def test_what_is_between_two_steps_goes_before_checkpoints_move():
@@ -61,7 +61,12 @@ def test_what_is_between_two_steps_goes_before_checkpoints_move():
     first = builder.placement(Decision(ratios=(ratios(1.0, 0.0, 1.0),), alpha=0.3, carried=FIRST, ahead=2))
     planned = larger(first)
     variants = without(planned, fixed_offsets(first).nbytes)
-    assert [(bool(each.carried), each.ahead) for each in variants] == [(True, 2), (True, 0), (False, 2), (False, 0)]
+    assert [(bool(each.decision.carried), each.decision.ahead) for each in variants] == [
+        (True, 2),
+        (True, 0),
+        (False, 2),
+        (False, 0),
+    ]
     peaks = [host_peak(builder, each) for each in variants]
     assert min(peaks) < peaks[0]
     for host_nbytes in sorted(set(peaks)):
@@ -72,7 +77,7 @@ def test_what_is_between_two_steps_goes_before_checkpoints_move():
         assert after.shared.items() <= before.shared.items()
     less = sized(builder, first, min(peaks) - 1)
     assert less.checkpoint_ratio == 0.0
-    assert less.carried, "moved checkpoints leave room for what is carried"
+    assert less.decision.carried, "moved checkpoints leave room for what is carried"
     with pytest.raises(MemoryBudgetError, match="begin with the largest batch"):
         sized(builder, first, host_peak(builder, first) // 2)
 

@@ -186,14 +186,14 @@ def test_keeping_what_is_inactive_is_never_slower(machine, host_memory):
     assert kept.peaks["host"] <= kept.budgets.host_nbytes
     assert kept.peaks["device"] <= max(kept.budgets.device_nbytes, plain.peaks["device"])
     note = next(each for each in kept.notes if "kept" in each or "to keep" in each or "stays where it is" in each)
-    assert ("stays where it is" in note) == (kept.placement.own is not None)
-    assert ("nothing is kept" in note or "nothing to keep" in note) == (kept.placement.own is None)
+    assert ("stays where it is" in note) == (kept.placement.decision.own is not None)
+    assert ("nothing is kept" in note or "nothing to keep" in note) == (kept.placement.decision.own is None)
 
 
 def test_where_nothing_moves_there_is_nothing_to_keep():
     found = plan(TINY, machine=HERE, host_memory="2GiB", schedule="lifetime", **FIVE)
     assert found.notes[0] == "nothing is moved away and back within a step: there is nothing to keep"
-    assert found.placement.own is None
+    assert found.placement.decision.own is None
 
 
 # Models by name and config --------------------------------------------------------------------------------------------

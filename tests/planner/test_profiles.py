@@ -144,7 +144,7 @@ def test_what_is_free_is_looked_up_every_time(tmp_path, probe):
         ("usable_memory", lambda: 77),
         ("num_ranks", lambda: 77),
         ("correct_thread_count", lambda: 77),
-        ("_processor", lambda: "Z80"),
+        ("processor", lambda: "Z80"),
         ("MEASURING", 0),
     ],
     ids=lambda fact: fact[0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiered import Harness, adamw, gpt2, options, step, tokens
 
-from gs_compile.runtime.storage.manifest import FOLDER
+from gs_compile.runtime.storage.stored import FOLDER
 from gs_compile.status import file
 
 

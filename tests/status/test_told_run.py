@@ -26,8 +26,8 @@ from gs_compile.errors import OptionError
 from gs_compile.options import Options
 from gs_compile.progress import CLEAR, Line
 from gs_compile.runtime.storage.folder import STATUS
-from gs_compile.runtime.storage.manifest import FOLDER
 from gs_compile.runtime.storage.ssd import Transfer
+from gs_compile.runtime.storage.stored import FOLDER
 from gs_compile.runtime.trace import Trace
 from gs_compile.status import file, reporter
 from gs_compile.status.record import RunRecord

@@ -25,7 +25,7 @@ from gs_compile.planner.request import ITSELF
 from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
-from gs_compile.planner.summary import paragraph
+from gs_compile.planner.summary import paragraph, rate_text
 from gs_compile.program.ir import EPILOGUE, WORDS
 from gs_compile.schedules import BASELINE, BY_MICRO_BATCH, Schedule
 
@@ -204,11 +204,11 @@ def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: s
             sizes = [moved.get((lane, kind), 0) / GIB for lane, moved in bars.values()]
             if any(sizes):
                 pieces = axes.barh(list(bars), sizes, 0.62, lefts, color=COLOURS[kind], label=WORDS.get(kind, kind))
-                texts = [_rounded(size) if size > 0.09 * most else "" for size in sizes]
+                texts = [rate_text(size) if size > 0.09 * most else "" for size in sizes]
                 axes.bar_label(pieces, texts, label_type="center")
                 lefts = [left + size for left, size in zip(lefts, sizes, strict=True)]
         for row, total in enumerate(totals):
-            axes.text(total, row, f"  {_rounded(total)} GiB", va="center")
+            axes.text(total, row, f"  {rate_text(total)} GiB", va="center")
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set(xlim=(0, 1.14 * most), ylim=(len(bars) - 0.5, -0.5))
         axes.set_xlabel("GiB a step")
@@ -240,11 +240,6 @@ def lanes(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def _rounded(number: float) -> str:
-    """In three significant digits, or more before the point."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 @contextmanager

@@ -21,14 +21,14 @@ from gs_compile.errors import OptionError
 from gs_compile.machine import in_groups
 from gs_compile.runtime.formats import narrow
 from gs_compile.runtime.storage.last_commit import common_step
-from gs_compile.runtime.storage.manifest import Manifest
+from gs_compile.runtime.storage.stored import Manifest
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """What is read when its turn comes. itemsize counts what memory takes for an element meanwhile."""
+class Entry:
+    """A tensor of so many bytes, which is read when its turn comes."""
 
     name: str
     nbytes: int
@@ -82,7 +82,7 @@ def _make(target: Path) -> None:
         raise OptionError(f"{target} is not empty: name a new directory")
 
 
-def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Tensors]:
+def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Entry]:
     first = ranks[0]
     for name, place in first.places.items():
         dtype = first.dtype(place, master=masters)
@@ -92,12 +92,12 @@ def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Tensors]:
             found = _whole([each.read(place, master=True) for each in ranks])
             return found if found.dtype == dtype else narrow(found, dtype)
 
-        yield Tensors(name, nbytes, read)
+        yield Entry(name, nbytes, read)
     for each in first.commit.rest:
-        yield Tensors(each.name, nbytes_of(each), lambda each=each: first.beside(each))  # type: ignore[misc]
+        yield Entry(each.name, nbytes_of(each), lambda each=each: first.beside(each))  # type: ignore[misc]
 
 
-def _states(ranks: Sequence[Values]) -> Iterator[Tensors]:
+def _states(ranks: Sequence[Values]) -> Iterator[Entry]:
     first = ranks[0]
     trained = (each.name for each in first.commit.parameters if each.trained)
     for name in trained:
@@ -108,7 +108,7 @@ def _states(ranks: Sequence[Values]) -> Iterator[Tensors]:
             def read(place: Any = place, number: int = number) -> Tensor:
                 return _whole([each.component(place, number) for each in ranks])
 
-            yield Tensors(f"{name}.{component}", nbytes, read)
+            yield Entry(f"{name}.{component}", nbytes, read)
 
 
 def _whole(shares: list[Tensor]) -> Tensor:
@@ -119,7 +119,7 @@ def _whole(shares: list[Tensor]) -> Tensor:
     return whole
 
 
-def _save(target: Path, name: str, tensors: Sequence[Tensors]) -> dict[str, int]:
+def _save(target: Path, name: str, tensors: Sequence[Entry]) -> dict[str, int]:
     """Write shards and their index, as HuggingFace names them; each file and its bytes."""
     save_file = _save_file()
     shards = list(in_groups(tensors, max((each.nbytes for each in tensors), default=0)))

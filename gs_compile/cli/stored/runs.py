@@ -20,8 +20,8 @@ from gs_compile.planner.summary import table
 from gs_compile.runtime.storage import manifest, system
 from gs_compile.runtime.storage.folder import STATUS, Folder, as_storage_error, holder, is_made
 from gs_compile.runtime.storage.last_commit import folders_of, is_same, names_in, order
-from gs_compile.runtime.storage.manifest import NAME, NEXT, Manifest
-from gs_compile.runtime.storage.stored import FOLDERS, OURS
+from gs_compile.runtime.storage.manifest import NAME, NEXT
+from gs_compile.runtime.storage.stored import FOLDERS, OURS, Manifest
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from gs_compile.runtime.rest import read_tensor
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.last_commit import folders_of, names_in
-from gs_compile.runtime.storage.manifest import REST, Manifest, StoredTensor
 from gs_compile.runtime.storage.ssd import THREADS
 from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.storage.stored import REST, Manifest, StoredTensor
 
 Tensor = torch.Tensor
 

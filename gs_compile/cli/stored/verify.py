@@ -25,8 +25,8 @@ from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.grid import BLOCK
-from gs_compile.runtime.storage.manifest import Manifest, StoredFile, StoredPart
 from gs_compile.runtime.storage.ssd import THREADS, Memory, Transfer
+from gs_compile.runtime.storage.stored import Manifest, StoredFile, StoredPart
 
 CHANGED = "not the bytes that were written"
 AHEAD = THREADS  # blocks under way on a drive

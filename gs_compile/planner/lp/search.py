@@ -31,7 +31,7 @@ from gs_compile.placement.boundaries import total
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Array, anchors
 from gs_compile.planner.lp.solve import Solution, System, short, solve
-from gs_compile.planner.request import ALPHAS, Budgets, Request
+from gs_compile.planner.request import ALPHAS, Budgets, Request, several
 
 GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
 PART = 0.1  # of a part of micro-batches, that throughput has to grow by
@@ -220,11 +220,6 @@ def shortfall(formulas: Formulas, budgets: Budgets, request: Request, *, num_mic
         f"{formulas.workload.name} does not fit with {several(num_micro_batches)} of "
         f"{formulas.workload.micro_batch_size} and alpha {alpha:g}: {what}. {remedy}"
     )
-
-
-def several(number: int) -> str:
-    """``1 micro-batch``, ``2 micro-batches``"""
-    return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
 def _nearest(formulas: Formulas, budgets: Budgets, request: Request, num_micro_batches: int) -> Iterator[str]:

@@ -17,9 +17,8 @@ import json
 import logging
 import os
 import platform
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -28,12 +27,13 @@ from typing import Any, NamedTuple
 import torch
 
 from gs_compile.errors import ProfileError
-from gs_compile.machine import DEFAULT_SHARE, available_memory, num_ranks, usable_cores, usable_memory
+from gs_compile.machine import DEFAULT_SHARE, available_memory, num_ranks, processor, usable_cores, usable_memory
 from gs_compile.options import Options, default_storage
 from gs_compile.planner.measure.cluster import share_of
 from gs_compile.planner.measure.probe import compute_rates, link_rates, network_rates, products_on
 from gs_compile.planner.measure.probe_drive import drive_rates, existing, room_nbytes
 from gs_compile.planner.measure.profile import FORMAT, Profile
+from gs_compile.planner.measure.rates import Figure
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import default_device, device_of, has_own_memory
 from gs_compile.runtime.threads import correct_thread_count
@@ -48,6 +48,7 @@ MEASURING = 2  # counts the ways in which the probe has measured: what an older 
 SECONDS = 6.0
 DRIVE_SHARE = 0.5  # of the time: nothing varies as drives do
 LINK_SHARE = 0.1
+DAY = "%Y-%m-%d"
 BUSY_SHARE = 0.5  # of the cores: with as much other work, figures are not the machine's
 # Of what is free of each tier. On a device the rest goes to fragments and libraries.
 SHARES = {"host_nbytes": DEFAULT_SHARE, "ssd_nbytes": 1.0, "device_nbytes": 0.9}
@@ -136,10 +137,8 @@ def probe(
     figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), own)
     figures |= compute_rates(device, seconds * (1 - DRIVE_SHARE - link_share))
     figures |= link_rates(device, seconds * link_share) if own.has_own_memory else {}
-    today = time.strftime("%Y-%m-%d")
-    rates: dict[str, Any] = {name: figure.value for name, figure in figures.items()}
-    sources = {name: f"{SHARES[name]:.0%} of what was free on {today}" for name in room}
-    sources |= {name: f"measured {today} at load {load:.1f}, {figure.how}" for name, figure in figures.items()}
+    rates, sources = _told(figures, load)
+    sources |= {name: f"{SHARES[name]:.0%} of what was free on {time.strftime(DAY)}" for name in room}
     ranks = num_ranks()
     for name in rates:
         if name.startswith(("ssd_read", "ssd_write")):
@@ -147,6 +146,13 @@ def probe(
     name = platform.node() or "this machine"
     fixed = {"format": FORMAT, "name": name, "device": "cuda" if own.has_own_memory else "cpu", "num_ranks": ranks}
     return Profile.of({**fixed, **room, **rates, "sources": sources})
+
+
+def _told(figures: Mapping[str, Figure], load: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """What was measured today, and how, by the profile's names."""
+    measured = f"measured {time.strftime(DAY)} at load {load:.1f}"
+    sources = {name: f"{measured}, {figure.how}" for name, figure in figures.items()}
+    return {name: figure.value for name, figure in figures.items()}, sources
 
 
 def free_nbytes(storage: Sequence[Path], where: Where) -> dict[str, int]:
@@ -168,11 +174,8 @@ def _of_all(ranks: Ranks, alone: Callable[[], Profile], where: Where, storage: t
     found = replace(own, **{name: min(getattr(each, name) for each in every) for name in SHARES})
     if found.net_bytes_per_second < inf:
         return found
-    figures = network_rates(ranks, where.device)
-    today, load = time.strftime("%Y-%m-%d"), os.getloadavg()[0]
-    sources = {name: f"measured {today} at load {load:.1f}, {figure.how}" for name, figure in figures.items()}
-    values: dict[str, Any] = {name: figure.value for name, figure in figures.items()}
-    measured = replace(found, **values, sources={**found.sources, **sources})
+    rates, sources = _told(network_rates(ranks, where.device), os.getloadavg()[0])
+    measured = replace(found, **rates, sources={**found.sources, **sources})
     measured = ranks.from_first("the network's figures", lambda: measured)
     if storage and ranks.name == ranks.names[0] and ranks.num_here == num_ranks():
         _keep(measured, remembered(storage, ranks.total, where.device))
@@ -206,7 +209,7 @@ def _fingerprint(storage: Sequence[Path], total: int, device: torch.device) -> s
     facts = {
         "format": FORMAT,
         "measuring": MEASURING,
-        "processor": _processor(),
+        "processor": processor(),
         "cores": usable_cores(),
         "threads": correct_thread_count(),
         "gibibytes": usable_memory() >> 30,  # a new kernel leaves some pages more or less
@@ -217,14 +220,6 @@ def _fingerprint(storage: Sequence[Path], total: int, device: torch.device) -> s
         "drives": [existing(directory).stat().st_dev for directory in storage],
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
 
 
 def write_whole(path: Path, text: str) -> None:
