@@ -18,7 +18,11 @@ from gs_compile.errors import InspectionError
 
 
 class _CapturedError(Exception):
-    """Ends a call whose graph was captured, before anything is computed: the capture, and its symbolic sizes."""
+    """Ends a call whose graph was captured, before anything is computed: the capture, and its symbolic sizes.
+
+    What was compiled raises it when it is called. Raised by the backend it would make Dynamo, since torch 2.15, take the
+    nodes out of the graph.
+    """
 
 
 def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured, dict[str, int]]:
@@ -27,10 +31,15 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
     Raises `InspectionError` where Dynamo cannot capture it, and whatever `capture` refuses it with.
     """
 
-    def record(module: fx.GraphModule, example_inputs: Sequence[Any]) -> NoReturn:
+    def record(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., NoReturn]:
         found = capture(module, example_inputs)
         entries = zip(found.inputs, example_inputs, strict=True)
-        raise _CapturedError(found, {entry.name: hint(value) for entry, value in entries if entry.role == "size"})
+        sizes = {entry.name: hint(value) for entry, value in entries if entry.role == "size"}
+
+        def end(*_: Any) -> NoReturn:
+            raise _CapturedError(found, sizes)
+
+        return end
 
     absorb_libraries()
     for tensor in filter(torch.is_tensor, inputs.values()):
@@ -38,11 +47,11 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
     try:
         with dynamo_config.patch(run_gc_after_compile=False):  # looking for circles takes longer than half the capture
             torch.compile(_fresh(model.forward), backend=record)(**inputs)
-    except BackendCompilerFailed as error:
-        if not isinstance(error.inner_exception, _CapturedError):
-            raise error.inner_exception from None
-        captured, sizes = error.inner_exception.args
+    except _CapturedError as ended:
+        captured, sizes = ended.args
         return captured, sizes
+    except BackendCompilerFailed as error:
+        raise error.inner_exception from None
     except TorchDynamoException as error:
         reason = next((line.strip() for line in str(error).splitlines() if "got " in line), str(error))
         raise InspectionError(
