@@ -123,7 +123,7 @@ class TrainerMixin(DurableTrainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; with fp16 it divides by the loss scale. One that makes torch's own gets the equivalent of it."""
         found = super().create_optimizer(*args, **kwargs)
-        if not isinstance(found, TieredOptimizer):
+        if not isinstance(getattr(found, "optimizer", found), TieredOptimizer):  # Accelerate has wrapped an earlier one
             self.optimizer = found = self._in_place_of(found)
         self._keep_states(self._tiered_optimizer)
         if self.accelerator.scaler is not None:
