@@ -20,8 +20,8 @@ from gs_compile.errors import InspectionError
 class _CapturedError(Exception):
     """Ends a call whose graph was captured, before anything is computed: the capture, and its symbolic sizes.
 
-    What was compiled raises it when it is called. Raised by the backend it would make Dynamo, since torch 2.15, take the
-    nodes out of the graph.
+    What was compiled raises it when it is called. Raised by the backend it would make Dynamo take the nodes out of the
+    graph, since torch 2.15.
     """
 
 

@@ -22,7 +22,7 @@ from gs_compile.errors import ManifestError, ProfileError, StorageError, Storage
 from gs_compile.machine import CGROUP, PROC, available_memory, format_bytes, meminfo, usable_cores, usable_memory
 
 LITTLE_NBYTES = 4 << 30  # torch and a layer's activations take this much
-NEWEST_TORCH = (2, 13)  # that the tests have run with
+NEWEST_TORCH = (2, 15)  # that the tests have run with
 OLD_SECONDS = 90 * 86400.0  # drives age and machines change
 PIN_NBYTES = 64 << 20  # more than the usual limit of locked memory
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

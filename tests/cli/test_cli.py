@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import run
 
 import gs_compile
@@ -127,7 +128,10 @@ def test_wrong_arguments(arguments, complaint):
     ("model", "layers", "complaint"),
     [
         ("gpt2", "1", "UniformityError: the model has no repeated block: transformer.h (1 block)"),
-        ("falcon", "2", "InspectionError: Dynamo cannot capture this model without weights"),
+        pytest.param(
+            *("falcon", "2", "InspectionError: Dynamo cannot capture this model without weights"),
+            marks=pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 captures it"),
+        ),
     ],
 )
 def test_a_refusal(model, layers, complaint):

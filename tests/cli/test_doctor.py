@@ -65,7 +65,7 @@ def test_memory(tmp_path, proc):
     ("load", "state", "found"),
     [
         (lambda _: SimpleNamespace(__version__="2.13.0+cpu"), "ok", "2.13.0+cpu"),
-        (lambda _: SimpleNamespace(__version__="2.14.0a0"), "warn", "2.14.0a0"),
+        (lambda _: SimpleNamespace(__version__="2.16.0a0"), "warn", "2.16.0a0"),
         (fails(OSError("libcudart.so: cannot open")), "bad", "cannot be imported: libcudart.so: cannot open"),
     ],
 )
