@@ -30,6 +30,8 @@ _LOOKS = frozenset(
 )
 _ASKS = ("is_", "_is_")
 _MAKES = frozenset("empty_like full_like ones_like rand_like randn_like zeros_like".split())
+_ASSIGNS = frozenset("__set__ __setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__".split())
+_GET_DATA: Any = cast(Any, Tensor.data).__get__
 _VIEWS = frozenset("data T mT H mH real imag".split())  # attributes that show values; all others look
 _CONVERSIONS = frozenset("to cpu cuda float double half bfloat16 type".split())
 _REFUSED = {
@@ -257,13 +259,20 @@ class UnavailableGradient(Tensor):
 class StoredState(Tensor):
     """What `optimizer.state` shows of a tensor on the tiers: on the meta device, and nowhere else, wherever it is sent.
 
-    Trainers send states to the model's device, which are where they have to be.
+    Trainers send states to the model's device, which are where they have to be. Raises `ReleasedParameterError` for a
+    change in place, of which the tiers would not learn.
     """
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.to, Tensor.cpu, Tensor.cuda):
+        name = function.__name__
+        if function in (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.detach, _GET_DATA):
             return args[0]
+        if name in _ASSIGNS or (name.endswith("_") and not name.endswith("__") and name not in _LOOKS):
+            raise ReleasedParameterError(
+                f"{name}: optimizer.state only shows a state that lives on the tiers. Take optimizer.state_dict(), "
+                "change the tensors of that, and give it to optimizer.load_state_dict()"
+            )
         return nn.Parameter.__torch_function__(function, (), args, kwargs or {})
 
 

@@ -151,6 +151,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._check_norm()
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
+        if any(not self.state.get(p) or self._has_values(p) for p in self._parameters if self._is_trained(p)):
+            raise OptimizerError(
+                "optimizer.state has lost, or was given, the state of a parameter that lives on the tiers, and only "
+                "shows it: take optimizer.state_dict(), change that, and give it to optimizer.load_state_dict()"
+            )
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
@@ -381,7 +386,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def keep_state(self, parameter: torch.Tensor) -> None:
         """Have the state of a parameter in files, before another engine has it, or none does as it is frozen."""
-        if self.engine is not None and self.engine.trained_span(parameter) is not None:
+        if self._is_trained(parameter):
             self.state[parameter] = self.stored_state(parameter) or {}
 
     def _has_values(self, parameter: torch.Tensor) -> bool:
@@ -390,7 +395,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         return not all(isinstance(value, torch.Tensor) and value.is_meta for value in values)
 
     def _of_trained(self, missed: Mapping[torch.Tensor, int]) -> dict[torch.Tensor, int]:
-        return {p: n for p, n in missed.items() if self.engine is not None and self.engine.trained_span(p) is not None}
+        return {p: n for p, n in missed.items() if self._is_trained(p)}
+
+    def _is_trained(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is trained on the tiers."""
+        return self.engine is not None and self.engine.trained_span(parameter) is not None
 
     def _count(self, num_steps: int) -> None:
         """So many steps are taken, and shown."""

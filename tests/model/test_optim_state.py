@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import gs_compile
-from gs_compile.errors import MasterWarning, OptimizerError
+from gs_compile.errors import MasterWarning, OptimizerError, ReleasedParameterError
 
 KEEPS_CAPTURES = True
 EACH = [("AdamW", "model"), ("Lion", "model"), ("AdamW", "bf16"), ("Muon", "model"), ("Muon", "bf16")]
@@ -157,6 +159,45 @@ def test_the_state_shows_without_memory_and_without_a_step(tmp_path):
         assert one.optimizer.num_steps == 2
         same_tensors(one.values(), before)
         assert torch.equal(found["transformer.wpe.weight"]["exp_avg"], before["transformer.wpe.weight.exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda shown: shown.mul_(0),
+        lambda shown: shown.data.zero_(),
+        lambda shown: shown.detach().copy_(torch.zeros(shown.shape)),
+        lambda shown: operator.setitem(shown, 0, 1.0),
+        lambda shown: operator.imul(shown, 0.5),
+    ],
+)
+def test_a_change_of_what_the_state_shows_is_refused(change):
+    """The tiers would not learn of it."""
+    optimizer = gs_compile.AdamW(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ReleasedParameterError, match=r"optimizer\.load_state_dict\(\)"):
+        change(next(iter(optimizer.state.values()))["exp_avg"])
+
+
+def test_a_state_that_is_replaced_is_refused(tmp_path):
+    """As by scripts that begin moments anew. The remedy of the message works."""
+
+    def given(parameter, state):
+        return {parameter: {**state, "exp_avg": torch.zeros(parameter.shape)}}
+
+    with learner(tmp_path) as one:
+        one.train(0)
+        shown, first = one.optimizer.state, next(iter(one.optimizer.state))
+        for changed in ({}, {**shown, first: {}}, {**shown, **given(first, shown[first])}):
+            one.optimizer.state = defaultdict(dict, changed)
+            with pytest.raises(OptimizerError, match=r"optimizer\.load_state_dict\(\)"):
+                one.optimizer.begin_step()
+        one.optimizer.state = shown
+        found = copy.deepcopy(one.optimizer.state_dict())
+        for state in found["state"].values():
+            state["exp_avg"].zero_()
+        one.optimizer.load_state_dict(found)
+        assert not any(state["exp_avg"].any() for state in one.optimizer.state_dict()["state"].values())
+        one.train(1)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
