@@ -53,9 +53,11 @@ def begin(
         optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks, planning)
         if engine.durable is None or engine.durable.former is None:
             optimizer.load_into_engine()
-        elif optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
-            optimizer.go_on(engine.durable.former)
-            optimizer.kept.step = engine.durable.former.step
+        else:
+            optimizer.show_stored()
+            if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
+                optimizer.go_on(engine.durable.former)
+                optimizer.kept.step = engine.durable.former.step
     # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
     weakref.finalize(optimizer, gc.collect).atexit = False
     return engine

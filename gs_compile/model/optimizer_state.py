@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -104,6 +104,20 @@ def whole_step(state: Mapping[str, Any]) -> int:
     if not (number >= 0 and number.is_integer()):
         raise OptimizerError(f"a state's step is {step}, which counts nothing: the state dict is damaged")
     return int(number)
+
+
+def has_values(state: Mapping[str, Any]) -> bool:
+    """Whether a state is more than what is shown of one on the tiers."""
+    return not all(torch.is_tensor(each) and each.is_meta for name, each in state.items() if name != "step")
+
+
+def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterable[torch.Tensor]) -> None:
+    """Raise OptimizerError where states on the tiers are shown no more: somebody has changed what shows them."""
+    if any(not states.get(parameter) or has_values(states[parameter]) for parameter in stored):
+        raise OptimizerError(
+            "optimizer.state has lost, or was given, the state of a parameter that lives on the tiers, and only shows "
+            "it: take optimizer.state_dict(), change that, and give it to optimizer.load_state_dict()"
+        )
 
 
 def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] | None:

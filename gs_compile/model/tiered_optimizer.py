@@ -151,11 +151,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._check_norm()
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
-        if any(not self.state.get(p) or self._has_values(p) for p in self._parameters if self._is_trained(p)):
-            raise OptimizerError(
-                "optimizer.state has lost, or was given, the state of a parameter that lives on the tiers, and only "
-                "shows it: take optimizer.state_dict(), change that, and give it to optimizer.load_state_dict()"
-            )
+        optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters))
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
@@ -391,8 +387,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _has_values(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has a state that is not on the tiers."""
-        values = [value for key, value in self.state.get(parameter, {}).items() if key != "step"]
-        return not all(isinstance(value, torch.Tensor) and value.is_meta for value in values)
+        return optimizer_state.has_values(self.state.get(parameter, {}))
 
     def _of_trained(self, missed: Mapping[torch.Tensor, int]) -> dict[torch.Tensor, int]:
         return {p: n for p, n in missed.items() if self._is_trained(p)}
@@ -428,6 +423,11 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self.engine.load_state(span, state)
                 if not self.engine.num_steps:
                     self.loaded[parameter] = state
+            self._show_state(parameter)
+
+    def show_stored(self) -> None:
+        """Show the states on the tiers, in place of those that were loaded: a durable run that goes on has its own."""
+        for parameter in filter(self._is_trained, self._parameters):
             self._show_state(parameter)
 
     def _show_state(self, parameter: torch.Tensor) -> None:
