@@ -14,8 +14,7 @@ from launch import Fleet
 from gs_compile.errors import RankError
 from gs_compile.options import Options
 from gs_compile.runtime import alarm
-from gs_compile.runtime.groups import place_of
-from gs_compile.runtime.ranks import Ranks, ranks_of
+from gs_compile.runtime.ranks import ranks_of
 
 KEEPS_CAPTURES = True  # captures nothing
 LIMIT = 60  # seconds: the others end at once; what is more is a loaded machine, or a wait without the alarm
@@ -78,12 +77,14 @@ def test_a_script_that_ends_before_the_others(tmp_path):
 
 
 def waits(info, tmp_path):
-    ranks = Ranks(place_of(Options()), timeout=0.5)
+    ranks, told = ranks_of(Options()), tmp_path / "told"
+    ranks.timeout = 0.5  # from now on: until here they may come late
     if info.rank == 0:
         with pytest.raises(RankError, match=r"^all_gather of w1: rank 0 has waited \d+ s for the others"):
             ranks.all_gather(torch.empty(2), torch.ones(1), "all_gather of w1")
-    else:
-        time.sleep(1)
+        told.touch()
+    while not told.exists():
+        time.sleep(0.01)
 
 
 def refuses(info, tmp_path):
