@@ -110,7 +110,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
 
     @property
     def _tiered_optimizer(self) -> TieredOptimizer:
-        found = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+        found = unwrapped(self.optimizer)
         assert isinstance(found, TieredOptimizer)
         return found
 
@@ -158,6 +158,11 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         if self._engine is not None and self._engine.durable is not None:
             self._engine.commit()
         return super()._finalize_training(*args)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that Accelerate may have wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 class _States:

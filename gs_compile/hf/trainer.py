@@ -17,7 +17,7 @@ from torch.utils import serialization
 
 from gs_compile.errors import LaneError, MemoryBudgetError, NoFitError, OptionError
 from gs_compile.hf import strands
-from gs_compile.hf.durable import DurableTrainer
+from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import gathered, pad_token_id_of
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
@@ -25,7 +25,7 @@ from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.residency import is_offloaded
-from gs_compile.model.settings import OTHER_RULES, check_torch_settings
+from gs_compile.model.settings import refuse_other_rules
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class TrainerMixin(DurableTrainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; with fp16 it divides by the loss scale. One that makes torch's own gets the equivalent of it."""
         found = super().create_optimizer(*args, **kwargs)
-        if not isinstance(getattr(found, "optimizer", found), TieredOptimizer):  # Accelerate has wrapped an earlier one
+        if not isinstance(unwrapped(found), TieredOptimizer):  # Accelerate has wrapped one that was made before
             self.optimizer = found = self._in_place_of(found)
         self._keep_states(self._tiered_optimizer)
         if self.accelerator.scaler is not None:
@@ -208,7 +208,7 @@ class TrainerMixin(DurableTrainer):
                 "or lion_32bit, or make one of gs_compile, as AdamW(parameters, state_dtype='8bit') or Muon, and "
                 "give the Trainer optimizers=(optimizer, None)"
             )
-        check_torch_settings(name, {key: given[1][key] for key in OTHER_RULES if key in given[1]})
+        refuse_other_rules(name, given[1])
         settings = {key: value for key, value in given[1].items() if key in _SETTINGS + _PARAMETERS}
         return found, {"max_grad_norm": _bound(args), **settings}
 
@@ -220,9 +220,9 @@ class TrainerMixin(DurableTrainer):
                 f"the create_optimizer of this Trainer has made a {type(optimizer).__name__}, which has no equivalent "
                 "here: have it make one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or AdamW, Adam or SGD of torch"
             )
-        rules = [key for key in OTHER_RULES if kind is not AdamW or key != "decoupled_weight_decay"]  # AdamW's own rule
+        followed = {"decoupled_weight_decay": False} if kind is AdamW else {}  # it is what AdamW does
         for group in optimizer.param_groups:
-            check_torch_settings(kind.__name__, {key: group[key] for key in rules if key in group})
+            refuse_other_rules(kind.__name__, group | followed)
         kept = ("params", *_SETTINGS)
         groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
         found: TieredOptimizer = kind(groups, max_grad_norm=_bound(self.args))  # type: ignore[call-arg]

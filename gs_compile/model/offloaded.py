@@ -38,6 +38,7 @@ _REFUSED = {
     **dict.fromkeys(("set_", "resize_", "resize_as_", "share_memory_", "data_ptr"), "has no memory of its own"),
     **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook"), "gives its gradient to its update alone"),
 }
+CHANGE_STATE = "Take optimizer.state_dict(), change the tensors of that, and give it to optimizer.load_state_dict()"
 
 
 class Place(Protocol):
@@ -270,8 +271,7 @@ class StoredState(Tensor):
             return args[0]
         if name in _ASSIGNS or (name.endswith("_") and not name.endswith("__") and name not in _LOOKS):
             raise ReleasedParameterError(
-                f"{name}: optimizer.state only shows a state that lives on the tiers. Take optimizer.state_dict(), "
-                "change the tensors of that, and give it to optimizer.load_state_dict()"
+                f"{name}: optimizer.state only shows a state that lives on the tiers. {CHANGE_STATE}"
             )
         return nn.Parameter.__torch_function__(function, (), args, kwargs or {})
 

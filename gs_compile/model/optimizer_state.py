@@ -12,6 +12,7 @@ import torch
 
 from gs_compile.errors import MasterWarning, OptimizerError
 from gs_compile.model.files import mapped_rows
+from gs_compile.model.offloaded import CHANGE_STATE
 from gs_compile.model.parameter_store import MASTER, ParameterStore
 from gs_compile.model.residency import residency_of
 
@@ -116,7 +117,7 @@ def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterab
     if any(not states.get(parameter) or has_values(states[parameter]) for parameter in stored):
         raise OptimizerError(
             "optimizer.state has lost, or was given, the state of a parameter that lives on the tiers, and only shows "
-            "it: take optimizer.state_dict(), change that, and give it to optimizer.load_state_dict()"
+            f"it. {CHANGE_STATE}"
         )
 
 

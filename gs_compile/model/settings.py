@@ -20,12 +20,12 @@ def check_torch_settings(name: str, given: Mapping[str, Any]) -> None:
     for key in given:
         if key not in HOW_TORCH_COMPUTES + OTHER_RULES:
             raise TypeError(f"{name}.__init__() got an unexpected keyword argument {key!r}")
-    _refuse_other_rules(name, given)
+    refuse_other_rules(name, given)
 
 
 def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> None:
     """Raise OptimizerError for settings, of the names `keys`, that are no numbers, or out of range."""
-    _refuse_other_rules(name, group)
+    refuse_other_rules(name, group)
     for key in keys:
         for number in group[key] if isinstance(group[key], tuple | list) else (group[key],):
             if not isinstance(number, int | float):
@@ -40,7 +40,8 @@ def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> 
         raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
 
 
-def _refuse_other_rules(name: str, given: Mapping[str, Any]) -> None:
+def refuse_other_rules(name: str, given: Mapping[str, Any]) -> None:
+    """Raise OptimizerError for settings that change what torch's optimizer computes, and that none here follows."""
     for key in OTHER_RULES:
         if given.get(key):
             raise OptimizerError(f"{name}: {key} is not among what greedysnake's optimizers do; leave it out")
