@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import figures
@@ -24,7 +25,7 @@ signal.signal(
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
 capture_cheaply()
 
-FROZEN = 500_000  # objects that wait to be looked at together, dead or alive: that is a search through all there are
+LEFT = 4_000_000  # blocks of memory that wait to be looked at together, dead or alive: that is a search through all there are
 
 settings.register_profile("any speed", deadline=None, max_examples=12)  # other examples in every run
 settings.register_profile("many", deadline=None, max_examples=100)  # of `make slow`
@@ -53,11 +54,11 @@ def captures_of_a_module(request):
     """A module that keeps its captures from test to test begins without any, and without threads of modules before."""
     Harness.are_kept = getattr(request.module, "KEEPS_CAPTURES", False)
     Harness.forget_captures()
-    if gc.get_freeze_count() > Harness.num_alive + FROZEN or our_threads():
+    if sys.getallocatedblocks() > Harness.num_alive + LEFT or our_threads():
         gc.unfreeze()
         gc.collect()
         gc.freeze()
-        Harness.num_alive = gc.get_freeze_count()
+        Harness.num_alive = sys.getallocatedblocks()
 
 
 @pytest.fixture(scope="module")

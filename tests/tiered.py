@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -298,7 +300,7 @@ class Harness:
     """
 
     are_kept: ClassVar[bool] = False  # captures, in this module
-    num_alive: ClassVar[int] = 0  # objects that were alive when a collection last looked at all
+    num_alive: ClassVar[int] = 0  # blocks of memory in use when a collection last looked at all
     _all: ClassVar[weakref.WeakSet[Harness]] = weakref.WeakSet()
 
     def __init__(self, build: Callable[[], torch.nn.Module], precision: str = "model") -> None:
@@ -389,16 +391,17 @@ def collect_seldom() -> None:
     gc.set_threshold(50_000, 20, 50)
     gc.collect()
     gc.freeze()
-    Harness.num_alive = gc.get_freeze_count()
+    Harness.num_alive = sys.getallocatedblocks()
 
 
 def capture_cheaply() -> None:
     """Dynamo does not do after each capture what no test asks for.
 
     It would collect garbage, which a first call does itself, and time its guards for its log, with the processor's caches
-    emptied before. Nor does the first backward start threads, which no fork survives, for devices that fake tensors
-    have a torch built for CUDA believe in; what the card of `device` needs is started there. Models of a module that
-    keeps its captures are many: one more than Dynamo compiles fails, rather than runs as it is.
+    emptied before. It would describe each graph for a log of traces as long as that has a handler, and pytest gives one
+    to every log that keeps its records to itself. Nor does the first backward start threads, which no fork survives, for
+    devices that fake tensors have a torch built for CUDA believe in; what the card of `device` needs is started there.
+    Models of a module that keeps its captures are many: one more than Dynamo compiles fails, rather than runs as it is.
     """
     import torch._dynamo.guards
 
@@ -408,6 +411,9 @@ def capture_cheaply() -> None:
     torch._dynamo.config.recompile_limit = 32
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    traces = logging.getLogger("torch.__trace")
+    traces.handlers.clear()
+    traces.propagate = traces.disabled = True
 
 
 def our_threads() -> list[str]:
