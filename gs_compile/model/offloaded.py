@@ -73,26 +73,26 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), 0 if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
-class _ByWhoAsks:
-    """The `__torch_function__` of a class: none for Dynamo, which asks the class while it traces.
+class _ByWhoAsks(type(nn.Parameter)):  # type: ignore[misc]  # mypy cannot tell what the type is
+    """Of classes whose `__torch_function__` is none for Dynamo, which asks the class while it traces.
 
     So all functions, those that ask for overrides themselves included, are traced as of an ordinary tensor. Of a frame
-    without operations Dynamo makes no code, and goes on with what it calls: it is to pass over this.
+    without operations Dynamo makes no code, and goes on with what it calls: it is to pass over this. C asks a tensor,
+    and takes an error for "none": so no code of Python's runs then, in which a signal could raise one.
     """
 
+    @property
     @untraced
-    def __get__(self, tensor: Tensor | None, kind: type) -> Any:
-        if tensor is None and current_compile_id() is not None:
-            return nn.Parameter.__torch_function__
-        return self.call
-
-    @staticmethod
-    @untraced
-    def call(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _applied(function, args, kwargs or {})
+    def __torch_function__(self) -> Any:
+        return _call if current_compile_id() is None else nn.Parameter.__torch_function__
 
 
-class _Elsewhere(Tensor):
+@untraced
+def _call(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return _applied(function, args, kwargs or {})
+
+
+class _Elsewhere(Tensor, metaclass=_ByWhoAsks):
     """A tensor that stands for values in other memory: torch's functions are applied to those."""
 
     def in_memory(self) -> Tensor:
@@ -106,13 +106,13 @@ class _Elsewhere(Tensor):
         """What the caller gets of a function's result that is a view of what `in_memory` has given."""
         return result
 
-    __torch_function__ = _ByWhoAsks()
+    __torch_function__ = staticmethod(_call)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.in_memory().__reduce_ex__(protocol)
 
 
-class OffloadedParameter(_Elsewhere, nn.Parameter):
+class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
     """A parameter whose value is elsewhere. A resident one becomes this, and is an ordinary one again afterwards.
 
     `detach`, with which `state_dict` reads, gives a tensor of the caller's own; `.data` and other views write through.
@@ -186,7 +186,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):
         return found
 
 
-class View(_Elsewhere):
+class View(_Elsewhere):  # type: ignore[metaclass]
     """The value of an offloaded parameter, or a view of it, in memory."""
 
     parameter: OffloadedParameter
@@ -214,7 +214,7 @@ class View(_Elsewhere):
         return View.of(self.parameter, result, self.whole)
 
 
-class Conversion(_Elsewhere):
+class Conversion(_Elsewhere):  # type: ignore[metaclass]
     """An offloaded parameter in another dtype or on another device: read when it is used."""
 
     parameter: OffloadedParameter

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import re
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -272,3 +273,16 @@ def test_no_step_reads_a_parameter(one, monkeypatch):
     """Nothing in a step takes a parameter for its value: that would read it twice."""
     monkeypatch.setattr("gs_compile.model.residency.Residency.shown_value", None)
     one.train(2)
+
+
+def test_no_code_of_pythons_runs_where_c_asks_for_overrides(one):
+    """It takes an error for a no: a signal that ended the run there was lost, and the placeholder read."""
+    parameter = next(one.model.parameters())
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        found = parameter.__torch_function__
+    finally:
+        sys.setprofile(None)
+    assert found is type(parameter).__torch_function__
+    assert not called
