@@ -194,10 +194,10 @@ def check_alike(former: Manifest, optimizer: OptimizerLike, parameters: Sequence
     }:
         what = "it has other parameters beside the compiled model"
     elif former.world != world:
-        what = f"it is of {former.world} ranks, this run of {world}: load a checkpoint of state dicts instead"
+        what = f"it is of {former.world} ranks, this run of {world}, which can load a checkpoint of state dicts"
     else:
         return
-    raise ResumeError(f"{_named(former)}: {what}")
+    raise _other(former, what)
 
 
 def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *, is_all: bool = False) -> None:
@@ -207,13 +207,15 @@ def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *,
     differ = sorted(name for name in names if stored.get(name) != shapes.get(name))
     if differ:
         found, wanted = (each.get(differ[0], "absent") for each in (stored, shapes))
-        raise ResumeError(
-            f"{_named(former)}: {len(differ)} parameters are others: {differ[0]} is {found} there, and {wanted} here"
-        )
+        what = f"{len(differ)} of {len(names)} parameters differ: {differ[0]} is {found} there, and {wanted} here"
+        raise _other(former, what)
 
 
-def _named(former: Manifest) -> str:
-    return f"run {former.run} at step {former.step}, which is to go on, is not of this model and optimizer"
+def _other(former: Manifest, what: str) -> ResumeError:
+    return ResumeError(
+        f"run {former.run} at step {former.step}, which is to go on, is not of this model and optimizer: {what}. Build "
+        "what was trained, choose another storage=, or take its values with greedysnake store export"
+    )
 
 
 # What the user has them keep ------------------------------------------------------------------------------------------
