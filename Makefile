@@ -12,13 +12,14 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PEERS := .venv-peers
 DOCS := .venv-docs
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 ZOO := .venv-zoo
 ACCELERATOR := $(if $(shell command -v nvidia-smi),cuda,cpu)
 GPU_ARGS ?= --minutes 60
 RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow oldest lint types dist plug race zoo gpu site clean
+.PHONY: help demo test slow oldest newest lint types dist plug race zoo gpu site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +37,9 @@ slow: $(STAMP) ## run the slow tests, and laws on more examples
 
 oldest: $(OLDEST)/.installed ## run the tests of HuggingFace's tools with their oldest versions
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) tests/hf
+
+newest: $(NEWEST)/.installed ## run the tests with the newest torch and packages that there are
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style and format, and the Dockerfile
 	$(BIN)/ruff check .
@@ -69,7 +73,7 @@ site: $(DOCS)/.installed ## build the documentation into site/, and fail at a br
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(PEERS) $(OLDEST) $(ZOO) $(DOCS) site build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(OLDEST) $(NEWEST) $(ZOO) $(DOCS) site build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -81,6 +85,11 @@ $(STAMP): pyproject.toml constraints.txt
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[test]'
+	@touch $@
+
+$(NEWEST)/.installed: pyproject.toml # remove $(NEWEST) for versions that came later
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --editable '.[test]'
 	@touch $@
 
 $(ZOO)/.installed: pyproject.toml constraints.txt benchmarks/zoo/requirements.txt

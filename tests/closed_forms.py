@@ -51,10 +51,19 @@ def _whole(numel: int, quantum: int) -> int:
     return -(-numel // quantum) * quantum
 
 
-def spared_nbytes(placement: Placement) -> int:
-    """What a step need not read, as the one before has kept it, or its own forward."""
+def spared(placement: Placement) -> Form:
+    """What a step need not move, as the one before has kept it, or its own forward."""
     stay = Counter([*placement.carried_values, *placement.retained_values])
-    return sum(nbytes_of(placement, value) * _loads_spared(value, number) for value, number in stay.items())
+    w = sum(nbytes_of(placement, value) * _loads_spared(value, number) for value, number in stay.items())
+    x = sum(nbytes_of(placement, value) for value in placement.retained_checkpoints)
+    collected = () if placement.separate else ("d2h",)
+    form = {("ssd_read", "w"): w} | {(lane, "x"): x for lane in ("ssd_read", "ssd_write", *collected)}
+    return {key: nbytes for key, nbytes in form.items() if nbytes}
+
+
+def both(form: Form, other: Form) -> Form:
+    """The bytes of two together."""
+    return dict(Counter(form) + Counter(other))
 
 
 def _loads_spared(value: Value, number: int) -> int:
@@ -109,13 +118,12 @@ def horizontal(units: Units, x: int, n: int, *, masters: str, gradient: float, s
     return form
 
 
-def of_a_rank(units: Units, x: int, n: int, num_ranks: int, spared: int) -> Form:
+def of_a_rank(units: Units, x: int, n: int, num_ranks: int, less: Form) -> Form:
     """Of a rank's shares, in one memory, all updates early: what it reads, the others get from it."""
     form = vertical(units, x, n, alpha=0.0, separate_device=False)
     form["net", "w"] = form["ssd_read", "w"] * (num_ranks - 1)
     form["net", "dw"] = sum(units.values()) * 4 * (num_ranks - 1)
-    form["ssd_read", "w"] -= spared
-    return form
+    return dict(Counter(form) - Counter(less))
 
 
 def of_saved(placement: Placement) -> dict[str, int]:

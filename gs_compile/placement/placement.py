@@ -98,7 +98,8 @@ class Decision:
     layer_tokens: that a layer's code runs on at a time, all but its attention; None: as the options say.
     carried: units whose early parameters, stored on SSD, also stay in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
-    retained: units whose parameters, stored on SSD, stay in host memory from the forward to their backward.
+    retained: units whose parameters and checkpoints, otherwise on SSD, stay in host memory from the forward to their
+        backward.
     ahead: so many stages earlier than others, the states of updates after the last backward are read.
     lookahead: so many stages earlier than they would have to be, where computation hid them, all are read from SSD.
     own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
@@ -194,8 +195,12 @@ class Placement:
 
     def checkpoint_home(self, value: Value) -> Tier:
         """Device, host or SSD, for the input of a layer: where its other saved activations are. Of those that have none
-        the ratios' shares, spread evenly.
+        the ratios' shares, spread evenly; none of a retained layer's is on SSD.
         """
+        is_retained = value in self.retained_checkpoints
+        return "host" if is_retained else self._stored_checkpoint_home(value)
+
+    def _stored_checkpoint_home(self, value: Value) -> Tier:
         if (share := self.share_of(value)) is not None:
             return share.tier
         stack, item = self.stack_of(value.unit), _item(value)
@@ -331,6 +336,13 @@ class Placement:
         """The copies in host memory of what `retained` says."""
         units = (unit for unit in self.units if unit.unit in self.decision.retained)
         return _from_ssd((unit, group) for unit in units for group in unit.groups)
+
+    @cached_property
+    def retained_checkpoints(self) -> frozenset[Value]:
+        """The checkpoints that are not on SSD by what `retained` says; saved activations are where their share is."""
+        layers = [layer for layer in range(self.num_layers) if layer in self.decision.retained]
+        every = (Value("x", layer, j) for layer in layers for j in range(len(self.x_nbytes)))
+        return frozenset(x for x in every if not self.share_of(x) and self._stored_checkpoint_home(x) == "ssd")
 
     def homes(self, *, late: bool, redo: bool = True, warm: bool = False) -> frozenset[Value]:
         """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones;

@@ -4,8 +4,10 @@ A step's last updates are of what the next one reads first: the embedding, tied 
 layers. Read again from where they have just been written, they are what the next step waits for. Carried in memory they
 take little that was not free: the peak of a step is elsewhere, or the update that makes them is in it already.
 
-The last layers of the forward are the first ones of the backward. Their parameters are retained in memory that
-gradients and states take later: the topmost are free again when the backward has begun.
+The last layers of the forward are the first ones of the backward. Their parameters and checkpoints are retained in
+memory that gradients and states take later: the topmost are free again when the backward has begun. On SSD the topmost
+checkpoints would be written behind all that updates of the step before have left to write, and read again at once: the
+drive could never have more to write than the forward takes.
 
 The head and its loss compute for as long as several layers. Reads that are issued a layer ahead pause meanwhile; issued
 some stages ahead they do not, and their values are in memory for as much longer.
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
@@ -44,8 +47,9 @@ def retaining(plain: Placement) -> Ladder:
     if SCHEDULES[plain.schedule].as_published:
         return ()
     order: tuple[Unit, ...] = (*reversed(range(plain.num_layers)), TIED)
-    every = (plain.decided(retained=order[:number]) for number in range(1, len(order) + 1))
-    return list({each.retained_values: each for each in every if each.retained_values}.values())
+    alone = ((unit, plain.decided(retained=(unit,))) for unit in order)
+    kept = [unit for unit, found in alone if found.retained_values or found.retained_checkpoints]
+    return [plain.decided(retained=tuple(kept[:number])) for number in range(1, len(kept) + 1)]
 
 
 def earlier(plain: Placement) -> Ladder:
@@ -78,9 +82,12 @@ def carried_nbytes(placement: Placement) -> int:
     return _nbytes(placement, placement.carried_values)
 
 
-def retained_nbytes(placement: Placement) -> int:
-    """The parameters that stay in memory from the forward to the backward."""
-    return _nbytes(placement, placement.retained_values)
+def retained_text(placement: Placement) -> str:
+    """For people: what stays in memory from the forward to the backward."""
+    kinds = {"parameters": placement.retained_values, "checkpoints": placement.retained_checkpoints}
+    return " and ".join(
+        f"{format_bytes(_nbytes(placement, values))} of {kind}" for kind, values in kinds.items() if values
+    )
 
 
 def _nbytes(placement: Placement, values: Iterable[Value]) -> int:

@@ -28,7 +28,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.boundary import Ladder, carried_nbytes, carrying, deeper, earlier, retained_nbytes, retaining
+from gs_compile.planner.boundary import Ladder, carried_nbytes, carrying, deeper, earlier, retained_text, retaining
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import NOTHING, Problem
@@ -151,12 +151,12 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
 def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
     """What is carried from a step to the next, what is read earlier, and what that brings; none where nothing is."""
     placed, ahead, all_ahead = chosen.placed, chosen.placed.decision.ahead, chosen.placed.decision.lookahead
-    carried, retained = (f"{format_bytes(of(placed))} of parameters" for of in (carried_nbytes, retained_nbytes))
-    carried += " that the next step reads first stay in host memory until then"
-    retained += " stay in host memory from the forward to the backward"
+    carried = f"{format_bytes(carried_nbytes(placed))} of parameters that the next step reads first stay in host memory"
+    carried += " until then"
+    retained = f"{retained_text(placed)} stay in host memory from the forward to the backward"
     read = f"states of the updates after the last backward are read {ahead} layer{'s' * (ahead > 1)} earlier"
     deep = f"all that is read from SSD is read {all_ahead} stage{'s' * (all_ahead > 1)} earlier"
-    said = {carried: placed.carried_values, retained: placed.retained_values, read: ahead, deep: all_ahead}
+    said = {carried: placed.carried_values, retained: placed.decision.retained, read: ahead, deep: all_ahead}
     words = "; ".join(text for text, is_so in said.items() if is_so)
     return (f"{words[0].upper()}{words[1:]}: {plain.seconds / chosen.seconds - 1:.1%} faster.",) if words else ()
 

@@ -17,7 +17,7 @@ from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.levels import TOLERANCE
 from gs_compile.placement.placement import Marks, Placement
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
-from gs_compile.planner.boundary import carried_nbytes, retained_nbytes, without
+from gs_compile.planner.boundary import carried_nbytes, retained_text, without
 from gs_compile.planner.builder import peak
 from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.problem import fits
@@ -195,8 +195,8 @@ class StepPrograms:
             rows.append((WORDS["seal"], commits_text(placement)))
         if nbytes := carried_nbytes(placement):
             rows.append(("kept", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
-        if nbytes := retained_nbytes(placement):
-            rows.append(("retained", f"{format_bytes(nbytes)} of parameters, in host memory until their backward"))
+        if placement.decision.retained:
+            rows.append(("retained", f"{retained_text(placement)}, in host memory until their backward"))
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)
         rows.append(("updates", f"{share:.0%} late, in the next forward (alpha {placement.decision.alpha:g})"))

@@ -8,7 +8,7 @@ from itertools import product
 import expecttest
 import pytest
 import torch
-from closed_forms import spared_nbytes, units_of
+from closed_forms import spared, units_of
 from tiered import BATCH, Harness, adamw, gpt2_with_frozen, moved, options, outcome, step, tokens
 
 from gs_compile.errors import OptionError
@@ -85,7 +85,7 @@ def test_the_bytes_of_every_lane(place, skipped, tmp_path):
         step(own.model, optimizer, tokens(1))
         found = moved(own.model, optimizer, tokens(2))
         placement = optimizer.engine.placement
-        kept = spared_nbytes(placement)
+        kept = spared(placement).get(("ssd_read", "w"), 0)
     assert found.traced == found.planned
     others = {unit: 4 * numel for unit, numel in units_of(own.model).items() if not isinstance(unit, int)}
     n = -(-BATCH // 2) if place == "horizontal" else 1

@@ -6,7 +6,7 @@ import re
 from itertools import product
 
 import pytest
-from closed_forms import ITEMSIZE, STATE, spared_nbytes, units_of, vertical
+from closed_forms import ITEMSIZE, STATE, both, spared, units_of, vertical
 from pairs import covering
 from tiered import LENGTH, adamw, moved, options, shared, step, tokens
 
@@ -33,7 +33,7 @@ def of_bf16(masters):
 def measured(harness, directory, num_micro_batches, **chosen):
     """Bytes by lane and kind of a step with another before it: the lanes, the program and storage say the same.
 
-    What was kept from the step before counts as if it were read, so that a closed form has it.
+    What was kept in memory counts as if it were moved, so that a closed form has it.
     """
     with harness.fresh(adamw, options(directory, micro_batch_size=MICRO_BATCH, **chosen)) as optimizer:
         for number in range(2):
@@ -43,11 +43,11 @@ def measured(harness, directory, num_micro_batches, **chosen):
         found = moved(harness.model, optimizer, tokens(3, MICRO_BATCH * num_micro_batches))
         placement = optimizer.engine.placement
         assert {unit.unit: unit.numel for unit in placement.units} == units_of(harness.model)
-        kept = spared_nbytes(placement)
+        kept = spared(placement)
         assert stored_in(directory) == optimizer.engine.planning.ssd_nbytes - checkpoints_on_ssd(optimizer)
     assert found.traced == found.planned
     assert {key: nbytes for key, nbytes in found.traced.items() if key[0].startswith("ssd")} == found.asked
-    return {**found.traced, ("ssd_read", "w"): found.traced.get(("ssd_read", "w"), 0) + kept} if kept else found.traced
+    return both(found.traced, kept)
 
 
 def stored_in(directory):

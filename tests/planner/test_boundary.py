@@ -9,6 +9,7 @@ import pytest
 from planned import A100, gpt, problem, ratios
 
 from gs_compile.passes.baselines.lifetime import Rooms
+from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Decision
 from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, retaining
 from gs_compile.planner.builder import StepBuilder, peak
@@ -55,7 +56,9 @@ def test_the_faster_one_that_fits_is_chosen():
 
 
 def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
-    """From the forward to the backward: their parameters are read once, and what the head shares with them last."""
+    """From the forward to the backward: their parameters are read once, and what the head shares with them last; their
+    inputs are not written.
+    """
     workload = gpt(8, 256, vocabulary=20000)
     builder = StepBuilder.of(workload, 1, separate=False)
     plain = builder.placement(NOTHING).decided(carried=FIRST)
@@ -71,7 +74,10 @@ def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
         given = problem(workload, CPU, 1, host_nbytes=host_nbytes)
         found = fastest(given, before, [every])
         assert found.seconds < before.seconds
-        assert before.moved_nbytes - found.moved_nbytes == sum(sizes[unit] for unit in found.placed.decision.retained)
+        inputs = [nbytes_of(found.placed, value) for value in found.placed.retained_checkpoints]
+        assert len(inputs) == len(found.placed.decision.retained) - ("t" in found.placed.decision.retained)
+        read = sum(sizes[unit] for unit in found.placed.decision.retained)
+        assert before.moved_nbytes - found.moved_nbytes == read + 3 * sum(inputs)  # collected, written and read
     assert found.placed.decision.retained == every[-1].decision.retained
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from closed_forms import of_a_rank, spared_nbytes, units_of
+from closed_forms import of_a_rank, spared, units_of
 from tiered import LENGTH, adamw, moved, options, shared, step, tokens
 
 KEEPS_CAPTURES = True  # each process captures its own
@@ -17,12 +17,12 @@ def measures(info, tmp_path):
             step(harness.model, optimizer, tokens(number, MICRO_BATCH * n))
         optimizer.synchronize()
         found = moved(harness.model, optimizer, tokens(2, MICRO_BATCH * n))
-        units, spared = units_of(harness.model, info.number), spared_nbytes(optimizer.engine.placement)
+        units, less = units_of(harness.model, info.number), spared(optimizer.engine.placement)
     return (
         found.traced,
         found.planned,
         found.asked,
-        of_a_rank(units, MICRO_BATCH * LENGTH * WIDTH * 4, n, info.number, spared),
+        of_a_rank(units, MICRO_BATCH * LENGTH * WIDTH * 4, n, info.number, less),
     )
 
 
