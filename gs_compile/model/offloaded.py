@@ -115,7 +115,7 @@ class _Elsewhere(Tensor):
 class OffloadedParameter(_Elsewhere, nn.Parameter):
     """A parameter whose value is elsewhere. A resident one becomes this, and is an ordinary one again afterwards.
 
-    `detach`, with which `state_dict` reads, gives a tensor of the caller's own; `.data` and other views write through.
+    A state dict gets a tensor of its own; `.data`, `detach` and other views write through.
     `.to(...)` and its like, when a module takes them up, change where and in what dtype the model computes.
     """
 
@@ -305,9 +305,8 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
             raise ReleasedParameterError(f"{name}: a parameter that lives on the tiers {_REFUSED[name]}")
         if name == "__set__" and attribute == "data":
             return first._assign(args[1])
-        if name == "detach":
-            place = first._greedysnake
-            return place.rows(first) if makes_state_dict() else place.shown_value(first, torch.device("cpu"))
+        if name == "detach" and makes_state_dict():
+            return first._greedysnake.rows(first)
         if name == "copy_" and not torch.is_grad_enabled():
             first._greedysnake.write(first, _read(args[1]).expand(first.shape))
             return first
