@@ -353,6 +353,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         numbers = optimizer_state.numbers_of(self.param_groups, groups)
         states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
         num_steps, missed = optimizer_state.steps_of(states)
+        absent = [parameter for parameter in self._parameters if parameter not in states]  # as before a first step
+        missed |= dict.fromkeys(absent if num_steps else (), num_steps)
         if self.engine is not None and self._of_trained(missed) != self._of_trained(self.missed):
             raise OptimizerError(optimizer_state.OTHER_STEPS)
         alike = optimizer_state.are_alike(self.param_groups, groups)
@@ -363,6 +365,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.missed = missed
         self._count(num_steps)
         self.state.update(states)
+        for parameter in absent:
+            self._show_state(parameter)
+            if self._is_trained(parameter):
+                self.state[parameter] = optimizer_state.zeros(parameter, self.state[parameter]) or {}
         self.load_into_engine()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
