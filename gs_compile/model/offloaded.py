@@ -238,8 +238,12 @@ class UnavailableGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """To be looked at, zeroed and dropped is what it allows."""
+        """To be looked at, zeroed, sent somewhere and dropped is what it allows."""
         name = getattr(function, "__name__", "")
+        if name in _CONVERSIONS:  # as Module.to does, which then gives its `.data` what this returns
+            return args[0]
+        if name == "__set__" and args[1] is args[0]:
+            return None
         if name in ("zero_", "_foreach_zero_"):
             for gradient in args[0] if name == "_foreach_zero_" else args[:1]:
                 gradient.is_zeroed = True
