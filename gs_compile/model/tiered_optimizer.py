@@ -85,10 +85,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.is_meta:
                 raise OptimizerError(ABSENT)
-            residency = residency_of(parameter)
-            if residency.tiered is not None:
-                raise OptimizerError("another gs_compile optimizer trains this parameter already")
-            residency.optimizer = weakref.ref(self)
+            residency_of(parameter).optimizer = weakref.ref(self)
             self._show_state(parameter)
 
     @property
@@ -175,6 +172,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step whose backward has run; without one since the last step, do nothing."""
+        self._refuse_passed_on()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -330,6 +328,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @untraced
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it, and zeros before a step; mapped from files, so no memory until it is used."""
+        self._refuse_passed_on()
         self.synchronize()
         shown = self.state
         if self.engine is not None or not self._num_steps:
@@ -346,6 +345,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         fp32 masters, which only one of these has, have to round to the model's values, once the next step begins.
         """
+        self._refuse_passed_on()
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -372,6 +372,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.load_into_engine()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _refuse_passed_on(self) -> None:
+        """Raise OptimizerError once the model trains with an optimizer that was made for it later."""
+        references = (residency_of(parameter).optimizer for parameter in self._parameters)
+        if self.engine is not None and self.engine.closed and any(each and each() is not self for each in references):
+            raise OptimizerError(
+                "another optimizer was made for these parameters later, and has trained them since: use that one; what "
+                "this one had is gone"
+            )
 
     def stored_state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
