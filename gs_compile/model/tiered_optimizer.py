@@ -172,7 +172,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step whose backward has run; without one since the last step, do nothing."""
-        self._refuse_passed_on()
+        optimizer_state.refuse_passed_on(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -328,7 +328,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @untraced
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it, and zeros before a step; mapped from files, so no memory until it is used."""
-        self._refuse_passed_on()
+        optimizer_state.refuse_passed_on(self)
         self.synchronize()
         shown = self.state
         if self.engine is not None or not self._num_steps:
@@ -345,16 +345,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         fp32 masters, which only one of these has, have to round to the model's values, once the next step begins.
         """
-        self._refuse_passed_on()
+        optimizer_state.refuse_passed_on(self)
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         groups, given = optimizer_state.parts_of(state_dict)
         numbers = optimizer_state.numbers_of(self.param_groups, groups)
-        states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
+        states = {p: dict(given.get(n, {})) for p, n in zip(self._parameters, numbers, strict=True)}
         num_steps, missed = optimizer_state.steps_of(states)
-        absent = [parameter for parameter in self._parameters if parameter not in states]  # as before a first step
-        missed |= dict.fromkeys(absent if num_steps else (), num_steps)
         if self.engine is not None and self._of_trained(missed) != self._of_trained(self.missed):
             raise OptimizerError(optimizer_state.OTHER_STEPS)
         alike = optimizer_state.are_alike(self.param_groups, groups)
@@ -365,22 +363,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.missed = missed
         self._count(num_steps)
         self.state.update(states)
-        for parameter in absent:
-            self._show_state(parameter)
-            if self._is_trained(parameter):
-                self.state[parameter] = optimizer_state.zeros(parameter, self.state[parameter]) or {}
         self.load_into_engine()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def _refuse_passed_on(self) -> None:
-        """Raise OptimizerError once the model trains with an optimizer that was made for it later."""
-        references = (residency_of(parameter).optimizer for parameter in self._parameters)
-        if self.engine is not None and self.engine.closed and any(each and each() is not self for each in references):
-            raise OptimizerError(
-                "another optimizer was made for these parameters later, and has trained them since: use that one; what "
-                "this one had is gone"
-            )
 
     def stored_state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
@@ -434,8 +419,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 elif not is_offloaded(parameter):
                     self.state[parameter] = {**in_memory.copied(state), "step": self._shown_step(parameter)}
                 continue
-            if self._has_values(parameter):
-                self.engine.load_state(span, state)
+            if self._has_values(parameter) or not state:  # none: it begins at zeros
+                self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
                 if not self.engine.num_steps:
                     self.loaded[parameter] = state
             self._show_state(parameter)
