@@ -19,7 +19,8 @@ _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CHOSEN = {"start_positions", "end_positions"}  # labels that are chosen among all tokens, those of padding included
-_OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")  # of a model: without tokens where they are (samples, ...), of any width
+# Of a model: without tokens where they are (samples, ...), of any width.
+_OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")
 
 
 def pad_token_id_of(model: Any, tokenizer: Any = None) -> int:
