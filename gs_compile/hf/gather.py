@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from gs_compile.capture.internals import tree_map_only
+from gs_compile.capture.internals import tree_leaves, tree_map_only
 from gs_compile.errors import OptionError
 
 Tensor = torch.Tensor
@@ -19,7 +19,8 @@ _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CHOSEN = {"start_positions", "end_positions"}  # labels that are chosen among all tokens, those of padding included
-_OF_SAMPLES = ("logits", "pooler_output")  # of a model: without tokens where they are (samples, ...), of any width
+# Of a model: without tokens where they are (samples, ...), of any width.
+_OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")
 
 
 def pad_token_id_of(model: Any, tokenizer: Any = None) -> int:
@@ -40,7 +41,7 @@ def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> Mapping
         raise OptionError(f"the batches of a step have different entries: {sorted({*map(tuple, batches)})}")
     padding = {"input_ids": pad_token_id, "labels": _IGNORED, "shift_labels": _IGNORED}
     joined = {
-        name: _joined(name, [batch[name] for batch in batches], padding.get(name, 0), first)
+        name: _joined(name, [batch[name] for batch in batches], padding.get(name, 0), first, pad_token_id)
         for name in first
         if name not in _OFFSETS
     }
@@ -84,11 +85,13 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Samples and tokens."""
-    number, length, *_ = next(each for each in batch.values() if isinstance(each, Tensor) and each.dim() > 1).shape
+    number, length, *_ = next(x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 1).shape
     return number, length
 
 
-def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, Any]) -> Any:
+def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, Any], pad_token_id: int) -> Any:
+    if all(isinstance(value, Mapping) for value in values):  # as sentence-transformers' models take all they are given
+        return gathered(values, pad_token_id)
     if not all(isinstance(value, Tensor) and value.dim() for value in values):
         if any(value is not values[0] and value != values[0] for value in values):
             raise OptionError(f"{name!r} is no tensor of samples, and differs between the batches of a step")

@@ -29,6 +29,7 @@ from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
     CaptureError,
     GreedySnakeError,
+    MixedDeviceError,
     NothingRequiresGradError,
     OptimizerError,
     OptionError,
@@ -250,6 +251,7 @@ def _engine_for(
     if len(engines) == 1 and len(optimizers) < 2:
         (engine,) = engines
         assert isinstance(engine, Engine)
+        _refuse_moved(engine, parameters)
         return engine
     if not optimizers and compilation.options.precision == "bf16":
         raise OptionError(
@@ -264,6 +266,16 @@ def _engine_for(
     if optimizer.engine is None or optimizer.engine.failed_at_start:
         return begin(optimizer, compilation, models, args, ranks)
     return optimizer.engine
+
+
+def _refuse_moved(engine: Engine, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """The engine computes where the model was when it was made, whereto the model has been sent since then."""
+    home, now = engine.tiers.setting.device.device, parameters[0].device
+    if now != home:
+        raise MixedDeviceError(
+            f"the model was moved to {now} after its first call, and trains on {home}: move it back, and its batches, "
+            "or evaluate it under torch.no_grad()"
+        )
 
 
 def _refuse_materialized(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -2,13 +2,14 @@
 
 Another engine takes the place of the one so far. Values and states go there by files in the storage directory. What is
 trained from now on and was not begins with the state that it had when it was frozen, or with none; as with torch's
-optimizers, the steps of others do not count for it.
+optimizers, the steps of others do not count for it. An optimizer that is made later for the same parameters, as where a
+second phase of training begins, gets them in the same way, with none of the states.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.first_call import plan_tiers
 from gs_compile.model.first_step import Call, begin
 from gs_compile.model.residency import bring_out, hand_back, residency_of
-from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.model.tiered_optimizer import TieredOptimizer, optimizers_of
 from gs_compile.progress import stage
 from gs_compile.runtime.spans import Slice
 
@@ -26,20 +27,27 @@ log = logging.getLogger(__name__)
 
 
 def trains_others(engine: Engine, args: Sequence[Any]) -> bool:
-    """Whether a call asks for gradients of other parameters than its engine trains."""
-    return any(args[index].requires_grad != residency_of(args[index]).is_trained for index in engine.spans_of(args))
+    """Whether a call asks for gradients of other parameters than its engine trains, or by another optimizer."""
+    own = [args[index] for index in engine.spans_of(args)]
+    return any(each.requires_grad != residency_of(each).is_trained for each in own) or _is_passed_on(engine, own)
+
+
+def _is_passed_on(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether another optimizer was made for the parameters since the engine was."""
+    return next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer
 
 
 def train_others(engine: Engine, call: Call) -> Engine:
-    """Another engine, for a call for which `requires_grad` of some parameters is not what it was.
+    """Another engine, for a call for which `requires_grad` of some parameters is not what it was, or their optimizer.
 
     Raises `StepOrderError` within a step, `OptimizerError` where the run cannot change, and `MemoryBudgetError` where
     the new one does not fit; then the engine is as it was.
     """
-    optimizer, given = engine.optimizer, (call.compilation, call.models, call.args, engine.ranks)
+    given = call.compilation, call.models, call.args, engine.ranks
+    spans = _spans_to_move(engine, call.args)
+    optimizer, reason = next(optimizers_of(spans), None), _reason(engine, spans)
     if not isinstance(optimizer, TieredOptimizer):
         raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
-    spans = _spans_to_move(engine, call.args)
     missed = optimizer.missed
     optimizer.note_missed(each for each in spans if each.requires_grad and not residency_of(each).is_trained)
     try:
@@ -48,26 +56,33 @@ def train_others(engine: Engine, call: Call) -> Engine:
         optimizer.missed = missed
         raise
     log.info(
-        "requires_grad has changed: %d parameters are trained in the place of %d. The run is planned anew; parameters "
-        "that stay trained keep their states",
+        "%s: %d parameters are trained in the place of %d. The run is planned anew%s",
+        reason,
         sum(each.requires_grad for each in spans),
         sum(residency_of(each).is_trained for each in spans),
+        "" if optimizer is not engine.optimizer else "; parameters that stay trained keep their states",
     )
     with stage("moving parameters to their new plan", len(spans)) as advance, torch.inference_mode(False):
         for parameter, span in spans.items():
             optimizer.keep_state(parameter)
             bring_out(engine, parameter, span)
             advance()
-    engine.end("requires_grad was changed")
+    engine.end(reason)
     for parameter in spans:
         hand_back(parameter)
     return begin(optimizer, *given, planning)
 
 
+def _reason(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> str:
+    passed_on = _is_passed_on(engine, parameters)
+    return "the optimizer of the parameters has changed" if passed_on else "requires_grad of a parameter has changed"
+
+
 def _spans_to_move(engine: Engine, args: Sequence[Any]) -> dict[torch.nn.Parameter, Slice]:
     """All parameters of an engine, all updates made, between two steps."""
+    spans = {args[index]: span for index, span in engine.spans_of(args).items()}
     words = (
-        "requires_grad of a parameter has changed since the first call, which settles what is trained "
+        f"{_reason(engine, spans)} since the first call, which settles what is trained "
         f"{'on several ranks' if engine.ranks else 'in a durable run' if engine.durable else 'in this step'}"
     )
     if engine.ranks is not None or engine.durable is not None:
@@ -76,7 +91,6 @@ def _spans_to_move(engine: Engine, args: Sequence[Any]) -> dict[torch.nn.Paramet
             "parameters that are to be trained from there on"
         )
     engine.refuse_other_threads()
-    spans = {args[index]: span for index, span in engine.spans_of(args).items()}
     if engine.record is not None or len(spans) < engine.num_parameters:
         raise StepOrderError(
             f"{words}: change it between optimizer.step() and the next call, and call the model with all of its "

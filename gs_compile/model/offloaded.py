@@ -115,7 +115,7 @@ class _Elsewhere(Tensor, metaclass=_ByWhoAsks):
 class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
     """A parameter whose value is elsewhere. A resident one becomes this, and is an ordinary one again afterwards.
 
-    `detach`, with which `state_dict` reads, gives a tensor of the caller's own; `.data` and other views write through.
+    A state dict gets a tensor of its own; `.data`, `detach` and other views write through.
     `.to(...)` and its like, when a module takes them up, change where and in what dtype the model computes.
     """
 
@@ -238,8 +238,12 @@ class UnavailableGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """To be looked at, zeroed and dropped is what it allows."""
+        """To be looked at, zeroed, sent somewhere and dropped is what it allows."""
         name = getattr(function, "__name__", "")
+        if name in _CONVERSIONS:  # as Module.to does, which then gives its `.data` what this returns
+            return args[0]
+        if name == "__set__" and args[1] is args[0]:
+            return None
         if name in ("zero_", "_foreach_zero_"):
             for gradient in args[0] if name == "_foreach_zero_" else args[:1]:
                 gradient.is_zeroed = True
@@ -305,9 +309,8 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
             raise ReleasedParameterError(f"{name}: a parameter that lives on the tiers {_REFUSED[name]}")
         if name == "__set__" and attribute == "data":
             return first._assign(args[1])
-        if name == "detach":
-            place = first._greedysnake
-            return place.rows(first) if makes_state_dict() else place.shown_value(first, torch.device("cpu"))
+        if name == "detach" and makes_state_dict():
+            return first._greedysnake.rows(first)
         if name == "copy_" and not torch.is_grad_enabled():
             first._greedysnake.write(first, _read(args[1]).expand(first.shape))
             return first

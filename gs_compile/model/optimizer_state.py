@@ -86,12 +86,12 @@ def _names(group: Mapping[str, Any]) -> Sequence[str]:
 def steps_of(states: Mapping[torch.Tensor, Mapping[str, Any]]) -> tuple[int, dict[torch.Tensor, int]]:
     """The steps taken so far, and how many fewer some parameters have taken, as those that were frozen at first.
 
-    torch's SGD does not count: with a momentum, there was one.
+    Who has no state has taken none. torch's SGD does not count: with a momentum, there was one.
     """
     taken = {parameter: whole_step(state) for parameter, state in states.items() if "step" in state}
-    if not taken:
-        return int(any(state.get("momentum_buffer") is not None for state in states.values())), {}
-    most = max(taken.values())
+    has_momentum = any(state.get("momentum_buffer") is not None for state in states.values())
+    most = max(taken.values(), default=int(has_momentum))
+    taken |= dict.fromkeys((parameter for parameter, state in states.items() if not state), 0)
     return most, {parameter: most - number for parameter, number in taken.items() if number < most}
 
 
@@ -118,6 +118,18 @@ def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterab
         raise OptimizerError(
             "optimizer.state has lost, or was given, the state of a parameter that lives on the tiers, and only shows "
             f"it. {CHANGE_STATE}"
+        )
+
+
+def refuse_passed_on(optimizer: Any) -> None:
+    """Raise OptimizerError where the parameters of an optimizer are trained by one that was made for them later."""
+    if optimizer.engine is None or not optimizer.engine.closed:
+        return
+    references = (residency_of(p).optimizer for group in optimizer.param_groups for p in group["params"])
+    if any(reference is not None and reference() is not optimizer for reference in references):
+        raise OptimizerError(
+            "another optimizer was made for these parameters later, and has trained them since: use that one; what "
+            "this one had is gone"
         )
 
 

@@ -192,7 +192,13 @@ class Residency:
         self.shown[values.device] = Shown(weakref.ref(values), self._state, changes(values))
 
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        """Have the model compute with the parameter in another dtype or on another device, before its first call."""
+        """Have the model compute with the parameter in another dtype or on another device, before its first call.
+
+        After it, reads of the parameter go to another device; the compiled model stays where it is.
+        """
+        if self.tiered is not None and dtype == parameter.dtype:
+            self.release(parameter, dtype, device)
+            return
         if self.tiered is not None:
             raise ReleasedParameterError(
                 f"a parameter of shape {tuple(parameter.shape)} lives on the tiers and cannot become {dtype} on "

@@ -85,10 +85,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.is_meta:
                 raise OptimizerError(ABSENT)
-            residency = residency_of(parameter)
-            if residency.tiered is not None:
-                raise OptimizerError("another gs_compile optimizer trains this parameter already")
-            residency.optimizer = weakref.ref(self)
+            residency_of(parameter).optimizer = weakref.ref(self)
             self._show_state(parameter)
 
     @property
@@ -175,6 +172,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step whose backward has run; without one since the last step, do nothing."""
+        optimizer_state.refuse_passed_on(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -330,6 +328,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @untraced
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it, and zeros before a step; mapped from files, so no memory until it is used."""
+        optimizer_state.refuse_passed_on(self)
         self.synchronize()
         shown = self.state
         if self.engine is not None or not self._num_steps:
@@ -346,12 +345,13 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         fp32 masters, which only one of these has, have to round to the model's values, once the next step begins.
         """
+        optimizer_state.refuse_passed_on(self)
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         groups, given = optimizer_state.parts_of(state_dict)
         numbers = optimizer_state.numbers_of(self.param_groups, groups)
-        states = {p: dict(given[n]) for p, n in zip(self._parameters, numbers, strict=True) if n in given}
+        states = {p: dict(given.get(n, {})) for p, n in zip(self._parameters, numbers, strict=True)}
         num_steps, missed = optimizer_state.steps_of(states)
         if self.engine is not None and self._of_trained(missed) != self._of_trained(self.missed):
             raise OptimizerError(optimizer_state.OTHER_STEPS)
@@ -419,8 +419,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 elif not is_offloaded(parameter):
                     self.state[parameter] = {**in_memory.copied(state), "step": self._shown_step(parameter)}
                 continue
-            if self._has_values(parameter):
-                self.engine.load_state(span, state)
+            if self._has_values(parameter) or not state:  # none: it begins at zeros
+                self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
                 if not self.engine.num_steps:
                     self.loaded[parameter] = state
             self._show_state(parameter)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import card
@@ -40,11 +41,9 @@ def to(model: torch.nn.Module, where: str = "card:0") -> Any:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def on_storage(build: Callable[[], torch.nn.Module], storage: Any, where: str = "card:0") -> Any:
-    """The model that `init_on_storage` builds, on the card.
-
-    As of other devices a parameter may become one of the card in place: torch itself knows no way, so tensors are swapped.
-    """
+@contextmanager
+def in_place() -> Iterator[None]:
+    """An offloaded parameter may become one of the card, or of the CPU, as it may of devices that torch knows."""
     set_data = Residency.set_data
 
     def across(self: Residency, parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -54,9 +53,15 @@ def on_storage(build: Callable[[], torch.nn.Module], storage: Any, where: str = 
         parameter.__class__ = self.kind
         other = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
         other.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, other)
+        torch._C._swap_tensor_impl(parameter, other)  # swap_tensors wants no weak references, which Dynamo has
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Residency, "set_data", across)
         patched.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: True)
+        yield
+
+
+def on_storage(build: Callable[[], torch.nn.Module], storage: Any, where: str = "card:0") -> Any:
+    """The model that `init_on_storage` builds, on the card."""
+    with in_place():
         return gs_compile.init_on_storage(build, storage=storage, device=where)

@@ -12,7 +12,7 @@ import card
 import inductor
 import pytest
 import torch
-from carded import Card, on_storage, to
+from carded import Card, in_place, on_storage, to
 from lines import without
 from tiered import (
     Harness,
@@ -30,7 +30,7 @@ from tiered import (
 from zoo import small
 
 import gs_compile
-from gs_compile.errors import DeviceError, MemoryBudgetError
+from gs_compile.errors import DeviceError, MemoryBudgetError, MixedDeviceError, UncapturedWarning
 from gs_compile.model.first_call import where_of
 from gs_compile.planner import in_pieces
 from gs_compile.planner.measure.machines import Where, free_nbytes
@@ -356,6 +356,27 @@ def test_a_model_built_on_storage_that_the_device_cannot_hold(tmp_path):
 
 
 # Between steps --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_sent_to_the_cpu_and_back(tmp_path):
+    """As Lightning does with it when its training ends."""
+    model = to(gpt2())
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path, **MIXED))
+    step(model, optimizer, tokens(0))
+    wanted, ids = model.state_dict()["lm_head.weight"], tokens(1)
+    with in_place():
+        model.cpu()
+    assert torch.equal(model.lm_head.weight, wanted)  # on one device
+    with pytest.raises(MixedDeviceError, match="moved to cpu after its first call, and trains on card:0"):
+        model(input_ids=ids, labels=ids)
+    with pytest.warns(UncapturedWarning, match="trains on card:0"), torch.no_grad():
+        expected = model(input_ids=ids, labels=ids).loss
+    with in_place():
+        model.to("card:0")
+    loss = model(input_ids=ids.to("card:0"), labels=ids.to("card:0")).loss
+    assert float(loss.detach().cpu()) == pytest.approx(float(expected), rel=1e-6)
+    optimizer.engine.tiers.close()
 
 
 def test_evaluation_generation_and_state_dicts(tmp_path):

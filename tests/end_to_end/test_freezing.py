@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import math
 from functools import partial
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from learner import distance
 from tiered import Harness, Outcome, adamw, gpt2, loss_of, options, outcome, step, tokens
 
+import gs_compile
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 
 pytestmark = pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")  # layers, one of them frozen
@@ -44,7 +47,7 @@ def test_a_schedule_learns_what_plain_pytorch_does(tmp_path, caplog):
     learn(plain, theirs)
     with caplog.at_level(logging.INFO):
         learn(ours, optimizer)
-    words = [each.getMessage() for each in caplog.records if "requires_grad has changed" in each.getMessage()]
+    words = [each.getMessage() for each in caplog.records if "has changed" in each.getMessage()]
     assert [text.split(": ")[1].split(".")[0] for text in words] == [
         "24 parameters are trained in the place of 10",
         "10 parameters are trained in the place of 24",
@@ -69,6 +72,39 @@ def test_a_schedule_learns_what_plain_pytorch_does(tmp_path, caplog):
     assert distance(states(other), states(theirs)) < 1e-6
     with pytest.raises(OptimizerError, match="some parameters have taken fewer steps than others, and not so here"):
         optimizer.load_state_dict(plain_steps(theirs.state_dict()))
+
+
+def test_an_optimizer_that_is_made_later_goes_on_with_the_parameters(tmp_path):
+    """As a second phase of training makes one: with settings of its own, and moments that begin anew."""
+    plain, ours = gpt2(), gpt2()
+    ours.compile(backend="greedysnake", options=options(tmp_path, alpha=0.5))
+    first = optimizer = adamw(list(ours.parameters()), eps=1e-4)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4)
+    for number in range(4):
+        if number == 2:
+            optimizer = gs_compile.AdamW(ours.parameters(), lr=1e-3, eps=1e-4, max_grad_norm=math.inf)
+            theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-4)
+            assert first.state_dict()["state"][0]["step"] == 2
+        step(ours, optimizer, tokens(number))
+        step(plain, theirs, tokens(number))
+    assert distance(dict(ours.state_dict()), dict(plain.state_dict())) < 1e-6
+    assert distance(states(optimizer), states(theirs)) < 1e-6
+    for use in (first.step, first.state_dict, partial(first.load_state_dict, theirs.state_dict())):
+        with pytest.raises(OptimizerError, match="another optimizer was made for these parameters later"):
+            use()
+    loss_of(ours, tokens(4)).backward()
+    other = adamw(list(ours.parameters()))
+    with pytest.raises(
+        StepOrderError, match=r"the optimizer of .* has changed .*: change it between optimizer.step\(\)"
+    ):
+        loss_of(ours, tokens(4))
+    optimizer.step()
+    step(ours, other, tokens(5))
+    assert (optimizer.num_steps, other.num_steps) == (3, 1)
+    del other
+    gc.collect()
+    with pytest.raises(OptimizerError, match="the optimizer of this model is gone"):
+        step(ours, first, tokens(6))
 
 
 def plain_steps(state_dict):

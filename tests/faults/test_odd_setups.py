@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from setups import SetUp, adamw, ids, same, values
+from setups import SetUp, ids, same, values
 from tiered import our_threads
 from torch import nn
 
@@ -203,11 +203,6 @@ def clipping_by_torch(setup, loss):
 def the_step_of_an_optimizer_of_torch(setup, loss):
     loss.backward()
     torch.optim.Adam(setup.model.parameters()).step()
-
-
-@misused(errors.OptimizerError, "another gs_compile optimizer trains this parameter already")
-def another_optimizer_after_the_first_call(setup, loss):
-    adamw(setup.model.parameters())
 
 
 @misused(errors.NoBatchInputError, "the batch has no rows")

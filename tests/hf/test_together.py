@@ -31,6 +31,18 @@ def test_answers_chosen_among_all_tokens_are_not_padded():
         gathered(batches, 0)
 
 
+def test_a_batch_within_a_batch_is_joined_and_parted():
+    """As sentence-transformers' models take one, and return it with what they have made."""
+    batches = [{"input": {"input_ids": torch.full((2, n), n), "attention_mask": torch.ones(2, n)}} for n in (3, 4)]
+    inner = gathered(batches, 7)["input"]
+    assert inner["input_ids"].tolist() == [[3, 3, 3, 7]] * 2 + [[4] * 4] * 2
+    assert inner["attention_mask"].sum() == 14
+    made = {"sentence_embedding": torch.arange(16).view(4, 4), **inner}
+    for number, (batch, found) in enumerate(zip(batches, parted(made, batches), strict=True)):
+        assert torch.equal(found["input_ids"], batch["input"]["input_ids"])
+        assert torch.equal(found["sentence_embedding"], made["sentence_embedding"][2 * number : 2 * number + 2])
+
+
 def test_the_head_gives_what_the_fused_one_gives():
     model, ids = small("llama").eval(), torch.randint(VOCAB, (2, 9))
     labels = ids.masked_fill(torch.rand(2, 9) < 0.3, -100)

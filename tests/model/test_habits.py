@@ -172,6 +172,16 @@ def lerped(model):
     torch.lerp(weight(model), torch.ones(weight(model).shape, dtype=weight(model).dtype), 0.25, out=weight(model))
 
 
+def detached(model):
+    """As Lightning's average of weights and diffusers' copy them."""
+    weight(model).detach().mul_(2)
+    weight(model).detach()[1].zero_()
+    first, norm = next(model.transformer.h.parameters()), model.transformer.ln_f.bias
+    first.detach().copy_(torch.ones(first.shape))
+    norm.requires_grad_(False).detach().fill_(3)
+    norm.requires_grad_(True)
+
+
 def by_data(model):
     data = weight(model).data
     data.mul_(2)
@@ -185,6 +195,7 @@ WRITES = {
     "p.mul_(...), p[2].zero_(), p[4, 5] = 7": changed_in_place,
     "torch._foreach_mul_, out=p": lerped,
     "p.data.mul_(...), p.data = values": by_data,
+    "p.detach().copy_(...)": detached,
     "nn.init.*": lambda m: (torch.manual_seed(3), [nn.init.normal_(p) for p in m.parameters()]),
     "vector_to_parameters": lambda m: vector_to_parameters(
         torch.arange(sum(p.numel() for p in m.parameters())).to(weight(m).dtype) / 100, m.parameters()

@@ -200,6 +200,30 @@ def test_a_state_that_is_replaced_is_refused(tmp_path):
         one.train(1)
 
 
+def test_what_a_state_dict_has_no_state_for_begins_anew(tmp_path):
+    """As with torch, in whose state dicts it has none before its first gradient."""
+    with learner(tmp_path) as one:
+        one.train(0)
+        model, found = (copy.deepcopy(each.state_dict()) for each in (one.model, one.optimizer))
+        some = {**found, "state": {number: state for number, state in found["state"].items() if number % 2}}
+        with pytest.raises(OptimizerError, match="before the model's first call"):
+            one.optimizer.load_state_dict(some)
+        one.optimizer.load_state_dict({**found, "state": {}})
+        assert one.optimizer.num_steps == 0
+        one.train(1)
+        anew = one.values()
+    with learner(tmp_path) as one:
+        one.model.load_state_dict(model)
+        one.optimizer.load_state_dict(found)
+        one.optimizer.load_state_dict({**found, "state": {}})
+        one.train(1)
+        same_tensors(one.values(), anew)
+    with learner(tmp_path) as one:
+        one.optimizer.load_state_dict(some)
+        one.train(1)
+        assert [state["step"] for state in one.optimizer.state_dict()["state"].values()] == [1, 2] * (len(model) // 2)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("precision", [pytest.param("model", marks=pytest.mark.slow), "bf16"])
