@@ -26,16 +26,19 @@ def trace_libraries() -> bool:
 
 
 def _trace_adapters() -> bool:
-    """How DoRA reads a weight that may be quantized.
+    """How DoRA reads a weight that may be quantized, or is transposed, and the forwards of three kinds of adapters.
 
     PEFT asks for the name of the weight's module, at which Dynamo breaks the graph. A quantized weight breaks it still,
-    and PEFT's own function reads it.
+    and PEFT's own function reads it. What is transposed becomes a parameter there, which no graph can make.
     """
-    integrations = sys.modules.get("peft.utils.integrations")
-    original = getattr(integrations, "dequantize_module_weight", None)
-    if original is None:
-        return False
-    return _substitute(original, _weight)
+    changed = False
+    for module, name, traced in FUNCTIONS:
+        original = getattr(sys.modules.get(f"peft.utils.{module}"), name, None)
+        changed |= original is not None and _substitute(original, traced)
+    for kind, (name, forward) in FORWARDS.items():
+        layer = getattr(sys.modules.get(f"peft.tuners.{kind}.layer"), name, None)
+        changed |= layer is not None and _substitute_forward(layer, forward)
+    return changed
 
 
 def _trace_recorders() -> bool:
@@ -115,6 +118,54 @@ def _substitute(original: Any, traced: Callable[..., Any]) -> bool:
     return True
 
 
+def _substitute_forward(layer: type, traced: Callable[..., Any]) -> bool:
+    """Have Dynamo trace the forward of a class as a function that is given that forward first; as `_substitute`."""
+    original = layer.forward  # type: ignore[attr-defined]
+    if original.__module__ == __name__:
+        return False
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return traced(original, self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    layer.forward = forward  # type: ignore[attr-defined]
+    return True
+
+
+def _with_delta(original: Any, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """LoHa and LoKr: whether a module is dropped is drawn as a tensor, and only where it has a rate."""
+    if layer.disable_adapters or layer.merged:
+        return original(layer, x, *args, **kwargs)
+    result = layer.base_layer(x, *args, **kwargs)
+    for name in layer.active_adapters:
+        if name in layer._available_adapters:
+            delta, rate = layer._get_delta_activations(name, x, *args, **kwargs), layer.module_dropout[name]
+            result = result + (delta * (torch.rand(1, device=x.device) > rate) if layer.training and rate else delta)
+    return result.to(x.dtype)
+
+
+def _with_changed_parameter(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """LoRA of a parameter, as of stacked experts: its module runs with the sum, and registers no parametrization."""
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if layer.disable_adapters or layer.merged or not names or kwargs.get("adapter_names") is not None:
+        return original(layer, *args, **kwargs)
+    changed = layer.get_param()
+    for name in names:
+        changed = changed + layer.get_delta_weight(name)
+    path, inner = layer.parameter_name, layer.base_layer
+    while inner is not layer.get_base_layer():  # each adapted parameter of a module has a layer around it
+        path, inner = f"base_layer.{path}", inner.base_layer
+    return torch.func.functional_call(layer.base_layer, {path: changed}, args, kwargs)
+
+
+FORWARDS = {
+    "loha": ("LoHaLayer", _with_delta),
+    "lokr": ("LoKrLayer", _with_delta),
+    "lora": ("ParamWrapper", _with_changed_parameter),
+}  # of PEFT, by the module of their class
+
+
 def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
     if not module.training:
         return embedded
@@ -129,3 +180,15 @@ def _weight(module: Any) -> Any:
     if type(module.weight).__name__ not in _PLAIN:
         torch._dynamo.graph_break()
     return module.weight
+
+
+def _transposed(weight: Any, fan_in_fan_out: bool) -> Any:
+    if not fan_in_fan_out:
+        return weight
+    return (weight.detach() if isinstance(weight, torch.nn.Parameter) else weight).T
+
+
+FUNCTIONS = (  # of PEFT, by their modules
+    ("integrations", "dequantize_module_weight", _weight),
+    ("other", "transpose", _transposed),
+)

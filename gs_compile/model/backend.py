@@ -219,11 +219,14 @@ def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
 def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     """Stash parameters that go to the tiers while they are captured: what Dynamo guards are placeholders.
 
-    So the model is captured once, not once more when its parameters have left. Returns whether any has another dtype
-    there, with which it is to be captured.
+    So the model is captured once, not once more when its parameters have left. What an evaluation reads beside those of
+    a run, as another adapter, stays in memory. Returns whether any has another dtype there, with which it is to be
+    captured.
     """
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
+    if not torch.is_grad_enabled() and any(residency_of(parameter).tiered for parameter in parameters):
+        parameters = [parameter for parameter in parameters if is_offloaded(parameter)]
     tiered = options.precision == "bf16" or any(is_offloaded(parameter) for parameter in parameters)
     if not tiered and next(optimizers_of(parameters), None) is None:
         return False
