@@ -143,7 +143,11 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):
         return f"OffloadedParameter({kept}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce_ex__(None)
+        copied = self._greedysnake.copied(self)
+        if copied is None:
+            return self.__reduce_ex__(None)
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReleasedParameterError(
