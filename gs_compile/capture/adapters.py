@@ -4,6 +4,7 @@ cannot trace, said in a way that it can.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FunctionType
@@ -26,7 +27,7 @@ def trace_libraries() -> bool:
 
 
 def _trace_adapters() -> bool:
-    """How DoRA reads a weight that may be quantized, or is transposed, and the forwards of three kinds of adapters.
+    """How DoRA reads a weight that may be quantized, or is transposed, and `METHODS` of its layers.
 
     PEFT asks for the name of the weight's module, at which Dynamo breaks the graph. A quantized weight breaks it still,
     and PEFT's own function reads it. What is transposed becomes a parameter there, which no graph can make.
@@ -35,9 +36,9 @@ def _trace_adapters() -> bool:
     for module, name, traced in FUNCTIONS:
         original = getattr(sys.modules.get(f"peft.utils.{module}"), name, None)
         changed |= original is not None and _substitute(original, traced)
-    for kind, (name, forward) in FORWARDS.items():
+    for kind, name, method, of_method in METHODS:
         layer = getattr(sys.modules.get(f"peft.tuners.{kind}.layer"), name, None)
-        changed |= layer is not None and _substitute_forward(layer, forward)
+        changed |= layer is not None and _substitute_method(layer, method, of_method)
     return changed
 
 
@@ -118,18 +119,19 @@ def _substitute(original: Any, traced: Callable[..., Any]) -> bool:
     return True
 
 
-def _substitute_forward(layer: type, traced: Callable[..., Any]) -> bool:
-    """Have Dynamo trace the forward of a class as a function that is given that forward first; as `_substitute`."""
-    original = layer.forward  # type: ignore[attr-defined]
+def _substitute_method(layer: type, name: str, traced: Callable[..., Any]) -> bool:
+    """Have Dynamo trace a method of a class as a function that is given that method first; as `_substitute`."""
+    original = getattr(layer, name)
     if original.__module__ == __name__:
         return False
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return traced(original, self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
-    layer.forward = forward  # type: ignore[attr-defined]
+    setattr(layer, name, method)
     return True
 
 
@@ -159,11 +161,18 @@ def _with_changed_parameter(original: Any, layer: Any, *args: Any, **kwargs: Any
     return torch.func.functional_call(layer.base_layer, {path: changed}, args, kwargs)
 
 
-FORWARDS = {
-    "loha": ("LoHaLayer", _with_delta),
-    "lokr": ("LoKrLayer", _with_delta),
-    "lora": ("ParamWrapper", _with_changed_parameter),
-}  # of PEFT, by the module of their class
+def _scattered(_: Any, layer: Any, name: str) -> torch.Tensor:
+    """SHiRA: what it adds to a weight, dense, as graphs have no sparse tensors."""
+    values, indices = layer.shira_weight[name] * layer.scaling[name], layer.shira_indices[name]
+    return values.new_zeros(layer.out_features, layer.in_features).index_put(tuple(indices.to(values.device)), values)
+
+
+METHODS = (  # of PEFT's layers, by the module and the name of their class
+    ("loha", "LoHaLayer", "forward", _with_delta),
+    ("lokr", "LoKrLayer", "forward", _with_delta),
+    ("lora", "ParamWrapper", "forward", _with_changed_parameter),
+    ("shira", "Linear", "get_delta_weight", _scattered),
+)
 
 
 def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
