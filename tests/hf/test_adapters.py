@@ -156,6 +156,7 @@ def test_a_forward_that_dynamo_is_given_in_other_words(config, tmp_path):
     with torch.no_grad():
         without = tiny()(input_ids=ids).logits
     learned, mine, theirs = {}, adapted(config, tiny()), adapted(config, tiny())
+    mine.enable_input_require_grads()  # as checkpointing has it
     mine.compile(backend="greedysnake", options=tiered.options(tmp_path))
     for model, kind in ((mine, gs_compile.SGD), (theirs, torch.optim.SGD)):
         optimizer = kind([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.5)
@@ -185,10 +186,10 @@ def test_ranks_by_gradients_are_refused(tmp_path):
 def test_a_break_inside_a_call_is_named(tmp_path):
     """Dynamo skips the outer forward, and what it captures are parts of it."""
     model = adapted(peft.LoraConfig(target_modules=["mix"]), tiny())
-    model.enable_input_require_grads()
+    model.get_input_embeddings().register_forward_hook(lambda *_: torch._dynamo.graph_break())
     model.compile(backend="greedysnake")
     ids = torch.arange(8).view(2, 4)
-    with pytest.raises(GraphBreakError, match=r"Dynamo's reason: .*requires_grad_\(\) "):
+    with pytest.raises(GraphBreakError, match=r"Dynamo's reason: .*graph_break\(\)"):
         model(input_ids=ids, labels=ids)
 
 
