@@ -161,7 +161,7 @@ def _with_changed_parameter(original: Any, layer: Any, *args: Any, **kwargs: Any
     return torch.func.functional_call(layer.base_layer, {path: changed}, args, kwargs)
 
 
-def _scattered(_: Any, layer: Any, name: str) -> torch.Tensor:
+def _scattered(_: Any, layer: Any, name: str) -> Any:
     """SHiRA: what it adds to a weight, dense, as graphs have no sparse tensors."""
     values, indices = layer.shira_weight[name] * layer.scaling[name], layer.shira_indices[name]
     return values.new_zeros(layer.out_features, layer.in_features).index_put(tuple(indices.to(values.device)), values)

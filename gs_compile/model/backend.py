@@ -138,6 +138,8 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     whole = whole_batch(compilation, models, args)
     seed = _seed(models, whole)
     engine = _engine_for(compilation, models, args, ranks)
+    if engine is not None and not training:
+        args = list(map(_as_buffer, args))
     if engine is not None and training and trains_others(engine, args):
         engine = train_others(engine, Call(compilation, models, args, CompiledUnits(parts, seed, whole), training))
     if engine is not None and engine.durable is not None and found is not None:
@@ -150,6 +152,11 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     if seed is not None and ranks is not None:
         seed ^= ranks.place << 48  # each rank draws its own
     return Call(compilation, models, args, CompiledUnits(parts, seed, whole), training, engine, ranks)
+
+
+def _as_buffer(arg: Any) -> Any:
+    """What an evaluation reads and the run does not have, a parameter in memory, is read as a buffer is."""
+    return arg.detach() if isinstance(arg, torch.nn.Parameter) and not is_offloaded(arg) else arg
 
 
 def _seed(models: Sequence[SpecializedModel], whole: WholeBatch | None) -> int | None:

@@ -187,7 +187,6 @@ class Engine(ParameterStore):
                 self.open.abandon(AGAIN, by_call=True)  # its loss was never differentiated
         else:
             self.flush()
-            args = [_as_buffer(arg) for arg in args]
         bindings = bind(models[0].split, args, spans, self._units)
         tied = tied_units(models[0].split, spans)
         shape = replace(self.planning.shape(models[0], tied, training=shape.training), outside=shape.outside)
@@ -421,11 +420,6 @@ class Engine(ParameterStore):
                 'the model the whole batch in one call, or give options={"accumulate": True}, with which updates wait '
                 "for optimizer.step(), and begin the run anew"
             )
-
-
-def _as_buffer(arg: Any) -> Any:
-    """A parameter in memory as what is no parameter; anything else as it is."""
-    return arg.detach() if isinstance(arg, torch.nn.Parameter) and not is_offloaded(arg) else arg
 
 
 def _refuse_inputs(args: Sequence[Any], batch: Container[int]) -> None:

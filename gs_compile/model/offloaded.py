@@ -53,6 +53,9 @@ class Place(Protocol):
     def rows(self, parameter: Tensor) -> Tensor:
         """The value as state dicts have it."""
 
+    def copied(self, parameter: Tensor) -> torch.nn.Parameter | None:
+        """Another parameter with the value, before the model's first call; None after it."""
+
     def take(self, parameter: Tensor, values: Tensor) -> None:
         """Give the parameter values of another dtype, and that dtype, before the model's first call."""
 
@@ -146,8 +149,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):
         copied = self._greedysnake.copied(self)
         if copied is None:
             return self.__reduce_ex__(None)
-        memo[id(self)] = copied
-        return copied
+        return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReleasedParameterError(
