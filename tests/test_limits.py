@@ -62,7 +62,7 @@ LIMITS: dict[str, list[Case]] = {
     "Clipping, where the gradients": [
         ("end_to_end/test_choice.py", "test_too_little_memory_for_clipping_says_what_would_fit_without", "the largest"),
     ],
-    "Calls that read other parameters": [
+    "Steps that read other parameters": [
         (HERE, "test_a_call_that_reads_other_parameters", "call the model the same way")
     ],
     "An evaluation between a forward and its backward": [

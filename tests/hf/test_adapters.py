@@ -40,6 +40,8 @@ ADAPTERS = {
 REWRITTEN = {
     "loha": peft.LoHaConfig(r=2, target_modules=["mix"]),
     "lokr": peft.LoKrConfig(r=2, target_modules=["mix"]),
+    "shira": peft.ShiraConfig(r=2, target_modules=["mix"], random_seed=0),
+    "dora": peft.LoraConfig(r=2, target_modules=["words"], use_dora=True),
     "parameter": peft.LoraConfig(r=2, target_modules=[], target_parameters=["mix.weight", "up.weight"]),
 }
 
@@ -149,9 +151,13 @@ def test_adapters_are_switched_off_and_merged(trainer):
 
 
 @zoo.WARNINGS[0]  # of LoHa, too
-@pytest.mark.parametrize("config", REWRITTEN.values(), ids=REWRITTEN)
-def test_a_forward_that_dynamo_is_given_in_other_words(config, tmp_path):
+@zoo.WARNINGS[1]  # of SHiRA, too
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "loha")) for each in REWRITTEN]
+)  # LoKr's forward is LoHa's
+def test_a_forward_that_dynamo_is_given_in_other_words(name, tmp_path):
     """It learns what it learns in plain PyTorch, and is switched off, and merged."""
+    config = REWRITTEN[name]
     ids = torch.arange(20).view(5, 4)
     with torch.no_grad():
         without = tiny()(input_ids=ids).logits
