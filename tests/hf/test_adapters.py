@@ -152,6 +152,7 @@ def test_adapters_are_switched_off_and_merged(trainer):
 
 @zoo.WARNINGS[0]  # of LoHa, too
 @zoo.WARNINGS[1]  # of SHiRA, too
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of SHiRA in plain PyTorch
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "loha")) for each in REWRITTEN]
 )  # LoKr's forward is LoHa's
