@@ -62,7 +62,7 @@ LIMITS: dict[str, list[Case]] = {
     "Clipping, where the gradients": [
         ("end_to_end/test_choice.py", "test_too_little_memory_for_clipping_says_what_would_fit_without", "the largest"),
     ],
-    "Calls that read other parameters": [
+    "Steps that read other parameters": [
         (HERE, "test_a_call_that_reads_other_parameters", "call the model the same way")
     ],
     "An evaluation between a forward and its backward": [
@@ -321,6 +321,8 @@ def chooses(tmp_path):
 
 def test_a_call_that_reads_other_parameters(chooses):
     chooses(ids())
+    with torch.no_grad():  # an evaluation may
+        torch.testing.assert_close(chooses(ids(), 1), chooses.forward(ids(), 1))
     with pytest.raises(OptimizerError, match=r"in unit e that the first call did not: call the model the same way in"):
         chooses(ids(), 1)
 

@@ -4,6 +4,7 @@ cannot trace, said in a way that it can.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FunctionType
@@ -26,16 +27,19 @@ def trace_libraries() -> bool:
 
 
 def _trace_adapters() -> bool:
-    """How DoRA reads a weight that may be quantized.
+    """How DoRA reads a weight that may be quantized, or is transposed, and `METHODS` of its layers.
 
     PEFT asks for the name of the weight's module, at which Dynamo breaks the graph. A quantized weight breaks it still,
-    and PEFT's own function reads it.
+    and PEFT's own function reads it. What is transposed becomes a parameter there, which no graph can make.
     """
-    integrations = sys.modules.get("peft.utils.integrations")
-    original = getattr(integrations, "dequantize_module_weight", None)
-    if original is None:
-        return False
-    return _substitute(original, _weight)
+    changed = False
+    for module, name, traced in FUNCTIONS:
+        original = getattr(sys.modules.get(f"peft.utils.{module}"), name, None)
+        changed |= original is not None and _substitute(original, traced)
+    for kind, name, method, of_method in METHODS:
+        layer = getattr(sys.modules.get(f"peft.tuners.{kind}.layer"), name, None)
+        changed |= layer is not None and _substitute_method(layer, method, of_method)
+    return changed
 
 
 def _trace_recorders() -> bool:
@@ -115,6 +119,62 @@ def _substitute(original: Any, traced: Callable[..., Any]) -> bool:
     return True
 
 
+def _substitute_method(layer: type, name: str, traced: Callable[..., Any]) -> bool:
+    """Have Dynamo trace a method of a class as a function that is given that method first; as `_substitute`."""
+    original = getattr(layer, name)
+    if original.__module__ == __name__:
+        return False
+
+    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return traced(original, self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(layer, name, method)
+    return True
+
+
+def _with_delta(original: Any, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """LoHa and LoKr: whether a module is dropped is drawn as a tensor, and only where it has a rate."""
+    if layer.disable_adapters or layer.merged:
+        return original(layer, x, *args, **kwargs)
+    result = layer.base_layer(x, *args, **kwargs)
+    for name in layer.active_adapters:
+        if name in layer._available_adapters:
+            delta, rate = layer._get_delta_activations(name, x, *args, **kwargs), layer.module_dropout[name]
+            result = result + (delta * (torch.rand(1, device=x.device) > rate) if layer.training and rate else delta)
+    return result.to(x.dtype)
+
+
+def _with_changed_parameter(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """LoRA of a parameter, as of stacked experts: its module runs with the sum, and registers no parametrization."""
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if layer.disable_adapters or layer.merged or not names or kwargs.get("adapter_names") is not None:
+        return original(layer, *args, **kwargs)
+    changed = layer.get_param()
+    for name in names:
+        changed = changed + layer.get_delta_weight(name)
+    path, inner = layer.parameter_name, layer.base_layer
+    while inner is not layer.get_base_layer():  # each adapted parameter of a module has a layer around it
+        path, inner = f"base_layer.{path}", inner.base_layer
+    return torch.func.functional_call(layer.base_layer, {path: changed}, args, kwargs)
+
+
+def _scattered(_: Any, layer: Any, name: str) -> Any:
+    """SHiRA: what it adds to a weight, dense, as graphs have no sparse tensors."""
+    values, indices = layer.shira_weight[name] * layer.scaling[name], layer.shira_indices[name]
+    return values.new_zeros(layer.out_features, layer.in_features).index_put(tuple(indices.to(values.device)), values)
+
+
+METHODS = (  # of PEFT's layers, by the module and the name of their class
+    ("loha", "LoHaLayer", "forward", _with_delta),
+    ("lokr", "LoKrLayer", "forward", _with_delta),
+    ("lora", "ParamWrapper", "forward", _with_changed_parameter),
+    ("shira", "Linear", "get_delta_weight", _scattered),
+)
+
+
 def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
     if not module.training:
         return embedded
@@ -129,3 +189,15 @@ def _weight(module: Any) -> Any:
     if type(module.weight).__name__ not in _PLAIN:
         torch._dynamo.graph_break()
     return module.weight
+
+
+def _transposed(weight: Any, fan_in_fan_out: bool) -> Any:
+    if not fan_in_fan_out:
+        return weight
+    return (weight.detach() if isinstance(weight, torch.nn.Parameter) else weight).T
+
+
+FUNCTIONS = (  # of PEFT, by their modules
+    ("integrations", "dequantize_module_weight", _weight),
+    ("other", "transpose", _transposed),
+)

@@ -5,6 +5,7 @@
 * A size in a text that has values of tensors beside it stays a symbol: nobody reads such a text while tracing.
 * ``torch.cat(list(x))`` is ``x.flatten(0, 1)``, so that the number of rows stays a symbol; a list of rows that is read
   otherwise has its number, as Dynamo has it.
+* ``x.requires_grad_()`` of what the forward has made is ``x``, as where checkpointing asks it of embeddings.
 
 These are in force while Dynamo compiles a frame for this backend (`frame_settings`).
 """
@@ -48,11 +49,10 @@ def enter(stack: ExitStack) -> None:
         for opcode, traced in _INSTRUCTIONS.items():
             stack.callback(table.__setitem__, opcode, table[opcode])
             table[opcode] = traced
-    kinds: tuple[tuple[Any, Any], ...] = ((_LIST, _list), (TorchInGraphFunctionVariable, _cat))
-    for kind, call in kinds:
-        plain = kind.call_function
-        stack.callback(setattr, kind, "call_function", plain)
-        kind.call_function = partialmethod(call, plain)
+    for kind, method, call in _METHODS:
+        plain = getattr(kind, method)
+        stack.callback(setattr, kind, method, plain)
+        setattr(kind, method, partialmethod(call, plain))
 
 
 def _translators(kind: type[InstructionTranslatorBase]) -> Iterator[Any]:
@@ -149,6 +149,18 @@ def _cat(function: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> 
     return plain(function, translator, args, kwargs)
 
 
+def _requires_grad(tensor: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    wanted = [each for each in (*args, *kwargs.values()) if isinstance(each, VariableTracker)]
+    if tensor.source is None and all(each.as_python_constant() for each in wanted):
+        return tensor
+    return plain(tensor, *args, **kwargs)
+
+
+_METHODS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (_LIST, "call_function", _list),
+    (TorchInGraphFunctionVariable, "call_function", _cat),
+    (TensorVariable, "method_requires_grad_", _requires_grad),
+)
 _JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_") for value in ("TRUE", "FALSE")]
 _INSTRUCTIONS: dict[int, Callable[..., None]] = {
     dis.opmap["BUILD_STRING"]: _build_string,

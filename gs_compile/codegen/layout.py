@@ -270,7 +270,8 @@ def bind(split: Split, args: Sequence[Any], spans: Mapping[int, Slice], units: S
             elif span is None or span.unit not in (graph.unit, TIED):
                 raise OptimizerError(
                     f"this call reads a parameter of shape {tuple(arg.shape)} in unit {graph.unit} that the first call "
-                    "did not: call the model the same way in every step"
+                    "did not: call the model the same way in every step. To train others from now on, as another "
+                    "adapter, save the model and begin a run with a model of its own"
                 )
             else:
                 parameters[span.unit][index] = Binding(index, span, bool(arg.requires_grad))

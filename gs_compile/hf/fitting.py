@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Mapping
 from functools import partial, wraps
 from typing import Any, NoReturn
@@ -38,20 +37,13 @@ def fit(accelerator: Any, model: nn.Module, size: int, given: Mapping[str, Any])
 def _fit_for_capture(model: nn.Module) -> None:
     """Leave out activation checkpointing; put in what `output_hidden_states=True` and `generate` read with.
 
-    Raises OptionError where a module has a hook on its backward, which runs layer by layer without the module, or
-    PEFT adapts a parameter by itself, which Dynamo does not trace: its error would name another line.
+    Raises OptionError where a module has a hook on its backward, which runs layer by layer without the module.
     """
-    of_parameters = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
     for name, module in model.named_modules():
         if found := backward_hooks(module):
             raise OptionError(
                 f"{name or 'the model'} has a backward hook, {found[0]}: which would never be called: "
                 "remove it (the handle's .remove()). Forward hooks are part of the model"
-            )
-        if isinstance(module, of_parameters):
-            raise OptionError(
-                f"{name} is LoRA of a parameter, {module.parameter_name}: each forward puts another parameter in its "
-                "place, which cannot be captured. Leave target_parameters out, and adapt modules by target_modules"
             )
         if getattr(module, "gradient_checkpointing", False):  # each layer is run again in its backward anyway
             module.gradient_checkpointing = False

@@ -139,6 +139,8 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     whole = whole_batch(compilation, models, args)
     seed = _seed(models, whole)
     engine = _engine_for(compilation, models, args, ranks)
+    if engine is not None and not training:
+        args = list(map(_as_buffer, args))
     if engine is not None and training and trains_others(engine, args):
         engine = train_others(engine, Call(compilation, models, args, CompiledUnits(parts, seed, whole), training))
     if engine is not None and engine.durable is not None and found is not None:
@@ -151,6 +153,11 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     if seed is not None and ranks is not None:
         seed ^= ranks.place << 48  # each rank draws its own
     return Call(compilation, models, args, CompiledUnits(parts, seed, whole), training, engine, ranks)
+
+
+def _as_buffer(arg: Any) -> Any:
+    """What an evaluation reads and the run does not have, a parameter in memory, is read as a buffer is."""
+    return arg.detach() if isinstance(arg, torch.nn.Parameter) and not is_offloaded(arg) else arg
 
 
 def _seed(models: Sequence[SpecializedModel], whole: WholeBatch | None) -> int | None:
@@ -220,11 +227,14 @@ def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
 def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     """Stash parameters that go to the tiers while they are captured: what Dynamo guards are placeholders.
 
-    So the model is captured once, not once more when its parameters have left. Returns whether any has another dtype
-    there, with which it is to be captured.
+    So the model is captured once, not once more when its parameters have left. What an evaluation reads beside those of
+    a run, as another adapter, stays in memory. Returns whether any has another dtype there, with which it is to be
+    captured.
     """
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
+    if not torch.is_grad_enabled() and any(residency_of(parameter).tiered for parameter in parameters):
+        parameters = [parameter for parameter in parameters if is_offloaded(parameter)]
     tiered = options.precision == "bf16" or any(is_offloaded(parameter) for parameter in parameters)
     if not tiered and next(optimizers_of(parameters), None) is None:
         return False

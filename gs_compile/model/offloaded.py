@@ -9,6 +9,7 @@ is. So nobody computes with the placeholder. What cannot be done with a value th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -35,7 +36,7 @@ _GET_DATA: Any = cast(Any, Tensor.data).__get__
 _VIEWS = frozenset("data T mT H mH real imag".split())  # attributes that show values; all others look
 _CONVERSIONS = frozenset("to cpu cuda float double half bfloat16 type".split())
 _REFUSED = {
-    **dict.fromkeys(("set_", "resize_", "resize_as_", "share_memory_", "data_ptr"), "has no memory of its own"),
+    **dict.fromkeys(("set_", "resize_", "resize_as_", "share_memory_"), "has no memory of its own"),
     **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook"), "gives its gradient to its update alone"),
 }
 CHANGE_STATE = "Take optimizer.state_dict(), change the tensors of that, and give it to optimizer.load_state_dict()"
@@ -52,6 +53,9 @@ class Place(Protocol):
 
     def rows(self, parameter: Tensor) -> Tensor:
         """The value as state dicts have it."""
+
+    def copied(self, parameter: Tensor) -> torch.nn.Parameter | None:
+        """Another parameter with the value, before the model's first call; None after it."""
 
     def take(self, parameter: Tensor, values: Tensor) -> None:
         """Give the parameter values of another dtype, and that dtype, before the model's first call."""
@@ -143,7 +147,10 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
         return f"OffloadedParameter({kept}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce_ex__(None)
+        copied = self._greedysnake.copied(self)
+        if copied is None:
+            return self.__reduce_ex__(None)
+        return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReleasedParameterError(
@@ -280,6 +287,19 @@ class StoredState(Tensor):
         return nn.Parameter.__torch_function__(function, (), args, kwargs or {})
 
 
+@dataclass(frozen=True)
+class Address:
+    """What `data_ptr` gives, as no memory is the parameter's: whoever asks which parameters are one may compare it."""
+
+    number: int
+
+    def __index__(self) -> int:
+        raise ReleasedParameterError("data_ptr: a parameter that lives on the tiers has no memory of its own")
+
+    def __mod__(self, _: int) -> int:  # whether memory is aligned
+        return self.__index__()
+
+
 class _Read(torch.autograd.Function):
     """A parameter's value with a gradient, which is added to that of the compiled model."""
 
@@ -307,6 +327,8 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if isinstance(first, OffloadedParameter):
         if name in _REFUSED:
             raise ReleasedParameterError(f"{name}: a parameter that lives on the tiers {_REFUSED[name]}")
+        if name == "data_ptr":
+            return Address(id(first))
         if name == "__set__" and attribute == "data":
             return first._assign(args[1])
         if name == "detach" and makes_state_dict():

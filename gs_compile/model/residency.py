@@ -148,6 +148,21 @@ class Residency:
         known = self.shown.get(values.device)
         return known is not None and known.is_true(values, self._state)
 
+    def copied(self, parameter: Tensor) -> nn.Parameter | None:
+        """Another parameter with the value in a file beside, before the first call; None after it.
+
+        A copy of what is encoded is not, as it may be trained.
+        """
+        if self.stash is None or self.folder is None or self.tiered is not None:
+            return None
+        if self.codec and isinstance(self.stash, DTensor):
+            return None
+        values = dense(self.as_stashed(parameter, self.stash))
+        shown = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
+        copied = nn.Parameter(shown, parameter.requires_grad)
+        stash(copied, values=files.converted(values, values.dtype, self.folder), folder=self.folder)
+        return copied
+
     def write(self, parameter: Tensor, values: Tensor) -> None:
         """Give an offloaded parameter another value; `values` of `shown_value` that have changed stay true.
 

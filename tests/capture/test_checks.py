@@ -73,7 +73,7 @@ def test_dynamo_is_as_it_was_when_the_frame_is_compiled():
     def found():
         kinds = tracing._translators(InstructionTranslatorBase)
         tables = [kind.dispatch_table[opcode] for kind in kinds for opcode in tracing._INSTRUCTIONS]
-        calls = [kind.call_function for kind in (tracing._LIST, TorchInGraphFunctionVariable)]
+        calls = [getattr(kind, method) for kind, method, _ in tracing._METHODS]
         return [handlers[torch._check_tensor_all], handlers[torch._check_tensor_all_with], *tables, *calls]
 
     before = found()

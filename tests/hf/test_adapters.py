@@ -7,7 +7,9 @@ from pathlib import Path
 
 import peft
 import pytest
+import tiered
 import torch
+import zoo
 from learner import distance, values
 from peft.utils.integrations import dequantize_module_weight
 from test_trainer import CHECKPOINTING, EAGER, curve, padded, samples
@@ -18,7 +20,7 @@ from zoo import small
 import gs_compile
 import gs_compile.hf
 from gs_compile.capture.dynamo import absorb_libraries
-from gs_compile.errors import GraphBreakError, OptionError, ReleasedParameterError
+from gs_compile.errors import GraphBreakError, ReleasedParameterError
 from gs_compile.model.residency import is_offloaded
 from gs_compile.placement.shards import QUANTUM
 
@@ -34,6 +36,13 @@ ADAPTERS = {
     "ia3": peft.IA3Config(**TASK),
     "prefix": peft.PrefixTuningConfig(num_virtual_tokens=4, **TASK),
     "prompt": peft.PromptTuningConfig(num_virtual_tokens=4, **TASK),
+}
+REWRITTEN = {
+    "loha": peft.LoHaConfig(r=2, target_modules=["mix"]),
+    "lokr": peft.LoKrConfig(r=2, target_modules=["mix"]),
+    "shira": peft.ShiraConfig(r=2, target_modules=["mix"], random_seed=0),
+    "dora": peft.LoraConfig(r=2, target_modules=["words"], use_dora=True),
+    "parameter": peft.LoraConfig(r=2, target_modules=[], target_parameters=["mix.weight", "up.weight"]),
 }
 
 
@@ -141,12 +150,32 @@ def test_adapters_are_switched_off_and_merged(trainer):
     torch.testing.assert_close(merged(input_ids=ids).logits, with_adapter)
 
 
-def test_an_adapted_parameter_is_refused(tmp_path):
-    """As of experts that are stacked: before anything is captured."""
-    model = adapted(peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.gate_proj.weight"], **TASK))
-    trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), use_cpu=True), train_dataset=samples())
-    with pytest.raises(OptionError, match=r"is LoRA of a parameter, weight: .* Leave target_parameters out"):
-        gs_compile.hf.attach(trainer, storage=tmp_path / "storage")
+@zoo.WARNINGS[0]  # of LoHa, too
+@zoo.WARNINGS[1]  # of SHiRA, too
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of SHiRA in plain PyTorch
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "loha")) for each in REWRITTEN]
+)  # LoKr's forward is LoHa's
+def test_a_forward_that_dynamo_is_given_in_other_words(name, tmp_path):
+    """It learns what it learns in plain PyTorch, and is switched off, and merged."""
+    config = REWRITTEN[name]
+    ids = torch.arange(20).view(5, 4)
+    with torch.no_grad():
+        without = tiny()(input_ids=ids).logits
+    learned, mine, theirs = {}, adapted(config, tiny()), adapted(config, tiny())
+    mine.enable_input_require_grads()  # as checkpointing has it
+    mine.compile(backend="greedysnake", options=tiered.options(tmp_path))
+    for model, kind in ((mine, gs_compile.SGD), (theirs, torch.optim.SGD)):
+        optimizer = kind([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.5)
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        learned[model] = values(model)
+        with torch.no_grad(), model.disable_adapter():
+            torch.testing.assert_close(model(input_ids=ids).logits, without)
+    assert distance(learned[mine], learned[theirs]) < 1e-6 < distance(learned[mine], values(adapted(config, tiny())))
+    torch.testing.assert_close(*(each.merge_and_unload()(input_ids=ids).logits for each in (mine, theirs)))
 
 
 def test_ranks_by_gradients_are_refused(tmp_path):
@@ -164,10 +193,10 @@ def test_ranks_by_gradients_are_refused(tmp_path):
 def test_a_break_inside_a_call_is_named(tmp_path):
     """Dynamo skips the outer forward, and what it captures are parts of it."""
     model = adapted(peft.LoraConfig(target_modules=["mix"]), tiny())
-    model.enable_input_require_grads()
+    model.get_input_embeddings().register_forward_hook(lambda *_: torch._dynamo.graph_break())
     model.compile(backend="greedysnake")
     ids = torch.arange(8).view(2, 4)
-    with pytest.raises(GraphBreakError, match=r"Dynamo's reason: .*requires_grad_\(\) "):
+    with pytest.raises(GraphBreakError, match=r"Dynamo's reason: .*graph_break\(\)"):
         model(input_ids=ids, labels=ids)
 
 

@@ -139,6 +139,7 @@ READS = {
     "torch.save(model.state_dict())": state_saved,
     "safetensors.torch.save_model": model_saved,
     "p in {p}": lambda m: weight(m) in {weight(m)},
+    "p.data_ptr() == q.data_ptr()": lambda m: [weight(m).data_ptr() == p.data_ptr() for p in m.parameters()],
     "model.get_input_embeddings()": lambda m: m.get_input_embeddings().weight.mean(),
     "model.num_parameters(), get_memory_footprint()": lambda m: (m.num_parameters(), m.get_memory_footprint()),
 }  # fmt: skip
@@ -234,7 +235,7 @@ REFUSED = {
     ),
     "resize_token_embeddings": (lambda m: m.resize_token_embeddings(80), "cannot be given .data of shape"),
     "p.register_hook": (lambda m: weight(m).register_hook(print), "gives its gradient to its update alone"),
-    "p.data_ptr()": (lambda m: weight(m).data_ptr(), "has no memory of its own"),
+    "int(p.data_ptr())": (lambda m: int(weight(m).data_ptr()), "has no memory of its own"),
     "an eager backward": (
         lambda m: m.forward(input_ids=tokens(3), labels=tokens(3)).loss.backward(),
         "gets its gradient from the compiled model's own backward",

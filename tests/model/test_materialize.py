@@ -17,7 +17,8 @@ from zoo import small
 import gs_compile
 from gs_compile.errors import ReleasedParameterError, StepOrderError, UncapturedWarning
 from gs_compile.model.engine import Engine
-from gs_compile.model.residency import is_offloaded
+from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.runtime.codecs import CODECS
 from gs_compile.runtime.tiers import Tiers
 
 KEEPS_CAPTURES = True
@@ -227,6 +228,25 @@ def test_a_model_on_storage_that_has_not_run(tmp_path):
             one.loss(0)
         same_tensors(inside(one), wanted)
         one.train(0)
+
+
+@pytest.mark.parametrize("codec", ["", "nf4"])
+def test_a_copy_of_a_model_on_storage_that_has_not_run(codec, tmp_path):
+    """As PEFT makes of modules that are trained beside adapters: tied as the model is, and apart from it."""
+    model = gs_compile.init_on_storage(gpt2, storage=tmp_path)
+    weight = model.transformer.h[0].mix.weight
+    if codec:
+        place = residency_of(weight)
+        place.stash, place.codec = CODECS[codec].encode(weight.detach().clone()), codec
+    wanted = values(model)
+    copied = copy.deepcopy(model)
+    assert all(is_offloaded(parameter) for parameter in copied.parameters())
+    assert copied.lm_head.weight is copied.transformer.wte.weight
+    same_tensors(values(copied), wanted)
+    with torch.no_grad():
+        copied.transformer.h[0].mix.weight.fill_(2.0)
+    assert (copied.transformer.h[0].mix.weight == 2).all()  # what is encoded would be rounded, with a warning
+    same_tensors(values(model), wanted)
 
 
 @pytest.mark.parametrize(("name", "tiered"), [pytest.param("gpt2", False, marks=pytest.mark.slow), ("qwen3", True)])
