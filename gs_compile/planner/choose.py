@@ -79,17 +79,13 @@ class Candidate:
 def choose(problem: Problem, found: Search) -> StepPlan:
     """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
     number, best = found.best.num_micro_batches, found.best
-    chosen = refined(problem, best)
+    steps = problem if problem.whole else problem.bundled(number)[0]
+    finished = [(each, _with_boundary(steps, number, each)) for each in refined(problem, best)]
+    chosen, simulation = min(finished, key=lambda pair: pair[1].seconds)
     if chosen.solution.alpha != best.alpha:  # what is said of the plan is said of its own alpha
         solved = problem.solved(number, chosen.solution.alpha)
         assert solved is not None, "what fits in less memory fits"
         best = solved
-    steps = problem if problem.whole else problem.bundled(number)[0]
-    simulation = fastest(steps, chosen.simulation, ([each] for each in carrying(chosen.placement)), chosen.spare)
-    simulation = fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
-    if number * problem.workload.num_layers <= SMALL and _waits_for_drives(simulation):
-        simulation = fastest(steps, simulation, [retaining(simulation.placed)], chosen.spare)
-        simulation = fastest(steps, simulation, deeper(simulation.placed), chosen.spare)
     rows = [(number, solution.seconds) for number, solution in found.history if solution is not None]
     return StepPlan(
         problem=problem,
@@ -102,6 +98,21 @@ def choose(problem: Problem, found: Search) -> StepPlan:
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
         notes=(*_of_commits(problem, best, chosen.placement), *_of_boundary(chosen.simulation, simulation)),
     )
+
+
+def _with_boundary(steps: Problem, number: int, chosen: Candidate) -> Simulation:
+    """The step of a candidate, with what `boundary` proposes where that is faster."""
+    simulation = fastest(steps, chosen.simulation, ([each] for each in carrying(chosen.placement)), chosen.spare)
+    simulation = fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
+    if _is_small(steps, number) and _waits_for_drives(simulation):
+        simulation = fastest(steps, simulation, [retaining(simulation.placed)], chosen.spare)
+        simulation = fastest(steps, simulation, deeper(simulation.placed), chosen.spare)
+    return simulation
+
+
+def _is_small(problem: Problem, number: int) -> bool:
+    """Whether a step is quickly simulated."""
+    return number * problem.workload.num_layers <= SMALL
 
 
 def _waits_for_drives(simulation: Simulation) -> bool:
@@ -161,24 +172,32 @@ def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
     return (f"{words[0].upper()}{words[1:]}: {plain.seconds / chosen.seconds - 1:.1%} faster.",) if words else ()
 
 
-def refined(problem: Problem, best: Solution) -> Candidate:
-    """The fastest of a few placements, by the simulator; all keep the budgets.
+def refined(problem: Problem, best: Solution) -> list[Candidate]:
+    """The fastest of a few placements, by the simulator, all within the budgets; of a small step that of each alpha.
 
     Raises `MemoryBudgetError` where none does.
     """
     number = best.num_micro_batches
     trial, few = problem.bundled(number)
+    kept: dict[float, Candidate] = {}
     for found in sorted(_tries(trial, few, best), key=lambda each: each.seconds):
-        alpha = found.solution.alpha
+        alpha, candidate = found.solution.alpha, None
+        if alpha in kept:
+            continue
         if trial is problem or (not problem.whole and problem.solved(number, alpha)):
-            return found
-        if problem.whole and (fitting := _fitting(problem, number, alpha, found.spare, found.less)):
-            return fitting
+            candidate = found
+        elif problem.whole:
+            candidate = _fitting(problem, number, alpha, found.spare, found.less)
+        if candidate and not _is_small(problem, number):
+            return [candidate]
+        kept |= {alpha: candidate} if candidate else {}
+    if kept:
+        return list(kept.values())
     last = (problem, number) if problem.whole else (trial, few)
     scarce = _of_any_alpha(problem, number, partial(_fitting, *last, spare=NOTHING))
     if scarce is None:
         raise MemoryBudgetError(_too_little(problem))
-    return scarce
+    return [scarce]
 
 
 def _tries(problem: Problem, number: int, best: Solution) -> list[Candidate]:
@@ -212,7 +231,7 @@ def _other_alphas(problem: Problem, number: int, best: Solution) -> Iterator[flo
     if best.alpha and 0.0 in alphas:
         yield 0.0
     above = [alpha for alpha in alphas if alpha > best.alpha]
-    if above and number * problem.workload.num_layers <= SMALL:
+    if above and _is_small(problem, number):
 
         def costs(alpha: float) -> bool:
             found = problem.solved(number, alpha)

@@ -81,7 +81,7 @@ class Faked:
     def refined(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **asked):
         self.budgets = replace(BUDGETS, host_nbytes=host_nbytes, device_nbytes=device_nbytes)
         self.request, self.best = Request(**asked), best
-        return refined(self, SimpleNamespace(alpha=best, seconds=self.bound, num_micro_batches=3))
+        return refined(self, SimpleNamespace(alpha=best, seconds=self.bound, num_micro_batches=3))[0]
 
 
 def falling(resident):
@@ -204,3 +204,20 @@ def test_a_large_step_that_brings_the_model_in_for_each_micro_batch_is_not_bundl
     chosen = choose(replace(given, whole=False), given.search(16))
     assert chosen.program.num_micro_batches == 16
     assert chosen.seconds == pytest.approx(chosen.solved.seconds, rel=0.1)
+
+
+def test_alpha_is_that_of_the_faster_step_with_all_that_stays_in_memory():
+    """Late updates fill a drive that binds; so do early ones, once the next step does not wait for what they write."""
+    rates = dict.fromkeys(
+        [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")], 2e8
+    )
+    machine = replace(CPU, matmul_flops_per_second={"bf16": 2e11}, **rates)
+    workload = gpt(6, 768, sequence=256, vocabulary=50257)
+    given = problem(workload, machine, 2, request=Request(ratios=ratios(0.0, 0.0, 0.0)))
+    found = given.search(2)
+    late, early = refined(given, found.best)
+    assert late.solution.alpha > early.solution.alpha == 0.0
+    assert late.seconds < early.seconds
+    chosen = choose(given, found)
+    assert chosen.decision.alpha == 0.0
+    assert chosen.seconds < late.seconds
