@@ -55,7 +55,7 @@ def spared(placement: Placement) -> Form:
     """What a step need not move, as the one before has kept it, or its own forward."""
     stay = Counter([*placement.carried_values, *placement.retained_values])
     w = sum(nbytes_of(placement, value) * _loads_spared(value, number) for value, number in stay.items())
-    x = sum(nbytes_of(placement, value) for value in placement.retained_checkpoints)
+    x = sum(nbytes_of(placement, value) for value in placement.held_values)
     collected = () if placement.separate else ("d2h",)
     form = {("ssd_read", "w"): w} | {(lane, "x"): x for lane in ("ssd_read", "ssd_write", *collected)}
     return {key: nbytes for key, nbytes in form.items() if nbytes}

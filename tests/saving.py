@@ -21,10 +21,10 @@ from gs_compile.program.ir import Unit
 
 @contextmanager
 def saving(
-    *shares: Share, carried: tuple[Unit, ...] = (), retained: tuple[Unit, ...] = ()
+    *shares: Share, carried: tuple[Unit, ...] = (), retained: tuple[Unit, ...] = (), held: tuple[int, ...] = ()
 ) -> Iterator[list[Placement]]:
-    """Have plans save these activations, keep these units' parameters from step to step, or from the forward to the
-    backward; gives such plans.
+    """Have plans save these activations, keep these units' parameters from step to step, or these and those layers'
+    checkpoints from the forward to the backward; gives such plans.
 
     Of the units whose parameters are carried, the last states are read earlier then.
     """
@@ -32,7 +32,7 @@ def saving(
 
     def decided(run: Run) -> Planned:
         found = usual(run)
-        placement = found.placement.decided(carried=carried, retained=retained, ahead=len(carried))
+        placement = found.placement.decided(carried=carried, retained=retained, held=held, ahead=len(carried))
         if shares:
             ratios = tuple(replace(each, checkpoint=0.0, device_checkpoint=0.0) for each in placement.decision.ratios)
             placement = placement.laid_out(levels=levels_of(run.model.layouts))

@@ -182,6 +182,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
         layer_updates=options.layer_updates,
         carried=options.carried,
         retained=options.retained,
+        held=tuple(layer for layer in range(num_layers) if layer in options.retained),
         ahead=options.ahead,
         lookahead=options.lookahead,
     )

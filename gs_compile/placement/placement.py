@@ -83,6 +83,9 @@ class Layout:
         return stacks(self.num_layers, self.joints)
 
 
+UNITS = ("carried", "retained", "held")  # what decisions say of units
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What is chosen for a step.
@@ -98,8 +101,8 @@ class Decision:
     layer_tokens: that a layer's code runs on at a time, all but its attention; None: as the options say.
     carried: units whose early parameters, stored on SSD, also stay in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
-    retained: units whose parameters and checkpoints, otherwise on SSD, stay in host memory from the forward to their
-        backward.
+    retained: units whose parameters, stored on SSD, stay in host memory from the forward to their backward.
+    held: layers whose checkpoints do so, that would be on SSD.
     ahead: so many stages earlier than others, the states of updates after the last backward are read.
     lookahead: so many stages earlier than they would have to be, where computation hid them, all are read from SSD.
     own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
@@ -113,6 +116,7 @@ class Decision:
     layer_tokens: int | None = None
     carried: tuple[Unit, ...] = ()
     retained: tuple[Unit, ...] = ()
+    held: tuple[int, ...] = ()
     ahead: int = 0
     lookahead: int = 0
     own: object | None = None
@@ -120,7 +124,7 @@ class Decision:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; `of` is the inverse."""
         ratios, shares = [each.given() for each in self.ratios], [list(share) for share in self.shares]
-        units = {"carried": list(self.carried), "retained": list(self.retained)}
+        units = {name: list(getattr(self, name)) for name in UNITS}
         return {**asdict(self), "ratios": ratios, "shares": shares, **units}
 
     def stacks(self, layout: Layout) -> Stacks:
@@ -133,7 +137,7 @@ class Decision:
         known = {each.name: values[each.name] for each in fields(cls)}
         ratios = tuple(Ratios(**each) for each in known.pop("ratios"))
         shares = Shares(Share(*each) for each in known.pop("shares"))
-        known |= {name: tuple(known[name]) for name in ("carried", "retained")}
+        known |= {name: tuple(known[name]) for name in UNITS}
         return cls(ratios=ratios, shares=shares, **known)
 
 
@@ -195,12 +199,11 @@ class Placement:
 
     def checkpoint_home(self, value: Value) -> Tier:
         """Device, host or SSD, for the input of a layer: where its other saved activations are. Of those that have none
-        the ratios' shares, spread evenly; none of a retained layer's is on SSD.
+        the ratios' shares, spread evenly; none that is held is on SSD.
         """
-        is_retained = value in self.retained_checkpoints
-        return "host" if is_retained else self._stored_checkpoint_home(value)
+        return "host" if value in self.held_values else self._home_by_ratios(value)
 
-    def _stored_checkpoint_home(self, value: Value) -> Tier:
+    def _home_by_ratios(self, value: Value) -> Tier:
         if (share := self.share_of(value)) is not None:
             return share.tier
         stack, item = self.stack_of(value.unit), _item(value)
@@ -338,11 +341,10 @@ class Placement:
         return _from_ssd((unit, group) for unit in units for group in unit.groups)
 
     @cached_property
-    def retained_checkpoints(self) -> frozenset[Value]:
-        """The checkpoints that are not on SSD by what `retained` says; saved activations are where their share is."""
-        layers = [layer for layer in range(self.num_layers) if layer in self.decision.retained]
-        every = (Value("x", layer, j) for layer in layers for j in range(len(self.x_nbytes)))
-        return frozenset(x for x in every if not self.share_of(x) and self._stored_checkpoint_home(x) == "ssd")
+    def held_values(self) -> frozenset[Value]:
+        """The checkpoints that are not on SSD by what `held` says; saved activations are where their share is."""
+        every = (Value("x", layer, j) for layer in self.decision.held for j in range(len(self.x_nbytes)))
+        return frozenset(x for x in every if not self.share_of(x) and self._home_by_ratios(x) == "ssd")
 
     def homes(self, *, late: bool, redo: bool = True, warm: bool = False) -> frozenset[Value]:
         """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones;

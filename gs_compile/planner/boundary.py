@@ -4,10 +4,12 @@ A step's last updates are of what the next one reads first: the embedding, tied 
 layers. Read again from where they have just been written, they are what the next step waits for. Carried in memory they
 take little that was not free: the peak of a step is elsewhere, or the update that makes them is in it already.
 
-The last layers of the forward are the first ones of the backward. Their parameters and checkpoints are retained in
-memory that gradients and states take later: the topmost are free again when the backward has begun. On SSD the topmost
-checkpoints would be written behind all that updates of the step before have left to write, and read again at once: the
-drive could never have more to write than the forward takes.
+The last layers of the forward are the first ones of the backward. Their parameters are retained in memory that
+gradients and states take later: the topmost are free again when the backward has begun.
+
+Their checkpoints are read again at once. On SSD they are written behind all that updates of the step before have left
+to write, and reads behind them wait: the backward begins when the drive is through with all that. So those of the upper
+half are held in memory.
 
 The head and its loss compute for as long as several layers. Reads that are issued a layer ahead pause meanwhile; issued
 some stages ahead they do not, and their values are in memory for as much longer.
@@ -24,14 +26,14 @@ from typing import Any
 from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.kinds import nbytes_of
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import UNITS, Placement
 from gs_compile.program.ir import PROLOGUE, TIED, Unit, Value
 
 Ladder = Sequence[Placement]
 
 MOST_LOOKAHEAD = 4  # stages
 FIRST: tuple[Unit, ...] = (TIED, PROLOGUE, 0, 1)  # read before the first layers have hidden anything
-BOUNDARY: Mapping[str, Any] = {"carried": (), "retained": (), "ahead": 0, "lookahead": 0}  # of a decision: none
+BOUNDARY: Mapping[str, Any] = {**dict.fromkeys(UNITS, ()), "ahead": 0, "lookahead": 0}  # of a decision: none
 
 
 def carrying(plain: Placement) -> Ladder:
@@ -47,9 +49,8 @@ def retaining(plain: Placement) -> Ladder:
     if SCHEDULES[plain.schedule].as_published:
         return ()
     order: tuple[Unit, ...] = (*reversed(range(plain.num_layers)), TIED)
-    alone = ((unit, plain.decided(retained=(unit,))) for unit in order)
-    kept = [unit for unit, found in alone if found.retained_values or found.retained_checkpoints]
-    return [plain.decided(retained=tuple(kept[:number])) for number in range(1, len(kept) + 1)]
+    every = (plain.decided(retained=order[:number]) for number in range(1, len(order) + 1))
+    return list({each.retained_values: each for each in every if each.retained_values}.values())
 
 
 def earlier(plain: Placement) -> Ladder:
@@ -64,6 +65,16 @@ def deeper(plain: Placement) -> Iterator[Ladder]:
     """With all that is read from SSD read earlier: each by itself, as none is sure to be faster than the one before."""
     if not SCHEDULES[plain.schedule].as_published and plain.layer_updates == 1:
         yield from ([plain.decided(lookahead=stages)] for stages in range(1, MOST_LOOKAHEAD + 1))
+
+
+def holding(plain: Placement) -> Iterator[Ladder]:
+    """With more and more checkpoints of the upper half held, from the top: `plain`, and each that `deeper` has."""
+    if SCHEDULES[plain.schedule].as_published:
+        return
+    upper = tuple(reversed(range(plain.num_layers)))[: plain.num_layers // 2]
+    for (each,) in ([plain], *deeper(plain)):
+        held = (each.decided(held=upper[:number]) for number in range(1, len(upper) + 1))
+        yield [other for other in held if other.held_values]
 
 
 def without(planned: Placement, home_nbytes: int) -> Ladder:
@@ -83,8 +94,8 @@ def carried_nbytes(placement: Placement) -> int:
 
 
 def retained_text(placement: Placement) -> str:
-    """For people: what stays in memory from the forward to the backward."""
-    kinds = {"parameters": placement.retained_values, "checkpoints": placement.retained_checkpoints}
+    """For people: what stays in memory from the forward to the backward; empty where nothing does."""
+    kinds = {"parameters": placement.retained_values, "checkpoints": placement.held_values}
     return " and ".join(
         f"{format_bytes(_nbytes(placement, values))} of {kind}" for kind, values in kinds.items() if values
     )

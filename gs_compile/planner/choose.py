@@ -9,9 +9,9 @@ stands between two steps in the program.
 Of placements that may be faster, those that keep the budgets are simulated too. A ladder is what one idea proposes:
 placements, each of which takes no less memory than the one before. The last one that keeps the budgets is a candidate.
 
-    boundary    parameters stay in memory from one step to the next, or from the forward to the backward; the last
-                states of a step are read earlier, or all that is read from SSD, as the head computes for as long as
-                several layers
+    boundary    parameters stay in memory from one step to the next, or these and checkpoints from the forward to the
+                backward; the last states of a step are read earlier, or all that is read from SSD, as the head computes
+                for as long as several layers
     saved       the topmost layers save activations in memory that gradients and states need later
 """
 
@@ -28,7 +28,16 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.boundary import Ladder, carried_nbytes, carrying, deeper, earlier, retained_text, retaining
+from gs_compile.planner.boundary import (
+    Ladder,
+    carried_nbytes,
+    carrying,
+    deeper,
+    earlier,
+    holding,
+    retained_text,
+    retaining,
+)
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import NOTHING, Problem
@@ -106,7 +115,8 @@ def _with_boundary(steps: Problem, number: int, chosen: Candidate) -> Simulation
     simulation = fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
     if _is_small(steps, number) and _waits_for_drives(simulation):
         simulation = fastest(steps, simulation, [retaining(simulation.placed)], chosen.spare)
-        simulation = fastest(steps, simulation, deeper(simulation.placed), chosen.spare)
+        placed = simulation.placed
+        simulation = fastest(steps, simulation, (*deeper(placed), *holding(placed)), chosen.spare)
     return simulation
 
 
@@ -167,7 +177,7 @@ def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
     retained = f"{retained_text(placed)} stay in host memory from the forward to the backward"
     read = f"states of the updates after the last backward are read {ahead} layer{'s' * (ahead > 1)} earlier"
     deep = f"all that is read from SSD is read {all_ahead} stage{'s' * (all_ahead > 1)} earlier"
-    said = {carried: placed.carried_values, retained: placed.decision.retained, read: ahead, deep: all_ahead}
+    said = {carried: placed.carried_values, retained: retained_text(placed), read: ahead, deep: all_ahead}
     words = "; ".join(text for text, is_so in said.items() if is_so)
     return (f"{words[0].upper()}{words[1:]}: {plain.seconds / chosen.seconds - 1:.1%} faster.",) if words else ()
 

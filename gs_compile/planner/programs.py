@@ -195,8 +195,8 @@ class StepPrograms:
             rows.append((WORDS["seal"], commits_text(placement)))
         if nbytes := carried_nbytes(placement):
             rows.append(("kept", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
-        if placement.decision.retained:
-            rows.append(("retained", f"{retained_text(placement)}, in host memory until their backward"))
+        if retained := retained_text(placement):
+            rows.append(("retained", f"{retained}, in host memory until their backward"))
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)
         rows.append(("updates", f"{share:.0%} late, in the next forward (alpha {placement.decision.alpha:g})"))

@@ -103,7 +103,7 @@ def _check(decision: Decision, builder: StepBuilder) -> None:
         raise ValueError("a number is out of range")
     if decision.layer_tokens not in (None, *SIZES):
         raise ValueError("pieces that no plan has")
-    if decision.own is not None or not units.issuperset((*decision.carried, *decision.retained)):
+    if decision.own is not None or not units.issuperset((*decision.carried, *decision.retained, *decision.held)):
         raise ValueError("units that there are not")
 
 

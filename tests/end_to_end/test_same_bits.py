@@ -155,7 +155,7 @@ def train(task: Task, row: Mapping[str, Any], folder: Path) -> Trained:
     norms, rolled_back, warm = [], [], []
     torch.manual_seed(1)
     with (
-        saving(*SHARES[row["saved"]], carried=row["carried"], retained=row["retained"]),
+        saving(*SHARES[row["saved"]], carried=row["carried"], retained=row["retained"], held=row["retained"][:1]),
         with_room(row["room"]) if task.schedule == "lifetime" else nullcontext(),
         spoiling(SPOILED if task.spoiled else {}, losses),
         harness_of(task).fresh(make, given_of(task, row, folder)) as optimizer,

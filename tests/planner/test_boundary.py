@@ -11,13 +11,14 @@ from planned import A100, gpt, problem, ratios
 from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Decision
-from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, retaining
+from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, holding, retaining
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.choose import fastest
 from gs_compile.planner.decide import _boundary_for_free
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import as_before, facts_of
 from gs_compile.planner.step_plan import StepPlan
+from gs_compile.program.ir import Value
 
 WORKLOAD = gpt(4, 256, vocabulary=20000)
 CPU = replace(A100, device="cpu", device_nbytes=0)
@@ -56,9 +57,7 @@ def test_the_faster_one_that_fits_is_chosen():
 
 
 def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
-    """From the forward to the backward: their parameters are read once, and what the head shares with them last; their
-    inputs are not written.
-    """
+    """From the forward to the backward: their parameters are read once, and what the head shares with them last."""
     workload = gpt(8, 256, vocabulary=20000)
     builder = StepBuilder.of(workload, 1, separate=False)
     plain = builder.placement(NOTHING).decided(carried=FIRST)
@@ -74,11 +73,28 @@ def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
         given = problem(workload, CPU, 1, host_nbytes=host_nbytes)
         found = fastest(given, before, [every])
         assert found.seconds < before.seconds
-        inputs = [nbytes_of(found.placed, value) for value in found.placed.retained_checkpoints]
-        assert len(inputs) == len(found.placed.decision.retained) - ("t" in found.placed.decision.retained)
-        read = sum(sizes[unit] for unit in found.placed.decision.retained)
-        assert before.moved_nbytes - found.moved_nbytes == read + 3 * sum(inputs)  # collected, written and read
+        assert before.moved_nbytes - found.moved_nbytes == sum(sizes[unit] for unit in found.placed.decision.retained)
     assert found.placed.decision.retained == every[-1].decision.retained
+
+
+def test_checkpoints_of_the_upper_half_are_held_where_a_drive_binds():
+    """They would be written behind all that the step before has left to write, and read again at once."""
+    rates = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
+    slow = replace(CPU, matmul_flops_per_second={"bf16": 1e11}, **dict.fromkeys(rates, 1e8))
+    workload = gpt(6, 256, vocabulary=20000)
+    plain = StepBuilder.of(workload, 2, separate=False).placement(NOTHING).decided(carried=FIRST)
+    plain = retaining(plain)[-1]
+    given = problem(workload, slow, 2)
+    before = given.predicted(plain)
+    found = fastest(given, before, holding(plain))
+    assert found.placed.decision.held == (5, 4, 3)
+    assert found.seconds < 0.97 * before.seconds
+    inputs = [nbytes_of(found.placed, value) for value in found.placed.held_values]
+    assert len(inputs) == 6
+    assert before.moved_nbytes - found.moved_nbytes == 3 * sum(inputs)  # collected, written and read
+    assert found.placed.held_values == {Value("x", layer, j) for layer in (3, 4, 5) for j in (0, 1)}
+    scarce = problem(workload, slow, 2, host_nbytes=peak(before.program, "host"))
+    assert len(fastest(scarce, before, holding(plain)).placed.decision.held) < 3
 
 
 def test_the_last_states_are_read_while_the_backward_computes():
