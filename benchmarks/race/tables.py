@@ -173,7 +173,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "race-110m-paper": ("race-110m-paper", race_table),
     "race-alpha": ("race-alpha", race_table),
     "chosen-slow": ("chosen-slow", chosen_table),
-    "chosen-110m-slow": ("chosen-110m-slow", chosen_table),
     "orders": ("race-orders", orders_table),
     "curves": ("race-curves", curves_table),
 }
