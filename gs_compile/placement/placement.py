@@ -201,11 +201,12 @@ class Placement:
         """Device, host or SSD, for the input of a layer: where its other saved activations are. Of those that have none
         the ratios' shares, spread evenly; none that is held is on SSD.
         """
-        return "host" if value in self.held_values else self._home_by_ratios(value)
-
-    def _home_by_ratios(self, value: Value) -> Tier:
         if (share := self.share_of(value)) is not None:
             return share.tier
+        home = self._home_by_ratios(value)
+        return "host" if home == "ssd" and value.unit in self.decision.held else home
+
+    def _home_by_ratios(self, value: Value) -> Tier:
         stack, item = self.stack_of(value.unit), _item(value)
         left = 1.0 - self._saved(stack)
         if left <= TOLERANCE:  # a layer that can save nothing, or a batch whose items come to other whole numbers
@@ -342,9 +343,10 @@ class Placement:
 
     @cached_property
     def held_values(self) -> frozenset[Value]:
-        """The checkpoints that are not on SSD by what `held` says; saved activations are where their share is."""
+        """The checkpoints that are not on SSD by what `held` says."""
         every = (Value("x", layer, j) for layer in self.decision.held for j in range(len(self.x_nbytes)))
-        return frozenset(x for x in every if not self.share_of(x) and self._home_by_ratios(x) == "ssd")
+        plain = self.decided(held=())
+        return frozenset(x for x in every if self.checkpoint_home(x) != plain.checkpoint_home(x))
 
     def homes(self, *, late: bool, redo: bool = True, warm: bool = False) -> frozenset[Value]:
         """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones;
