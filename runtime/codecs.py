@@ -3,11 +3,12 @@
     nf4     4 bits of a table of 16 quantiles of the normal distribution, a scale for every 64 elements, 8 bits with a
             scale of their own for every 256 of them: 4.127 bits an element (QLoRA, arXiv 2305.14314, section 3)
             nf4_single: the scales of 64 in 32 bits instead (without double quantization): 4.5 bits an element
+    fp4     the same with a table of floats of a sign, two bits of exponent and one of fraction; fp4_single
     int8    8 bits, and a scale for each row (LLM.int8(), arXiv 2208.07339, section 3.1)
     fp8     e4m3, and a scale for each block of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3)
 
-Tensors, their order and their values are those of bitsandbytes (nf4, int8) and of transformers' block-scaled FP8, bit
-for bit; `tests/runtime/test_codecs.py` holds that. A stored matrix is these tensors one after the other, as bytes.
+Tensors, their order and their values are those of bitsandbytes (nf4, fp4, int8) and of transformers' block-scaled FP8,
+bit for bit; `tests/runtime/test_codecs.py` holds that. A stored matrix is these tensors one after the other, as bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # of each stored tensor, in bytes
-BLOCK = 64  # elements of nf4 with one scale
+BLOCK = 64  # elements of 4 bits with one scale
 SCALES = 256  # of these with one scale of their own
 TILE = 128  # rows and columns with one scale of fp8
 CHUNK = 1 << 18  # elements that are encoded or decoded at a time, a multiple of BLOCK * SCALES: they stay in a cache
+LAUNCHED = 16  # of these at a time on a device that is launched: calls would take it longer than the elements do
 FP8 = torch.float8_e4m3fn
 TINY = 1e-38  # a scale of zeros is none
 
@@ -35,7 +37,10 @@ NF4 = """
     0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
     0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
 """
-ZERO = 7  # where it is in this table
+FP4 = """
+    0.0 0.0625 8.0 12.0 4.0 6.0 2.0 3.0
+    -0.0 -0.0625 -8.0 -12.0 -4.0 -6.0 -2.0 -3.0
+"""
 
 Shape = Sequence[int]
 
@@ -90,61 +95,53 @@ class Codec(ABC):
 
 
 @dataclass(frozen=True)
-class Nf4(Codec):
-    name = "nf4"
+class FourBits(Codec):
+    """Entries of a table of 16, in units of their block's largest magnitude."""
+
+    name: str
+    table: str  # the entry of each code, in units of the largest
+    nested: bool  # whether the scales of blocks are stored in 8 bits, with scales of their own
 
     def specs(self, shape: Shape) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         numel = math.prod(shape)
         blocks = _ceil(numel, BLOCK)
-        return {
-            "weight": (torch.uint8, (_ceil(numel, 2),)),
+        weight = {"weight": (torch.uint8, (_ceil(numel, 2),))}
+        if not self.nested:
+            return weight | {"absmax": (torch.float32, (blocks,))}
+        return weight | {
             "absmax": (torch.uint8, (blocks,)),
             "nested_absmax": (torch.float32, (_ceil(blocks, SCALES),)),
             "nested_offset": (torch.float32, ()),
         }
 
     def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
-        weight, absmax = self.in_pairs(values)
+        table = _table(self.table, values.device)
+        codes, absmax = _in_blocks(values, table, BLOCK)
+        codes = torch.cat([codes, (table == 0).nonzero()[0].to(torch.uint8)[: len(codes) % 2]])
+        weight = codes[::2].bitwise_left_shift(4).bitwise_or_(codes[1::2])  # the upper half's first
+        if not self.nested:
+            return {"weight": weight, "absmax": absmax}
         offset = absmax.mean()
         scales, nested = _in_blocks(absmax - offset, _dynamic(values.device), SCALES)
         return {"weight": weight, "absmax": scales, "nested_absmax": nested, "nested_offset": offset}
 
-    def in_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Two elements in a byte, the upper half's first; and the scale of each block, in float32."""
-        codes, absmax = _in_blocks(values, _nf4(values.device), BLOCK)
-        codes = torch.cat([codes, codes.new_full((len(codes) % 2,), ZERO)])
-        return codes[::2].bitwise_left_shift(4).bitwise_or_(codes[1::2]), absmax
-
     def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         absmax = self.scales(tensors)
-        flat, pairs = out.view(-1), _nf4_pairs(out.device)
-        for start in range(0, len(flat), CHUNK):
-            stop = min(start + CHUNK, len(flat))
+        flat, pairs = out.view(-1), _pairs(self.table, out.device)
+        step = _at_a_time(out.device)
+        for start in range(0, len(flat), step):
+            stop = min(start + step, len(flat))
             codes = tensors["weight"][start // 2 : _ceil(stop, 2)]
             values = pairs.index_select(0, codes.int()).view(torch.float32)[: stop - start]
             _scaled(values, absmax[start // BLOCK : _ceil(stop, BLOCK)], flat[start:stop])
 
     def scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Of each block, in float32."""
+        if not self.nested:
+            return tensors["absmax"]
         values = _dynamic(tensors["absmax"].device).index_select(0, tensors["absmax"].int())
         _scaled(values, tensors["nested_absmax"], values, SCALES)
         return values.add_(tensors["nested_offset"])
-
-
-@dataclass(frozen=True)
-class Nf4Single(Nf4):
-    name = "nf4_single"
-
-    def specs(self, shape: Shape) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        numel = math.prod(shape)
-        return {"weight": (torch.uint8, (_ceil(numel, 2),)), "absmax": (torch.float32, (_ceil(numel, BLOCK),))}
-
-    def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
-        weight, absmax = self.in_pairs(values)
-        return {"weight": weight, "absmax": absmax}
-
-    def scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return tensors["absmax"]
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,7 @@ class Int8(Codec):
 
     def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         rows, scale = tensors["weight"].flatten(0, -2), tensors["SCB"].view(-1, 1)
-        step = max(1, CHUNK // rows.shape[-1])
+        step = max(1, _at_a_time(out.device) // rows.shape[-1])
         for to, codes, of in zip(*(each.split(step) for each in (out.flatten(0, -2), rows, scale)), strict=True):
             to.copy_(codes.float().mul_(of).mul_(1 / 127))
 
@@ -202,7 +199,17 @@ class Fp8(Codec):
                 there.copy_(codes.float().mul_(scale))
 
 
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Nf4(), Nf4Single(), Int8(), Fp8())}
+CODECS: Mapping[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        FourBits("nf4", NF4, nested=True),
+        FourBits("nf4_single", NF4, nested=False),
+        FourBits("fp4", FP4, nested=True),
+        FourBits("fp4_single", FP4, nested=False),
+        Int8(),
+        Fp8(),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -224,18 +231,25 @@ def dense(values: Tensor | Encoded) -> Tensor:
     return values.decoded() if isinstance(values, Encoded) else values
 
 
+def _at_a_time(device: torch.device) -> int:
+    """Elements that are decoded at a time."""
+    return CHUNK if device.type == "cpu" else LAUNCHED * CHUNK
+
+
 # Blocks of one dimension ----------------------------------------------------------------------------------------------
 
 
 def _in_blocks(values: Tensor, table: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """For every element the nearest entry of a sorted table, in units of its block's largest magnitude; and these."""
+    """For every element the nearest entry of a table, in units of its block's largest magnitude; and these."""
     codes, scales = [], []
+    entries, order = table.sort(stable=True)
+    middles = (entries[:-1] + entries[1:]) / 2
     for flat in values.detach().reshape(-1).split(CHUNK):
         rows = torch.nn.functional.pad(flat.float(), (0, -len(flat) % block)).view(-1, block)
         absmax = rows.abs().amax(-1)
         rows = rows.mul((1.0 / absmax.clamp(min=TINY)).unsqueeze(-1)).clamp_(-1, 1)
-        nearest = torch.bucketize(rows, (table[:-1] + table[1:]) / 2, out_int32=True)
-        codes.append(nearest.view(-1)[: len(flat)].to(torch.uint8))
+        nearest = order.to(torch.uint8).index_select(0, torch.bucketize(rows, middles, out_int32=True).view(-1))
+        codes.append(nearest[: len(flat)])
         scales.append(absmax)
     return torch.cat(codes), torch.cat(scales)
 
@@ -261,17 +275,19 @@ def _aligned(nbytes: int) -> int:
 
 
 @cache
-def _nf4(device: torch.device) -> Tensor:
-    """Quantiles of the normal distribution, and zero, from -1 to 1, as published (arXiv 2305.14314, appendix E)."""
-    return torch.tensor([float(each) for each in NF4.split()], device=device)
+def _table(entries: str, device: torch.device) -> Tensor:
+    """The entry of each code, from -1 to 1: of nf4 quantiles of the normal distribution, and zero, as published (arXiv
+    2305.14314, appendix E).
+    """
+    table = torch.tensor([float(each) for each in entries.split()], device=device)
+    return table.div_(table.abs().max())
 
 
 @cache
-def _nf4_pairs(device: torch.device) -> Tensor:
+def _pairs(entries: str, device: torch.device) -> Tensor:
     """Of every byte both its values, the upper half's first, as one element of 8 bytes."""
-    codes = torch.arange(256, device=device)
-    pairs = torch.stack([_nf4(device)[codes >> 4], _nf4(device)[codes & 15]], -1)
-    return pairs.view(torch.int64).view(-1)
+    codes, table = torch.arange(256, device=device), _table(entries, device)
+    return torch.stack([table[codes >> 4], table[codes & 15]], -1).view(torch.int64).view(-1)
 
 
 @cache

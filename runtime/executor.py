@@ -49,6 +49,7 @@ class Executor:
                 self.env[value] = content * factor  # not in place: it may be expanded, or be another's memory
             elif value.kind in ("dw", "dside"):
                 content.scale(factor)
+        self.units.scale(factor)
 
     def _run(self, start: int, stop: int) -> None:
         for op in self.program.ops[start:stop]:

@@ -98,6 +98,12 @@ class TieredExecutor(Executor):
                 content.scale(factor)
             for ticket in self._launched():
                 self.values.users.change(value, ticket)
+        self.units.scale(factor)
+
+    def backward(self) -> None:
+        super().backward()
+        if self._factor is not None:  # the norm has scaled the sums
+            self.units.of_batch.scale(self._factor)
 
     def close(self) -> None:
         """Let go of a step that will not be finished."""

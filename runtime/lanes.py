@@ -138,8 +138,8 @@ class Failure:
             with self._guard:
                 self._issuing, late = before, self._interruption
                 self._interruption = None
-        if late is not None:
-            raise late
+            if late is not None:  # also where another error is on its way: nobody hears of it again
+                raise late
 
     def interrupt(self, error: BaseException) -> bool:
         """Have the thread that issues raise an error, if it is another than the main one; whether it will."""

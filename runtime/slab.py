@@ -55,6 +55,11 @@ class Block:
             ) from error
         self.ranges: Ranges[Ticket] = Ranges()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing in it is alive, or still worked on."""
+        return not self.ranges and all(ticket.done for ticket in self.ranges.users)
+
     def begin(self, where: Range, offset: int = 0) -> tuple[Place, list[Ticket]]:
         """The place of a value at an offset in its slot, and who has to be done before it is written."""
         first = where.offset - self._start
@@ -108,7 +113,7 @@ class Slab:
         that does not fit.
         """
         if (found := self._idle(program)) is not None:
-            idle = [block for block in self._steps if not block.ranges and block is not found]
+            idle = [block for block in self._steps if block.is_done and block is not found]
             for block in idle[: max(0, len(self._steps) - self._num_steps)]:
                 self._steps.remove(block)
             return found

@@ -28,22 +28,27 @@ from gs_compile.model.offloaded import placeholder
 from gs_compile.model.residency import residency_of, stash
 from gs_compile.model.storage_init import NewTensorsInFiles
 from gs_compile.options import Frozen, Options
-from gs_compile.runtime.codecs import CODECS, TILE
+from gs_compile.runtime.codecs import BLOCK, CODECS, TILE
 
 METHOD = "greedysnake"  # what transformers knows this by
+OF_4_BITS: Mapping[Any, Frozen] = {  # by bitsandbytes' type, and whether its scales are quantized, too
+    ("nf4", True): "nf4",
+    ("nf4", False): "nf4_single",
+    ("fp4", True): "fp4",
+    ("fp4", False): "fp4_single",
+}
 NAMES = {  # of the tensors that quantized checkpoints have beside a weight
-    "nf4": [
-        "weight.absmax",
-        "weight.quant_map",
-        "weight.nested_absmax",
-        "weight.nested_quant_map",
-        "weight.quant_state.bitsandbytes__nf4",
-    ],
-    "nf4_single": ["weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"],
     "int8": ["SCB", "weight_format"],
     "fp8": ["weight_scale_inv"],
+} | {
+    codec: [
+        "weight.absmax",
+        "weight.quant_map",
+        *(["weight.nested_absmax", "weight.nested_quant_map"] if nested else []),
+        f"weight.quant_state.bitsandbytes__{of_bits}",
+    ]
+    for (of_bits, nested), codec in OF_4_BITS.items()
 }
-NF4: Mapping[Any, Frozen] = {("nf4", True): "nf4", ("nf4", False): "nf4_single"}  # by type, and double quantization
 
 Tensor = torch.Tensor
 
@@ -152,9 +157,11 @@ class _Read(ConversionOps):  # type: ignore[misc]
 def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint as a codec names them."""
     found = {name.removeprefix("weight."): values for name, values in tensors.items()}
-    if (state := found.pop("quant_state.bitsandbytes__nf4", None)) is not None:
-        offset = json.loads(bytes(state.tolist())).get("nested_offset", 0.0)
-        found["nested_offset"] = torch.tensor(offset, dtype=torch.float32)
+    for name in [name for name in found if name.startswith("quant_state.")]:
+        state = json.loads(bytes(found.pop(name).tolist()))
+        if (block := state.get("blocksize", BLOCK)) != BLOCK:
+            raise OptionError(f"the checkpoint has {block} elements in a block with one scale; {BLOCK} are read here")
+        found["nested_offset"] = torch.tensor(state.get("nested_offset", 0.0), dtype=torch.float32)
         found["weight"] = found["weight"].view(torch.uint8)  # whatever dtype bnb_4bit_quant_storage has
     return found
 
@@ -192,7 +199,7 @@ def known(config: Mapping[str, Any]) -> Frozen | None:
     """The codec that a quantization config of transformers, as a dict, means; None: none of them."""
     of_4_bits = config.get("bnb_4bit_quant_type"), bool(config.get("bnb_4bit_use_double_quant"))
     if config.get("load_in_4bit"):
-        return NF4.get(of_4_bits)
+        return OF_4_BITS.get(of_4_bits)
     if config.get("load_in_8bit"):
         return "int8"
     is_fp8 = config.get("quant_method") == "fp8" and config.get("scale_fmt") in (None, "float")
@@ -224,7 +231,7 @@ def asked(frozen: Frozen | None, skip: Any, config: Any) -> tuple[Frozen | None,
     method = given.get("quant_method")
     raise OptionError(
         f"quantization_config asks for {getattr(method, 'value', method)}, of a form not stored here. These are: "
-        'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True), which is '
-        'frozen="nf4" (without bnb_4bit_use_double_quant "nf4_single"); BitsAndBytesConfig(load_in_8bit=True), '
+        'BitsAndBytesConfig(load_in_4bit=True), which is frozen="fp4_single", with bnb_4bit_use_double_quant=True '
+        '"fp4", with bnb_4bit_quant_type="nf4" "nf4_single" or "nf4"; BitsAndBytesConfig(load_in_8bit=True), '
         'frozen="int8"; and FineGrainedFP8Config(), frozen="fp8"'
     )

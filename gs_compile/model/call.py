@@ -126,7 +126,6 @@ class Call:
                 assert factor is not None
                 if float(factor) != 1.0:  # which the head's backward has assumed
                     executor.scale(factor)
-                    self.units.scale(factor)
             elif isinstance(executor, TieredExecutor):
                 for value, content in self.outputs.cut(gradients, outside).items():
                     executor.values.define(value, content)

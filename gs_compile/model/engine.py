@@ -388,6 +388,14 @@ class Engine(ParameterStore):
         self.open.abandon("a parameter was given another value")
         super().write(span, values)
 
+    @in_turn
+    def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
+        """An optimizer's state; a step whose backward has not begun is given up."""
+        self.flush()
+        if self.open:
+            self.open.abandon("a state of the optimizer was loaded")
+        super().load_state(span, state)
+
     def trained_span(self, parameter: Tensor) -> Slice | None:
         """The span of a parameter that this engine trains; None for others."""
         found = residency_of(parameter)

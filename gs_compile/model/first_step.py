@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.errors import MemoryBudgetError
+from gs_compile.errors import MemoryBudgetError, OptimizerError
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_call import Planning, plan_tiers
 from gs_compile.model.meeting import agree
@@ -52,7 +52,11 @@ def begin(
             agree(ranks, compilation, models[0], args, optimizer)
         optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks, planning)
         if engine.durable is None or engine.durable.former is None:
-            optimizer.load_into_engine()
+            try:
+                optimizer.load_into_engine()
+            except OptimizerError as error:
+                engine.tiers.fail(error)
+                raise
         else:
             optimizer.show_stored()
             if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts

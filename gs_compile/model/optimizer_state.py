@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from gs_compile.errors import MasterWarning, OptimizerError
 from gs_compile.model.files import mapped_rows
 from gs_compile.model.offloaded import CHANGE_STATE
-from gs_compile.model.parameter_store import MASTER, ParameterStore
+from gs_compile.model.parameter_store import MASTER, ParameterStore, component
 from gs_compile.model.residency import residency_of
 
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, which has numbers for parameters
@@ -110,6 +110,19 @@ def whole_step(state: Mapping[str, Any]) -> int:
 def has_values(state: Mapping[str, Any]) -> bool:
     """Whether a state is more than what is shown of one on the tiers."""
     return not all(torch.is_tensor(each) and each.is_meta for name, each in state.items() if name != "step")
+
+
+def refuse_others(
+    states: Mapping[torch.Tensor, Mapping[str, Any]], names_of: Callable[[torch.Tensor], Sequence[str]]
+) -> None:
+    """Raise OptimizerError for a state that is of another parameter, or of another kind of optimizer.
+
+    names_of: the components that a parameter's state has to have, as far as that is known.
+    """
+    for parameter, state in states.items():
+        tensors = [name for name, each in state.items() if torch.is_tensor(each) and each.dim() and name != "step"]
+        for name in {*tensors, *(names_of(parameter) if state else ())}:
+            component(state, name, parameter.shape)
 
 
 def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterable[torch.Tensor]) -> None:

@@ -174,15 +174,9 @@ class ParameterStore:
         self.has_loaded_state = True
         self._masters.pop(span, None)
         for number, name in enumerate(self._components(span)):
-            values = state.get(name)
-            if values is None and name == MASTER:
+            if (found := component(state, name, span.shape)) is None:
                 continue
-            if values is None and name in state:  # torch's momentum before it has any
-                values = torch.zeros((), dtype=torch.float32).expand(span.shape)
-            if not isinstance(values, Tensor) or values.shape != span.shape:
-                found = tuple(values.shape) if isinstance(values, Tensor) else values
-                raise OptimizerError(f"the state of a parameter of shape {span.shape} has {name} {found}")
-            values = whole(values)
+            values = whole(found)
             if name == MASTER and not self._rounds_to_value(values, span):
                 self._masters[span] = values
                 continue
@@ -228,6 +222,22 @@ class ParameterStore:
 
     def _rows(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
         return mapped_rows(span.shape, dtype, directory(self.folder), _stretches(span, read), self.mesh)
+
+
+def component(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Tensor | None:
+    """One tensor of a parameter's state, zeros where torch has none yet; None: the master, which may be missing.
+
+    Raises OptimizerError where it is of another shape than the parameter, or another component is missing.
+    """
+    values = state.get(name)
+    if values is None and name == MASTER:
+        return None
+    if values is None and name in state:  # torch's momentum before it has any
+        return torch.zeros((), dtype=torch.float32).expand(shape)
+    if not isinstance(values, Tensor) or values.shape != shape:
+        found = tuple(values.shape) if isinstance(values, Tensor) else values
+        raise OptimizerError(f"the state of a parameter of shape {tuple(shape)} has {name} {found}")
+    return values
 
 
 def _stretches(span: Slice, read: Callable[[Slice], Tensor]) -> Callable[[int, int], Tensor]:

@@ -352,6 +352,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         groups, given = optimizer_state.parts_of(state_dict)
         numbers = optimizer_state.numbers_of(self.param_groups, groups)
         states = {p: dict(given.get(n, {})) for p, n in zip(self._parameters, numbers, strict=True)}
+        optimizer_state.refuse_others(states, lambda p: self.components_of(p) if self._is_trained(p) else ())
         num_steps, missed = optimizer_state.steps_of(states)
         if self.engine is not None and self._of_trained(missed) != self._of_trained(self.missed):
             raise OptimizerError(optimizer_state.OTHER_STEPS)

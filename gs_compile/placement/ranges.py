@@ -45,6 +45,11 @@ class Ranges(Generic[User]):
         """Whether anything is alive."""
         return bool(self._alive)
 
+    @property
+    def users(self) -> list[User]:
+        """Of what has ended, who may still be at work on it."""
+        return self._former.users
+
     def begin(self, where: Range) -> list[User]:
         """One more value is in a slot; who has to be done before it is written."""
         if where.key not in self._alive:
@@ -69,6 +74,11 @@ class Occupants(Generic[User]):
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ranges: list[tuple[int, Sequence[User]]] = []  # where each stops, and who used it
+
+    @property
+    def users(self) -> list[User]:
+        """Of all ranges."""
+        return [user for _, users in self._ranges for user in users]
 
     def leave(self, offset: int, nbytes: int, users: Sequence[User]) -> None:
         """The range is free as soon as all of `users` are done."""

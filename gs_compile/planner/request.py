@@ -119,8 +119,6 @@ class Request:
             raise PlanError(f"alpha is {self.alpha:g}; it is a part of each update, from 0 to 1")
         if wrong := contradicts_alpha(self.alpha, self.clipping, self.accumulate, names=("alpha", "clipping")):
             raise PlanError(wrong)
-        if self.accumulate and self.schedule != "vertical":
-            raise PlanError(f'schedule is "{self.schedule}": a step that accumulates has the "vertical" order alone')
         if wrong := contradiction(self.ratios, self.recompute, self.schedule, self.accumulate):
             raise PlanError(wrong)
         if self.optimizer == "muon" and (self.states == "8bit" or self.ranks > 1):
@@ -132,7 +130,7 @@ class Request:
     def of(cls, options: Options, *, clip: bool, accumulate: bool = False) -> Request:
         """What the options of a run ask for; clip: its optimizer clips gradients; accumulate: its loop is known to."""
         expert, accumulate = options.expert, accumulate or options.accumulate
-        if accumulate:  # whatever is given: an update before the last backward would be wrong
+        if accumulate and not options.accumulate:  # whatever is given: an early update would be wrong
             expert = replace(expert, alpha=None, clip=None)
         clipping = expert.clip if clip else None
         if wrong := contradicts_alpha(expert.alpha, clipping, accumulate, names=("expert.alpha", "expert.clip")):
@@ -284,6 +282,11 @@ def contradicts_alpha(
     alpha: float | None, clipping: Clipping | None, accumulate: bool, *, names: tuple[str, str]
 ) -> str | None:
     """In a sentence, why alpha contradicts when updates have to run; `names`: of alpha and clipping, for the user."""
+    if accumulate and clipping == "speculative":
+        return (
+            f'{names[1]} is "speculative", but a step that accumulates updates everything after its last backward: '
+            "leave one of the two out"
+        )
     if alpha in (None, 1.0):
         return None
     if accumulate:

@@ -58,26 +58,31 @@ def num_calls_of(former: Mapping[str, Any]) -> int:
     return found if type(found) is int and 1 <= found <= MOST_CALLS else 1
 
 
-def facts_of(plan: StepPlan, made_for: str, host_nbytes: int, values_nbytes: int | None) -> dict[str, Any]:
-    """What commits keep of a plan that was searched for: what was decided, and what for.
+def facts_of(plan: StepPlan, made_for: str, whole_nbytes: int, values_nbytes: int | None) -> dict[str, Any]:
+    """What commits keep of a plan that was searched for: what was decided, and what for; `whole_nbytes` of host memory.
 
     Of one with what only its schedule can read they keep nothing: it is made again.
     """
     decision = plan.placement.decision
     if decision.own is not None:
         return {}
-    known = {"made_for": made_for, "host_nbytes": host_nbytes, "values_nbytes": values_nbytes}
+    known = {"made_for": made_for, "host_nbytes": whole_nbytes, "values_nbytes": values_nbytes}
     return {**known, "decision": decision.as_dict()}
 
 
-def as_before(problem: Problem, former: Mapping[str, Any], made_for: str, host_nbytes: int) -> Placement | None:
-    """The placement that was decided before; None: it was made for something else, or does not fit any more."""
+def as_before(
+    problem: Problem, former: Mapping[str, Any], made_for: str, whole_nbytes: int, host_nbytes: int | None = None
+) -> Placement | None:
+    """The placement that was decided before; None: it was made for something else, or does not fit any more.
+
+    whole_nbytes: of host memory, of which `host_nbytes` are for one call where several are under way; None: all.
+    """
     before, values_nbytes = former.get("host_nbytes"), former.get("values_nbytes")
     if former.get("made_for") != made_for or type(before) is not int or not isinstance(values_nbytes, int | None):
         return None
-    if abs(host_nbytes - before) > SAME * before:
+    if abs(whole_nbytes - before) > SAME * before:
         log.info(
-            "there is another amount of host memory than before, %s: the plan is made anew", format_bytes(host_nbytes)
+            "there is another amount of host memory than before, %s: the plan is made anew", format_bytes(whole_nbytes)
         )
         return None
     try:
@@ -86,7 +91,7 @@ def as_before(problem: Problem, former: Mapping[str, Any], made_for: str, host_n
         _check(decision, builder)
         if decision.shares and not builder.layout.levels:
             return None
-        return _fitting(builder, decision, {"host": host_nbytes, "device": values_nbytes})
+        return _fitting(builder, decision, {"host": host_nbytes or whole_nbytes, "device": values_nbytes})
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
         return None  # nothing that was written here: a placement asserts what it never has
 

@@ -272,7 +272,8 @@ class Run:
         """
         for masters, sizes in self.model.sizes.items():
             made_for = self._made_for(sizes)
-            if (placement := as_before(self.problem(masters), former, made_for, self.host_nbytes)) is not None:
+            budgets = self.whole_nbytes, self.host_nbytes
+            if (placement := as_before(self.problem(masters), former, made_for, *budgets)) is not None:
                 log.info("the plan is the one that the run was made with: what it was made for has not changed")
                 values_nbytes = former["values_nbytes"]
                 return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, facts=former)
@@ -289,7 +290,7 @@ class Run:
         if plan.is_solved:
             values_nbytes = plan.problem.values_nbytes if plan.profile.separate else values_nbytes
             made_for = self._made_for(self.model.sizes[masters])
-            facts |= facts_of(plan, made_for, self.host_nbytes, values_nbytes)
+            facts |= facts_of(plan, made_for, self.whole_nbytes, values_nbytes)
         placement = plan.placement
         return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, facts=facts)
 

@@ -161,17 +161,21 @@ def below_all(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "freeze"),
-    [*(pytest.param(name, None, marks=pytest.mark.slow) for name in ("gpt2", "llama")), ("llama", below_all)],
+    ("name", "freeze", "given"),
+    [
+        *(pytest.param(name, None, {"alpha": 0.5}, marks=pytest.mark.slow) for name in ("gpt2", "llama")),
+        ("llama", below_all, {"alpha": 0.5}),
+        ("llama", None, {"schedule": "horizontal"}),
+    ],
 )
-def test_gradients_of_inputs(name, freeze, tmp_path):
+def test_gradients_of_inputs(name, freeze, given, tmp_path):
     """With micro-batches of which the last is smaller; the prologue of llama has no parameters then."""
     model, reference = small(name), small(name)
     for each in (model, reference) if freeze else ():
         freeze(each)
     trained = [[p for p in each.parameters() if p.requires_grad] for each in (model, reference)]
     optimizer, theirs = gs_compile.SGD(trained[0], lr=0.1), torch.optim.SGD(trained[1], lr=0.1)
-    model.compile(backend="greedysnake", options=options(tmp_path, alpha=0.5))
+    model.compile(backend="greedysnake", options=options(tmp_path, **given))
     for number in range(2):
         found, wanted = embedded(model, optimizer, number), embedded(reference, theirs, number)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)

@@ -30,7 +30,13 @@ pytestmark = [
 EAGER = {"compiler": "eager"}
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 IN_WORDS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
-BY_BITSANDBYTES = {"nf4": NF4, "nf4_single": IN_WORDS, "int8": BitsAndBytesConfig(load_in_8bit=True)}
+BY_BITSANDBYTES = {
+    "nf4": NF4,
+    "nf4_single": IN_WORDS,
+    "fp4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
+    "fp4_single": BitsAndBytesConfig(load_in_4bit=True),
+    "int8": BitsAndBytesConfig(load_in_8bit=True),
+}
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
 
 
@@ -62,6 +68,7 @@ def read(folder, storage, **given):
     [
         ("nf4", {"frozen": "nf4"}),
         ("nf4", {"quantization_config": NF4}),
+        ("fp4_single", {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}),
         ("int8", {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["down_proj"])}),
         ("fp8", {"frozen": "fp8", "frozen_skip": ["down_proj", "q_proj"]}),
     ],
@@ -138,7 +145,7 @@ def test_quantized_checkpoints_are_read_as_they_are(codec, tmp_path):
             if name.endswith(".SCB"):
                 weight = name.replace("SCB", "weight")
                 theirs[weight] = functional.int8_vectorwise_dequant(tensors[weight], values).bfloat16()
-            elif name.endswith("__nf4"):
+            elif "bitsandbytes__" in name:
                 weight, begin = name.split(".quant_state")[0], name.split("quant_state")[0]
                 state = {each.removeprefix(begin): found for each, found in tensors.items() if each.startswith(begin)}
                 state = functional.QuantState.from_dict(state, torch.device("cpu"))
@@ -220,7 +227,7 @@ def test_experts_in_mxfp4_are_decoded(tmp_path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4"), "asks for bitsandbytes, of a form not"),
+        (transformers.FPQuantConfig(), "asks for fp_quant, of a form not"),
         (transformers.EetqConfig(), "asks for eetq"),
     ],
 )
@@ -235,7 +242,7 @@ def test_other_checkpoints_are_refused_by_name(tmp_path):
         read(tmp_path / "saved", tmp_path, frozen="int8")
     path = Path(tmp_path / "saved" / "config.json")
     config = json.loads(path.read_text())
-    config["quantization_config"]["bnb_4bit_quant_type"] = "fp4"
+    config["quantization_config"]["bnb_4bit_quant_type"] = "af4"
     path.write_text(json.dumps(config))
     with pytest.raises(OptionError, match=r"quantized \(bitsandbytes\) in a form that is not read"):
         read(tmp_path / "saved", tmp_path)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import gs_compile
-from gs_compile.errors import MasterWarning, OptimizerError, ReleasedParameterError
+from gs_compile.errors import LaneError, MasterWarning, OptimizerError, ReleasedParameterError, StepOrderError
 
 KEEPS_CAPTURES = True
 EACH = [("AdamW", "model"), ("Lion", "model"), ("AdamW", "bf16"), ("Muon", "model"), ("Muon", "bf16")]
@@ -105,12 +105,33 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
         with pytest.raises(OptimizerError, match=r"state dict (has|must)"):
             optimizer.load_state_dict(broken)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    other = copy.deepcopy(state)
+    other["state"][0]["exp_avg"] = other["state"][0]["exp_avg"][:-1]
+    with pytest.raises(OptimizerError, match=r"of shape \(70, 32\) has exp_avg \(69, 32\)"):
+        optimizer.load_state_dict(other)
+    assert all(not values.any() for each in optimizer.state_dict()["state"].values() for values in each.values())
+    del other["state"][0]["exp_avg"]
     with learner(tmp_path) as one:
         one.train(0)
-        other = copy.deepcopy(state)
-        del other["state"][0]["exp_avg"]
         with pytest.raises(OptimizerError, match="has exp_avg None"):
             one.optimizer.load_state_dict(other)
+        one.train(1)
+    with learner(tmp_path) as one:
+        one.optimizer.load_state_dict(other)
+        for _ in range(2):  # nothing trains on without it
+            with pytest.raises((OptimizerError, LaneError), match="has exp_avg None"):
+                one.train(0)
+
+
+def test_a_state_that_comes_between_forward_and_backward_gives_the_step_up(tmp_path):
+    with learner(tmp_path) as one:
+        one.train(0)
+        state = copy.deepcopy(one.optimizer.state_dict())
+        loss = one.loss(1)
+        one.optimizer.load_state_dict(state)
+        with pytest.raises(StepOrderError, match="a state of the optimizer was loaded"):
+            loss.backward()
+        one.train(1)
 
 
 def test_states_are_found_by_name():

@@ -157,6 +157,9 @@ def test_a_run_that_goes_on_has_what_its_plan_had():
     assert as_before(given, former, "this model", host_nbytes) == before
     less = peak(builder.program(plain), "host")
     assert as_before(given, former | {"host_nbytes": less}, "this model", less) == plain
+    of_two_calls = former | {"host_nbytes": 2 * host_nbytes}
+    assert as_before(given, of_two_calls, "this model", 2 * host_nbytes, host_nbytes) == before
+    assert as_before(given, of_two_calls, "this model", 2 * host_nbytes, less) == plain
     assert as_before(given, former, "another model", host_nbytes) is None
     assert as_before(given, former, "this model", host_nbytes // 2) is None
     assert as_before(given, former | {"host_nbytes": host_nbytes // 4}, "this model", host_nbytes // 4) is None

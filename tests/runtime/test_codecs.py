@@ -18,7 +18,10 @@ bnb = pytest.importorskip("bitsandbytes.functional")
 SHAPES = [(64, 64), (300, 192), (1000, 512), (300, 200), (33, 7)]
 # Of values from a normal distribution: by the quantiles of nf4 (arXiv 2305.14314, table 2 has its effect), by rounding
 # to 127 steps of a row's largest, and by the 3 bits of e4m3's fraction.
-ERRORS = {"nf4": (0.08, 0.1), "nf4_single": (0.08, 0.1), "int8": (0.002, 0.012), "fp8": (0.02, 0.03)}
+# fp4 has floats in the place of the quantiles.
+NF4, FP4 = (0.08, 0.1), (0.1, 0.13)
+ERRORS = dict.fromkeys(("nf4", "nf4_single"), NF4) | dict.fromkeys(("fp4", "fp4_single"), FP4)
+ERRORS |= {"int8": (0.002, 0.012), "fp8": (0.02, 0.03)}
 
 
 def values(shape, dtype=torch.float32):
@@ -29,15 +32,16 @@ def test_the_options_name_them():
     assert set(get_args(Frozen)) == CODECS.keys()
 
 
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_nf4_is_that_of_bitsandbytes(shape, dtype):
+def test_4_bits_are_those_of_bitsandbytes(shape, dtype, name):
     """Its kernel for CPUs takes the second nearest of two scales' codes now and then (of 120,000 it took 191), where
     its own reference takes the nearest, as this does. Reading is the same bit for bit, but for rows that are no whole
     blocks, where its kernel for CPUs takes scales of other blocks than its reference and its kernels for GPUs.
     """
-    given, codec = values(shape, dtype), CODECS["nf4"]
-    weight, state = bnb.quantize_4bit(given, quant_type="nf4", compress_statistics=True)
+    given, codec = values(shape, dtype), CODECS[name]
+    weight, state = bnb.quantize_4bit(given, quant_type=name, compress_statistics=True)
     ours = codec.quantized(given)
     assert torch.equal(ours["weight"], weight.view(-1))
     assert torch.equal(ours["nested_absmax"], state.state2.absmax)
@@ -51,10 +55,11 @@ def test_nf4_is_that_of_bitsandbytes(shape, dtype):
         assert torch.equal(codec.decode(stored, shape, dtype), bnb.dequantize_4bit(weight, state))
 
 
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_nf4_single_is_that_of_bitsandbytes(shape):
-    given, codec = values(shape, torch.bfloat16), CODECS["nf4_single"]
-    weight, state = bnb.quantize_4bit(given, quant_type="nf4", compress_statistics=False)
+def test_single_4_bits_are_those_of_bitsandbytes(shape, name):
+    given, codec = values(shape, torch.bfloat16), CODECS[f"{name}_single"]
+    weight, state = bnb.quantize_4bit(given, quant_type=name, compress_statistics=False)
     ours = codec.quantized(given)
     assert torch.equal(ours["weight"], weight.view(-1))
     assert torch.equal(ours["absmax"], state.absmax)
@@ -130,4 +135,6 @@ def test_bits_of_an_element():
     """Of a large matrix: 4 + 8/64 + 32/(64 * 256) of nf4."""
     shape = (4096, 11008)
     bits = {name: 8 * codec.nbytes(shape) / (shape[0] * shape[1]) for name, codec in CODECS.items()}
-    assert bits == pytest.approx({"nf4": 4.127, "nf4_single": 4.5, "int8": 8.003, "fp8": 8.002}, abs=5e-4)
+    assert bits == pytest.approx(
+        {"nf4": 4.127, "nf4_single": 4.5, "fp4": 4.127, "fp4_single": 4.5, "int8": 8.003, "fp8": 8.002}, abs=5e-4
+    )

@@ -122,3 +122,24 @@ def test_closing_finishes_what_was_submitted(lanes):
     lanes.close()
     assert done == list(range(100))
     lanes.lanes.clear()
+
+
+def test_an_interruption_is_heard_where_another_error_is_on_its_way():
+    failure, is_interrupted, heard = Failure(), threading.Event(), []
+
+    def issue():
+        try:
+            with failure.issued():
+                is_issued.set()
+                is_interrupted.wait()
+                raise ValueError
+        except (ValueError, KeyboardInterrupt) as error:
+            heard.append(type(error))
+
+    is_issued, thread = threading.Event(), threading.Thread(target=issue)
+    thread.start()
+    is_issued.wait()
+    assert failure.interrupt(KeyboardInterrupt())
+    is_interrupted.set()
+    thread.join()
+    assert heard == [KeyboardInterrupt]
