@@ -345,7 +345,8 @@ def test_a_sft_trainer_trains_adapters_over_them(tmp_path):
             logging_steps=1,
             adam_epsilon=1e-4,
             report_to=[],
-            save_strategy="no",
+            save_strategy="steps",
+            save_steps=3,
             use_cpu=True,
             bf16=False,
         )
@@ -358,6 +359,11 @@ def test_a_sft_trainer_trains_adapters_over_them(tmp_path):
         curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert float(curves[0][0]) > float(curves[0][-1])
     assert list(map(float, curves[1])) == pytest.approx(list(map(float, curves[0])), rel=1e-4)
+    theirs, ours = (tmp_path / name / "checkpoint-3" for name in ("theirs", "ours"))
+    wanted, found = (load_file(folder / "adapter_model.safetensors") for folder in (theirs, ours))
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], wanted[name], rtol=1e-3, atol=1e-5) for name in wanted)
+    assert [*ours.glob("*.safetensors")] == [ours / "adapter_model.safetensors"]
 
 
 def words():
