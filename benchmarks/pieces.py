@@ -47,10 +47,11 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.read(self.before(x)).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+        q, k, v = self.read(self.before(x)).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4).unbind()
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.write(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(functional.gelu(self.up(self.after(x)), approximate="tanh"))
+        inner: torch.Tensor = self.down(functional.gelu(self.up(self.after(x)), approximate="tanh"))
+        return x + inner
 
 
 class Model(nn.Module):
