@@ -129,18 +129,14 @@ def _waits_for_drives(simulation: Simulation) -> bool:
     return max(simulation.busy.get(lane, 0.0) for lane in ("ssd_read", "ssd_write")) > BUSY
 
 
-def highest(ladders: Iterable[Ladder], fitting: Callable[[Placement], T | None]) -> Iterator[tuple[Placement, T]]:
-    """Of each ladder the last placement that fits, if any does, with what `fitting` makes of it."""
-    for ladder in ladders:
-        yield from _highest(ladder, fitting)
-
-
-def _highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> list[tuple[Placement, T]]:
-    found: list[tuple[Placement, T]] = []
+def highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> tuple[Placement, T] | None:
+    """The last placement of a ladder that fits, if any does, with what `fitting` makes of it."""
+    found: tuple[Placement, T] | None = None
 
     def is_over(each: Placement) -> bool:
+        nonlocal found
         if made := fitting(each):
-            found[:] = [(each, made)]
+            found = each, made
         return not made
 
     bisect_left(ladder, True, key=is_over)
@@ -154,8 +150,8 @@ def fastest(
 
     spare: by tier, bytes that are left free.
     """
-    found = highest(ladders, lambda each: problem.fitting(each, spare))
-    return min([plain, *(problem.predicted(*each) for each in found)], key=lambda each: each.seconds)
+    found = (highest(ladder, lambda each: problem.fitting(each, spare)) for ladder in ladders)
+    return min([plain, *(problem.predicted(*each) for each in found if each)], key=lambda each: each.seconds)
 
 
 def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple[str, ...]:

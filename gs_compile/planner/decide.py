@@ -199,8 +199,8 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
         return builder.placement(replace(decision, shares=shares))
 
     ladders = (list(map(placed, ladder)) for ladder in topmost(workload.worthwhile, "host"))
-    found = (each for each, _ in highest(ladders, partial(_fits, problem)))
-    return min([plain, *found], key=lambda each: computed(workload, each.shares))
+    found = (highest(ladder, partial(_fits, problem)) for ladder in ladders)
+    return min([plain, *(each for each, _ in filter(None, found))], key=lambda each: computed(workload, each.shares))
 
 
 def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
@@ -216,8 +216,8 @@ def _last_for_free(problem: Problem, plain: Placement, ladder: Ladder) -> Placem
         return plain
     needed = peak(problem.builder.program(plain), "host")
     most = {"host": max(needed, min(int(needed * NEXT_TO_NO_MORE), problem.host_budget))}
-    found = highest([ladder], lambda each: fits(problem.builder.programs(each), most))
-    return next((each for each, _ in found), plain)
+    found = highest(ladder, lambda each: fits(problem.builder.programs(each), most))
+    return found[0] if found else plain
 
 
 def _least(problem: Problem) -> StepPlan:

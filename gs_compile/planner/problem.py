@@ -151,11 +151,9 @@ class Problem:
         workload, profile = workload or self.workload, profile or self.profile
         return replace(self, machine=lambda: profile, code=lambda: workload, **changes)
 
-    def asked(self, request: Request, **changes: Any) -> Problem:
+    def asked(self, request: Request) -> Problem:
         """The same model and machine, asked for something else."""
-        return (
-            self if request == self.request and not changes else replace(self, request=request, counted=None, **changes)
-        )
+        return self if request == self.request else replace(self, request=request, counted=None)
 
     def like(self, other: Problem) -> Problem:
         """This problem, for as many micro-batches as another one, and asked for the same."""
