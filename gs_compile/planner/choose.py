@@ -88,7 +88,7 @@ class Candidate:
 def choose(problem: Problem, found: Search) -> StepPlan:
     """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
     number, best = found.best.num_micro_batches, found.best
-    steps = problem if problem.whole else problem.bundled(number)[0]
+    steps, _ = problem.steps(number)
     finished = [(each, _with_boundary(steps, number, each)) for each in refined(problem, best)]
     chosen, simulation = min(finished, key=lambda pair: pair[1].seconds)
     if chosen.solution.alpha != best.alpha:  # what is said of the plan is said of its own alpha
@@ -199,8 +199,7 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
         kept |= {alpha: candidate} if candidate else {}
     if kept:
         return list(kept.values())
-    last = (problem, number) if problem.whole else (trial, few)
-    scarce = _of_any_alpha(problem, number, partial(_fitting, *last, spare=NOTHING))
+    scarce = _of_any_alpha(problem, number, partial(_fitting, *problem.steps(number), spare=NOTHING))
     if scarce is None:
         raise MemoryBudgetError(_too_little(problem))
     return [scarce]

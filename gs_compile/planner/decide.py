@@ -255,9 +255,7 @@ def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
 
 def _steps(problem: Problem) -> Problem:
     """The problem of the step whose programs are looked at."""
-    if problem.whole:
-        return problem
-    trial, number = problem.bundled(problem.builder.layout.num_micro_batches)
+    trial, number = problem.steps(problem.builder.layout.num_micro_batches)
     return trial if trial is problem else replace(trial, builder=trial.at(number))
 
 

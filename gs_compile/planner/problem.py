@@ -175,6 +175,12 @@ class Problem:
     def _builders(self) -> dict[int, StepBuilder]:
         return {}
 
+    def steps(self, number: int) -> tuple[Problem, int]:
+        """This problem, and the micro-batches of the steps that a plan for `number` of them looks at: what is going to
+        run as it is, else as `bundled`.
+        """
+        return (self, number) if self.whole else self.bundled(number)
+
     def bundled(self, number: int) -> tuple[Problem, int]:
         """This problem, and a number of micro-batches; of a large step a few, each of which stands for several.
 

@@ -70,8 +70,8 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     """
     here: Tier = "device" if problem.profile.separate else "host"
     others = Shares(share for share in plan.shares if share.tier != here)
-    steps = problem if problem.whole else problem.bundled(plan.num_micro_batches)[0]
-    number, chosen = plan.placement.layout.num_micro_batches, plan.placement.decision
+    steps, number = problem.steps(plan.num_micro_batches)
+    chosen = plan.placement.decision
 
     def placed(shares: Shares) -> Placement:
         left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0

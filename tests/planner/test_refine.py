@@ -36,7 +36,7 @@ class Faked:
     unsolved = ()  # alphas with which nothing fits
     seconds_on_device = staticmethod(lambda nbytes: 1.0)
     values_nbytes = Problem.values_nbytes
-    excess, _most = Problem.excess, Problem._most
+    steps, excess, _most = Problem.steps, Problem.excess, Problem._most
 
     def __init__(self, over=lambda alpha: 0, seconds=lambda resident: 1.0, bound=1.0, late=lambda alpha: 1 + alpha):
         self.over, self.seconds, self.bound, self.late = over, seconds, bound, late
