@@ -190,9 +190,9 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
         alpha, candidate = found.solution.alpha, None
         if alpha in kept:
             continue
-        if trial is problem or (not problem.whole and problem.solved(number, alpha)):
+        if trial is problem or (not problem.will_run and problem.solved(number, alpha)):
             candidate = found
-        elif problem.whole:
+        elif problem.will_run:
             candidate = _fitting(problem, number, alpha, found.spare, found.less)
         if candidate and not _is_small(problem, number):
             return [candidate]

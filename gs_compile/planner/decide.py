@@ -144,7 +144,7 @@ def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPl
     if found:
         return min(found, key=lambda each: each.seconds)
     if problem.request.saves:
-        raise (MemoryBudgetError(str(refusal)) if problem.whole else refusal) from None
+        raise (MemoryBudgetError(str(refusal)) if problem.will_run else refusal) from None
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
     return replace(least, notes=(note,))
 
@@ -164,7 +164,7 @@ def undecided(problem: Problem) -> Problem | StepPlan:
     """The plan of what is settled without figures of the machine, else the problem that needs them."""
     problem.check()
     problem = problem.wider if problem.request.saves else problem
-    least = _least(problem).problem if problem.whole else problem  # refused here, before anything is measured
+    least = _least(problem).problem if problem.will_run else problem  # refused here, before anything is measured
     return _settled(least) or problem
 
 

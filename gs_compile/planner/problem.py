@@ -61,7 +61,7 @@ class Problem:
     saving: what layers may save; None: their inputs alone, whatever is faster.
     host_nbytes, device_nbytes: the budgets of memory, where they are known before the machine is; None: as the machine
         and the request say.
-    whole: the step is going to run: a large one is not left with its micro-batches in bundles.
+    will_run: the steps are no mere plan: a large one is not left with its micro-batches in bundles.
     whole_masters: gives the same problem with masters that are whole, where these are split because nobody has said.
     in_pieces: gives the same problem with layers that run on so many tokens at a time, by their number, the largest
         first; empty where there is nothing to choose. layer_tokens: that was chosen so.
@@ -77,7 +77,7 @@ class Problem:
     saving: Saving | None = None
     host_nbytes: int | None = None
     device_nbytes: int | None = None
-    whole: bool = False
+    will_run: bool = False
     whole_masters: Callable[[], Problem] | None = None
     in_pieces: Mapping[int, Callable[[], Problem]] = field(default_factory=dict, compare=False, repr=False)
     layer_tokens: int | None = None
@@ -179,7 +179,7 @@ class Problem:
         """This problem, and the micro-batches of the steps that a plan for `number` of them looks at: what is going to
         run as it is, else as `bundled`.
         """
-        return (self, number) if self.whole else self.bundled(number)
+        return (self, number) if self.will_run else self.bundled(number)
 
     def bundled(self, number: int) -> tuple[Problem, int]:
         """This problem, and a number of micro-batches; of a large step a few, each of which stands for several.
