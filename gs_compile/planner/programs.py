@@ -194,7 +194,7 @@ class StepPrograms:
         if placement.durability:
             rows.append((WORDS["seal"], commits_text(placement)))
         if nbytes := carried_nbytes(placement):
-            rows.append(("kept", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
+            rows.append(("carried", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
         if retained := retained_text(placement):
             rows.append(("retained", f"{retained}, in host memory until their backward"))
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
