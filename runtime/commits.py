@@ -79,6 +79,11 @@ class Commits:
         self._files.setdefault(part, []).extend(new)
         return new[0]
 
+    def has(self, value: Value) -> bool:
+        """Whether the file of a part at home has already what is to come from the former run."""
+        former = self._issued.get(part_of(value)) if self.takes_up else None
+        return former is not None and self.values.contents.get(value) is former
+
     def to_change(self, value: Value) -> torch.Tensor | Extent | None:
         """The content of a part at home that somebody changes between steps: a committed file is copied first.
 
