@@ -204,7 +204,11 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
 
 
 def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
-    """As much stays in memory as takes next to no more of it, and needs no plan: less is moved, and nothing waits."""
+    """As much stays in memory as takes next to no more of it, and needs no plan: less is moved, and nothing waits. Not
+    of a schedule as others publish it.
+    """
+    if SCHEDULES[plain.schedule].as_published:
+        return plain
     for ladder in (carrying, retaining):
         plain = _last_for_free(problem, plain, ladder(plain))
     return plain
