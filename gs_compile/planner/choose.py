@@ -100,8 +100,8 @@ def choose(problem: Problem, found: Search) -> StepPlan:
     return StepPlan(
         problem=problem,
         num_micro_batches=number,
-        decision=chosen.solution.decision,
-        steps=steps,
+        relaxed=chosen.solution.decision,
+        step_problem=steps,
         placement=simulation.placed,
         solved=best,
         simulated=simulation,

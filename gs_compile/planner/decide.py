@@ -250,8 +250,8 @@ def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
     return StepPlan(
         problem=problem,
         num_micro_batches=problem.builder.layout.num_micro_batches,
-        decision=placement.decision,
-        steps=steps,
+        relaxed=placement.decision,
+        step_problem=steps,
         placement=placement,
         notes=(note,) if note else (),
     )

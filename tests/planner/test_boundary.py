@@ -191,7 +191,7 @@ def test_a_commit_keeps_nothing_of_what_only_a_schedule_can_read():
     """Such a plan is made again: its own data is no JSON."""
     given = problem(WORKLOAD, CPU, 2)
     plain = given.builder.placement(NOTHING)
-    known = {"problem": given, "steps": given, "num_micro_batches": 2, "decision": NOTHING}
+    known = {"problem": given, "step_problem": given, "num_micro_batches": 2, "relaxed": NOTHING}
     found, own = (StepPlan(placement=each, **known) for each in (plain, plain.decided(own=Rooms.unbounded)))
     assert facts_of(found, "this model", 1, None)["decision"] == plain.decision.as_dict()
     assert facts_of(own, "this model", 1, None) == {}

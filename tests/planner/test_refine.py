@@ -219,5 +219,5 @@ def test_alpha_is_that_of_the_faster_step_with_all_that_stays_in_memory():
     assert late.solution.alpha > early.solution.alpha == 0.0
     assert late.seconds < early.seconds
     chosen = choose(given, found)
-    assert chosen.decision.alpha == 0.0
+    assert chosen.alpha == 0.0
     assert chosen.seconds < late.seconds
