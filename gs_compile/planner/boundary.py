@@ -70,11 +70,12 @@ def holding(plain: Placement) -> Ladder:
     return [each for each in every if each.held_values]
 
 
-def without(planned: Placement, home_nbytes: int) -> Ladder:
-    """Less and less of both, for a step whose batch is larger than the one that they were chosen for.
+def without(planned: Placement, home_nbytes: int = 0) -> Sequence[Placement]:
+    """Less and less of both, where there is no room for all: the batch is larger than the one that they were chosen
+    for, or a run goes on with less memory.
 
     States that are read later cost this step alone; what is not carried is read again by this step and by the next one.
-    home_nbytes: of what lives on in the run, which stays mapped.
+    home_nbytes: of what lives on in a run that has begun, which stays mapped.
     """
     none = planned.decided(carried=()).laid_out(home_nbytes=home_nbytes) if planned.decision.carried else planned
     alone = {name: default for name, default in BOUNDARY.items() if name != "carried"}

@@ -157,19 +157,19 @@ def test_memory_of_what_drives_are_behind_with_is_given_on_later():
 
 
 def test_a_run_that_goes_on_has_what_its_plan_had():
-    """If there is room for it, as there was."""
+    """If there is room for it, as there was; of what is between two steps what still fits."""
     given = problem(WORKLOAD, CPU, 2)
     builder, plain = given.builder, given.builder.placement(NOTHING)
-    before = plain.decided(carried=FIRST, ahead=2)
+    carried, before = plain.decided(carried=FIRST), plain.decided(carried=FIRST, ahead=2)
     host_nbytes = peak(builder.program(before), "host")
     known = {"made_for": "this model", "host_nbytes": host_nbytes, "values_nbytes": None}
     former = json.loads(json.dumps({**known, "decision": before.decision.as_dict()}))
     assert as_before(given, former, "this model", host_nbytes) == before
     less = peak(builder.program(plain), "host")
-    assert as_before(given, former | {"host_nbytes": less}, "this model", less) == plain
+    assert as_before(given, former | {"host_nbytes": less}, "this model", less) == carried
     of_two_calls = former | {"host_nbytes": 2 * host_nbytes}
     assert as_before(given, of_two_calls, "this model", 2 * host_nbytes, host_nbytes) == before
-    assert as_before(given, of_two_calls, "this model", 2 * host_nbytes, less) == plain
+    assert as_before(given, of_two_calls, "this model", 2 * host_nbytes, less) == carried
     assert as_before(given, former, "another model", host_nbytes) is None
     assert as_before(given, former, "this model", host_nbytes // 2) is None
     assert as_before(given, former | {"host_nbytes": host_nbytes // 4}, "this model", host_nbytes // 4) is None
