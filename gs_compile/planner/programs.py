@@ -148,7 +148,9 @@ class StepPrograms:
 
     @cached_property
     def _on_device(self) -> int:
-        """The bytes that the first step was planned to have in device memory."""
+        """What values may have of the device's memory; where nobody has said, what the first step was planned to."""
+        if (known := self.planned.values_nbytes) is not None:
+            return known
         programs = replace(self.builder, shape=self.first_shape).steps(self.placement)
         return max(peak(program, "device") for program in programs)
 
