@@ -180,7 +180,7 @@ def _settled(problem: Problem) -> StepPlan | None:
         return _made(problem, _boundary_for_free(steps, smallest), "ratios and alpha are given: nothing was planned")
     given = _ratios(problem, 1.0).given()
     moves_nothing = all(given[name] == 1.0 for name in given.keys() & set(HOST_CLASSES))
-    if separate or not _fits(steps, largest) or (may_save and not moves_nothing):
+    if separate or not _fits(steps, largest) or (not moves_nothing and (may_save or len(request.alphas) > 1)):
         return None
     reason = "all that may be in host memory fits there: nothing was planned"
     if not may_save:

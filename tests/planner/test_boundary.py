@@ -16,7 +16,7 @@ from gs_compile.placement.placement import Decision
 from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, holding, retaining
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.choose import _with_boundary, each_of, fastest
-from gs_compile.planner.decide import _boundary_for_free
+from gs_compile.planner.decide import _boundary_for_free, decide
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import as_before, facts_of
 from gs_compile.planner.step_plan import StepPlan
@@ -195,3 +195,13 @@ def test_a_commit_keeps_nothing_of_what_only_a_schedule_can_read():
     found, own = (StepPlan(placement=each, **known) for each in (plain, plain.decided(own=Rooms.unbounded)))
     assert facts_of(found, "this model", 1, None)["decision"] == plain.decision.as_dict()
     assert facts_of(own, "this model", 1, None) == {}
+
+
+def test_alpha_is_settled_where_nothing_moves_alone():
+    """With ratios below 1 that are given, and all of it within the budget, it is still for the planner to choose."""
+    for part, alpha, is_solved in ((0.5, None, True), (0.5, 0.3, False), (1.0, None, False)):
+        asked = Request(recompute="all", alpha=alpha, ratios=ratios(part, part, part))
+        plan = decide(problem(WORKLOAD, CPU, 2, host_nbytes=10**12, will_run=True, request=asked), asked)
+        assert plan.is_solved == is_solved
+        assert is_solved or plan.alpha == (alpha or 0.0)
+        assert plan.ratios["parameter"] == part
