@@ -295,7 +295,7 @@ def moved(model: torch.nn.Module, optimizer: TieredOptimizer, ids: torch.Tensor)
             for lane, total in optimizer.last_step.lanes.items()
             for kind, n in total.nbytes_by_kind.items()
         },
-        planned=traffic(engine.programs[-1], engine.placement),
+        planned=traffic(engine.snapshots[-1], engine.placement),
         asked=dict(asked),
     )
 

@@ -215,7 +215,7 @@ class Step:
 
     model: SpecializedModel
     shape: StepShape
-    programs: Sequence[Program]
+    snapshots: Sequence[Program]
     describe_tiers: Callable[[], str] = lambda: "everything is on the device"
 
 

@@ -53,7 +53,7 @@ class StepPrograms:
         """The layout's shape where parameters of the units `tied` are apart."""
         return layout.shape_of(self.sizes, tied, training=training)
 
-    def programs(
+    def snapshots(
         self, placement: Placement, shape: StepShape, *, late: bool, redo: bool, **given: Unpack[Marks]
     ) -> tuple[Program, ...]:
         """Every snapshot of a step; `late`: the step before has left updates; `redo`: and some that did not hold.
@@ -65,7 +65,7 @@ class StepPrograms:
         if key not in self._programs:
             largest = None
             if shape.training and placement.has_late and not (late and redo):
-                largest = self.programs(placement, shape, late=True, redo=True)[-1]
+                largest = self.snapshots(placement, shape, late=True, redo=True)[-1]
             step = replace(self.builder.step(placement, late=late, redo=redo), **marks)
             self._programs[key] = self._packed(lower(replace(step, shape=shape)), placement, largest)
             let_oldest_go(self._programs, MOST_PROGRAMS)  # the latest one has the most host memory of all so far

@@ -176,7 +176,7 @@ class TestText(expecttest.TestCase):
         own = harness()
         with own.fresh(adamw, options("/nowhere", frozen="nf4", **PLACES["memory"], separate_device=True)) as optimizer:
             step(own.model, optimizer, tokens(0))
-            text = str(optimizer.engine.programs[-1])
+            text = str(optimizer.engine.snapshots[-1])
         stage = text.split("# forward 1")[1].split("#")[0].splitlines()
         self.assertExpectedInline(
             "\n".join(line for line in stage if "w1" in line),
