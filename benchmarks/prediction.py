@@ -79,7 +79,7 @@ def measure(
                 "median_seconds": measured,
                 "predicted_seconds": predicted,
                 "error": predicted / measured - 1,
-                "peak_nbytes": optimizer.engine.programs[-1].slab_nbytes,
+                "peak_nbytes": optimizer.engine.snapshots[-1].slab_nbytes,
                 "predicted_peak_nbytes": prediction.program.slab_nbytes,
                 "busy": dict(prediction.busy),
                 "measured_busy_seconds": dict(busy),

@@ -81,7 +81,7 @@ def main() -> None:
         model = Model()
         optimizer = gs_compile.AdamW(model.parameters(), lr=1e-3)
         ratios = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0)
-        expert = {"compiler": "eager", "recompute": "all", "ratios": ratios}
+        expert = {"compiler": "eager", "recompute": "all", "alpha": 0.0, "ratios": ratios}
         options = {"micro_batch_size": 2, "storage": folder, "host_memory": "100MiB", "expert": expert}
         model.compile(backend="greedysnake", options=options)
         step_seconds(model, optimizer)

@@ -106,7 +106,7 @@ def before_own_pass(step: StepSpec) -> Program:
     assert step.placement is not None
     assert step.order.own_pass is not None, "the schedule has no pass of its own"
     made = lower(step, verified=False)
-    return made[-3 - step.placement.decodes]  # `decode` and `free` come after the own pass
+    return next(each for each in made if each.made_by == "pipeline")  # which comes before the own pass
 
 
 def flush(

@@ -79,6 +79,11 @@ class Commits:
         self._files.setdefault(part, []).extend(new)
         return new[0]
 
+    def has(self, value: Value) -> bool:
+        """Whether the file of a part at home has already what is to come from the former run."""
+        former = self._issued.get(part_of(value)) if self.takes_up else None
+        return former is not None and self.values.contents.get(value) is former
+
     def to_change(self, value: Value) -> torch.Tensor | Extent | None:
         """The content of a part at home that somebody changes between steps: a committed file is copied first.
 
@@ -121,17 +126,16 @@ class Commits:
             elif op.verb == "update" and part in self.copies:
                 self._stale.add(part)
 
-    def stale_homes(self) -> list[Value]:
-        """The parts in memory that the next commit has to write itself: frozen ones, and what came from outside."""
-        return [self.copies[part][0] for part in sorted(self._stale, key=str)]
+    def stale(self) -> list[tuple[Value, Value]]:
+        """The parts in memory that the next commit has to write itself: frozen ones, and what came from outside; of
+        each its home, and its copy.
+        """
+        return [self.copies[part] for part in sorted(self._stale, key=str)]
 
     def seal(self) -> Callable[[], None]:
         """Issue a commit of all parts as they are now; gives what is left to be done on the lane that writes."""
         assert self.snapshot is not None, "there is nothing to commit yet"
-        writes = [
-            (self.writable(copy), self.values.contents[home])
-            for home, copy in (self.copies[part] for part in sorted(self._stale, key=str))
-        ]
+        writes = [(self.writable(copy), self.values.contents[home]) for home, copy in self.stale()]
         self._stale.clear()
         self._issued = {part: self._current(part) for part in self._files}
         manifest_of, rest = self.snapshot()

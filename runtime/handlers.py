@@ -104,7 +104,7 @@ class Handlers:
         """Commit the step before, behind all that has been written so far."""
         table, commits = self.tiers.values, self.tiers.commits
         assert commits is not None, "no step is committed"
-        homes = commits.stale_homes()
+        homes = [home for home, _ in commits.stale()]
         after = table.users.awaited(homes, ())
         label = {"nbytes": sum(table.contents[home].nbytes for home in homes), "kind": op.kind, "stage": str(op.stage)}
         ticket = commits.under_way = self.tiers.lane(op.lane).submit(name_of(op), commits.seal(), after, **label)

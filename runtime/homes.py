@@ -173,14 +173,13 @@ class Homes:
             elif content is not None:
                 _bytes(content, start, source).copy_(source)
 
-    def is_changed(self, place: Slice, component: int | None) -> bool:
-        """Whether a write of it would change any part; what is not is there already."""
+    def parts_of(self, place: Slice, component: int | None) -> Iterator[Value]:
+        """The parts that have some of a parameter (None), or of a component of its state."""
         if component is not None:
             place, component = self._moment(place, component)
         own = None if component is None else self._number(place, component)
         numbers = (None, own) if self.is_pair(place, component) else (own,)
-        pieces = (each for number in numbers for each in self._pieces(place, number))
-        return any(self.to_change(value) is not None for value, _, _ in pieces)
+        return (value for number in numbers for value, _, _ in self._pieces(place, number))
 
     def _moment(self, place: Slice, component: int) -> tuple[Slice, int]:
         """Where a component of a parameter's state is: in which elements, and as which component of these."""

@@ -19,6 +19,7 @@ import torch
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.device_memory import DeviceMemory
+from gs_compile.placement.kinds import is_of_units
 from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import range_of
@@ -36,8 +37,6 @@ from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label, name_of
 from gs_compile.runtime.values import ValueTable, unfinished
-
-UNIT_KINDS = frozenset({"w", "s", "cw", "cs", "dw", "scale"})  # of units, not of micro-batches
 
 
 class TieredExecutor(Executor):
@@ -159,13 +158,13 @@ class TieredExecutor(Executor):
 
     def _give_up(self, at: int) -> None:
         """End a forward that has failed: late updates still run, the rest is let go of."""
-        for value in [value for value in self.env if value.kind not in UNIT_KINDS]:
+        for value in [value for value in self.env if not is_of_units(value)]:
             self.values.free(value)
         for index in range(at, forward_end(self.program)):
             op = self.program.ops[index]
             values = (*op.reads, *op.into, *op.results)
             is_gone = op.verb == "free" and op.reads[0] not in self._table(op.reads[0]).contents
-            if all(value.kind in UNIT_KINDS for value in values) and not is_gone:
+            if all(map(is_of_units, values)) and not is_gone:
                 self._issue_at(index)
 
     def _wait_for_memory(self, at: int) -> None:

@@ -70,13 +70,13 @@ class Block:
 class Slab:
     """The blocks of one run, empty until they are mapped; `budget_nbytes` None: without a bound.
 
-    num_steps: for which blocks are kept at a time, beside those in use.
+    num_calls: of the model, for which blocks are kept at a time, beside those in use.
     """
 
     def __init__(
-        self, placement: Placement, device: Device, budget_nbytes: int | None = None, num_steps: int = 1
+        self, placement: Placement, device: Device, budget_nbytes: int | None = None, num_calls: int = 1
     ) -> None:
-        self.budget_nbytes, self._num_steps = budget_nbytes, num_steps
+        self.budget_nbytes, self._num_calls = budget_nbytes, num_calls
         self._device = device
         fixed = fixed_offsets(placement)
         self._offsets = {**fixed.always, **fixed.shared}
@@ -114,7 +114,7 @@ class Slab:
         """
         if (found := self._idle(program)) is not None:
             idle = [block for block in self._steps if block.is_done and block is not found]
-            for block in idle[: max(0, len(self._steps) - self._num_steps)]:
+            for block in idle[: max(0, len(self._steps) - self._num_calls)]:
                 self._steps.remove(block)
             return found
         self._steps = [block for block in self._steps if block.ranges]  # what is mapped goes before more is

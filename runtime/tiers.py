@@ -23,6 +23,7 @@ from gs_compile.runtime.lanes import Failure, Lane, Ticket, without_frames
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Block, Slab
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.threads import refuse_without_threads
@@ -112,6 +113,10 @@ class Tiers(Homes):
         self.let_carried_go()
         content = self.at_home(value)
         return content if self.commits is None else self.commits.to_change(value)
+
+    def is_changed(self, place: Slice, component: int | None) -> bool:
+        """Whether a write of it would change any part; what is not is there already."""
+        return self.commits is None or not all(map(self.commits.has, self.parts_of(place, component)))
 
     # Running ---------------------------------------------------------------------------------------------------------
 

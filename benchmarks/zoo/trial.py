@@ -109,6 +109,7 @@ class Ours:
                 "expert": {
                     "compiler": "eager",
                     "recompute": "all",
+                    "alpha": 0.0,
                     "ratios": {"parameter": ratio, "checkpoint": ratio, "optimizer": ratio},
                 },
             }

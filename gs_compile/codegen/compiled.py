@@ -215,7 +215,7 @@ class Step:
 
     model: SpecializedModel
     shape: StepShape
-    programs: Sequence[Program]
+    snapshots: Sequence[Program]
     describe_tiers: Callable[[], str] = lambda: "everything is on the device"
 
 
@@ -245,7 +245,7 @@ class Compilation:
         if key not in self.models:
             start = time.perf_counter()
             self.models[key] = self._specialize(micro_batch_size, sizes, alone)
-            _let_oldest_go(self.models, MOST_MODELS)
+            let_oldest_go(self.models, MOST_MODELS)
             self.seconds += time.perf_counter() - start
         return self.models[key]
 
@@ -263,7 +263,7 @@ class Compilation:
             unit = model.split.whole.graph(specialize(self.captured, num_samples, model.sizes))
             as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
             self.wholes[key] = unit, _code(unit, structure(unit), as_traced)
-            _let_oldest_go(self.wholes, MOST_MODELS)
+            let_oldest_go(self.wholes, MOST_MODELS)
         return self.wholes[key]
 
     @cached_property
@@ -285,7 +285,7 @@ class Compilation:
         if spec not in self.programs:
             start = time.perf_counter()
             self.programs[spec] = lower(spec)
-            _let_oldest_go(self.programs, MOST_PROGRAMS)
+            let_oldest_go(self.programs, MOST_PROGRAMS)
             self.seconds += time.perf_counter() - start
         self.latest = Step(model, shape, self.programs[spec])
         return self.programs[spec]
@@ -371,17 +371,17 @@ def _code(
     full_key = (key, generator, _global_settings(), size, others, unit.is_meta)
     codes = _codes.pop(full_key, {})
     _codes[full_key] = codes  # the latest last
-    _let_oldest_go(_codes, MOST_CODES)
+    let_oldest_go(_codes, MOST_CODES)
     lengths = tuple(unit.symbols.values())
     if lengths not in codes:
         common = next(iter(codes.values())).common if codes else None
         distinct = {id(code): code for code in (beside or {}).values()}.values()
         codes[lengths] = InPieces(unit, generator, common, distinct, size)
-        _let_oldest_go(codes, MOST_MODELS)
+        let_oldest_go(codes, MOST_MODELS)
     return codes[lengths]
 
 
-def _let_oldest_go(found: dict[Any, Any], most: int) -> None:
+def let_oldest_go(found: dict[Any, Any], most: int) -> None:
     """Leave the entries that were put in last, `most` of them."""
     while len(found) > most:
         del found[next(iter(found))]

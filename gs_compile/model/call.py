@@ -240,7 +240,7 @@ class Call:
             parts = zip(self.units.micro_batches, models, strict=True)
             self.units.micro_batches = [replace(part, codes=model.codes) for part, model in parts]
             describe = partial(self.engine.planning.describe, executor.program)
-            self.compilation.latest = Step(models[0], self.shape, self.engine.programs, describe)
+            self.compilation.latest = Step(models[0], self.shape, self.engine.snapshots, describe)
         placement = executor.placement if isinstance(executor, TieredExecutor) else None
         for specialized in {id(each): each for each in models}.values():  # of most micro-batches the same
             specialized.compile_code(self.shape, placement.levels_in_use if placement else {})

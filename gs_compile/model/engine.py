@@ -29,7 +29,7 @@ from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.machine import format_bytes
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
-from gs_compile.model.first_call import Planning, open_tiers, plan_tiers
+from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers
 from gs_compile.model.late_settings import begun_again
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.open_calls import Call, OpenCalls
@@ -78,9 +78,9 @@ class Engine(ParameterStore):
         models: Sequence[SpecializedModel],
         args: Sequence[Any],
         ranks: Ranks | None = None,
-        planning: Planning | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
-        """planning: by `plan_tiers`, where that is done."""
+        """prepared: by `plan_tiers`, where that is done."""
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
         self.options, self.ranks = compilation.options, ranks
@@ -90,11 +90,11 @@ class Engine(ParameterStore):
         self.num_backwards = 0  # of the step under way
         self.done: list[tuple[Call, Any]] = []  # calls of the first step that had their backward, and its gradients
         self.successor: Engine | None = None  # that does so
-        self.programs: tuple[Program, ...] = ()  # of the latest call
+        self.snapshots: tuple[Program, ...] = ()  # of the program of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
-        planning = planning or plan_tiers(optimizer, compilation, models, args, ranks)
-        arrangement, stored, self.planning = planning
+        prepared = prepared or plan_tiers(optimizer, compilation, models, args, ranks)
+        arrangement, stored, self.planning = prepared
         self.latest = self.planning.placement, self.planning.first_shape  # of the latest call
         tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components)
@@ -200,8 +200,8 @@ class Engine(ParameterStore):
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
         marks = {**marks, "warm": shape.training and self.tiers.finds_carried(placement)}
-        self.programs = self.planning.programs(placement, shape, late=pending is not None, redo=redo, **marks)
-        given = self.tiers, placement, self.programs[-1], units, inputs, bindings
+        self.snapshots = self.planning.snapshots(placement, shape, late=pending is not None, redo=redo, **marks)
+        given = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
         try:
             return TieredExecutor(*given, number=self.open.free_number)
         except MemoryBudgetError as error:
@@ -337,7 +337,7 @@ class Engine(ParameterStore):
     def _tell_what_calls_cost(self) -> None:
         """Log what one call with the whole batch would save in each step, where the first one has had several."""
         if self.num_backwards > 1:
-            moved = traffic(self.programs[-1], self.latest[0]).items()
+            moved = traffic(self.snapshots[-1], self.latest[0]).items()
             nbytes = sum(nbytes for (_, kind), nbytes in moved if kind in ("w", "dw"))
             log.info(
                 "a step has %d backwards: one call with the whole batch would move %s less in each step, as every call "

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,15 @@ from gs_compile.runtime.updates import Recipe
 
 log = logging.getLogger(__name__)
 
-Planning = tuple[Arrangement, tuple[StoredParameter, ...], StepPrograms]
+
+class Prepared(NamedTuple):
+    """What an engine begins with: the arrangement of a model's parameters, these as commits say them, and the plan of
+    its steps.
+    """
+
+    arrangement: Arrangement
+    stored: tuple[StoredParameter, ...]
+    planning: StepPrograms
 
 
 def plan_tiers(
@@ -52,8 +60,8 @@ def plan_tiers(
     args: Sequence[Any],
     ranks: Ranks | None = None,
     host_nbytes: int | None = None,
-) -> Planning:
-    """The arrangement of a model's parameters, these as commits say them, and the plan of its steps.
+) -> Prepared:
+    """Plan the steps of a model whose parameters go to the tiers.
 
     host_nbytes: the budget of host memory, where it is known.
 
@@ -87,7 +95,7 @@ def plan_tiers(
         )
     )
     found = run.plan(former)
-    return arrangements[found.masters], stored, StepPrograms(run, found)
+    return Prepared(arrangements[found.masters], stored, StepPrograms(run, found))
 
 
 def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:

@@ -19,7 +19,7 @@ import torch
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import MemoryBudgetError, OptimizerError
 from gs_compile.model.engine import Engine
-from gs_compile.model.first_call import Planning, plan_tiers
+from gs_compile.model.first_call import Prepared, plan_tiers
 from gs_compile.model.meeting import agree
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.ranks import Ranks
@@ -41,16 +41,16 @@ def begin(
     models: Sequence[SpecializedModel],
     args: Sequence[Any],
     ranks: Ranks | None,
-    planning: Planning | None = None,
+    prepared: Prepared | None = None,
 ) -> Engine:
     """The engine of an optimizer, with the state that this has loaded or that a durable run has left.
 
-    planning: as of `Engine`.
+    prepared: as of `Engine`.
     """
     with torch.inference_mode(False):  # what is made lives longer than this call
         if ranks is not None:
             agree(ranks, compilation, models[0], args, optimizer)
-        optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks, planning)
+        optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks, prepared)
         if engine.durable is None or engine.durable.former is None:
             try:
                 optimizer.load_into_engine()
@@ -79,7 +79,7 @@ def begin_again(engine: Engine, call: Call, *, accumulates: bool, num_calls: int
     before = optimizer.accumulates, optimizer.num_calls
     optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
     try:
-        planning = plan_tiers(optimizer, *given, engine.planning.run.whole_nbytes)
+        prepared = plan_tiers(optimizer, *given, engine.planning.run.whole_nbytes)
     except MemoryBudgetError:
         optimizer.accumulates, optimizer.num_calls = before
         raise
@@ -88,7 +88,7 @@ def begin_again(engine: Engine, call: Call, *, accumulates: bool, num_calls: int
     log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
     engine.end("the run began again")
     optimizer.state.update(optimizer.loaded)
-    engine.successor = found = begin(optimizer, *given, planning)
+    engine.successor = found = begin(optimizer, *given, prepared)
     if found.durable is not None:
         found.durable.goes_on()  # random numbers do already
     for other, gradients in done:

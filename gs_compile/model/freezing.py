@@ -51,7 +51,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
     missed = optimizer.missed
     optimizer.note_missed(each for each in spans if each.requires_grad and not residency_of(each).is_trained)
     try:
-        planning = plan_tiers(optimizer, *given, engine.planning.run.whole_nbytes)
+        prepared = plan_tiers(optimizer, *given, engine.planning.run.whole_nbytes)
     except BaseException:
         optimizer.missed = missed
         raise
@@ -70,7 +70,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
     engine.end(reason)
     for parameter in spans:
         hand_back(parameter)
-    return begin(optimizer, *given, planning)
+    return begin(optimizer, *given, prepared)
 
 
 def _reason(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> str:

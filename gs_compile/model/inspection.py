@@ -119,7 +119,7 @@ class Inspection:
         self._unit_classes = (self.prologue, *self.classes, self.epilogue)
         self.uniformity = model.uniform.report
         self.loss_terms = model.separated.terms
-        self.shape, self.programs = step.shape, step.programs
+        self.shape, self.programs = step.shape, step.snapshots
         self.num_layers = model.split.num_layers
         self.num_micro_batches = self.programs[-1].num_micro_batches
         self.micro_batch_size = model.micro_batch_size

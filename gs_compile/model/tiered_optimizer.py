@@ -300,7 +300,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         engine = self._recorded()
         engine.tiers.synchronize()
         inline = engine.tiers.setting.device.current_stream() is None
-        return mean_bubbles(list(measured(engine.tiers.trace, engine.latest[0], engine.programs[-1], inline=inline)))
+        return mean_bubbles(list(measured(engine.tiers.trace, engine.latest[0], engine.snapshots[-1], inline=inline)))
 
     def _recorded(self) -> Engine:
         if self.engine is None or not self.engine.tiers.trace.enabled:

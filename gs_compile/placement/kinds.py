@@ -1,4 +1,4 @@
-"""kinds: one row for each kind of value: whether a step ends it, and the memory it takes."""
+"""kinds: one row for each kind of value: what it is of, whether a step ends it, and the memory it takes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ class Slot(NamedTuple):
 class Kind(NamedTuple):
     """A row of the table.
 
+    of: "batch": micro-batches, or what is counted over all of them; "units": the model's parameters and their updates.
     lives: "step": the step that defines it ends it; "placed": so it is for placed units, but for what is at home;
         "caller": it is an input or a result of the step.
     slot: the memory of a value of this kind.
     """
 
+    of: Literal["batch", "units"]
     lives: Literal["step", "placed", "caller"]
     slot: Callable[[Placement, Value], Slot]
 
@@ -38,7 +40,7 @@ def slot_of(placement: Placement, value: Value) -> Slot:
 
 def nbytes_of(placement: Placement, value: Value) -> int:
     """The bytes of a value that moves: a part, a gradient sum, a checkpoint or an inter-layer gradient."""
-    if value.kind in ("x", "dx", "a"):
+    if not is_of_units(value):
         return slot_of(placement, value).nbytes
     assert value.unit is not None
     unit = placement.by_unit[value.unit]
@@ -57,7 +59,12 @@ def nbytes_of(placement: Placement, value: Value) -> int:
 def ends_in_step(placement: Placement, value: Value) -> bool:
     """Whether a value ends with its last use in a step, unless it is at home."""
     lives = KIND_TABLE[value.kind].lives
-    return lives == "step" or (lives == "placed" and (value.kind == "scale" or value.unit in placement.by_unit))
+    return lives == "step" or (lives == "placed" and (value.unit is None or value.unit in placement.by_unit))
+
+
+def is_of_units(value: Value) -> bool:
+    """Whether a value is there, or made, whatever the batch of a step is."""
+    return KIND_TABLE[value.kind].of == "units"
 
 
 def _none(placement: Placement, value: Value) -> Slot:
@@ -145,25 +152,25 @@ def _gradient_shard(placement: Placement, value: Value) -> Slot:
 
 
 KIND_TABLE: Mapping[str, Kind] = {
-    "batch": Kind("caller", _none),
-    "total": Kind("step", _none),
-    "x": Kind("step", _activation),
-    "a": Kind("step", _saved),
-    "side": Kind("step", _side),
-    "w": Kind("placed", _parameters),
-    "loss": Kind("caller", _none),
-    "y": Kind("caller", _none),
-    "dx": Kind("step", _activation),
-    "dy": Kind("step", _none),
-    "dside": Kind("step", _side),
-    "dw": Kind("placed", _gradient),
-    "shard": Kind("step", _shard),
-    "dshard": Kind("step", _gradient_shard),
-    "s": Kind("placed", _part),
-    "norm": Kind("caller", _none),
-    "scale": Kind("placed", _none),
-    "sw": Kind("caller", _part),
-    "ss": Kind("caller", _part),
-    "cw": Kind("caller", _part),
-    "cs": Kind("caller", _part),
+    "batch": Kind("batch", "caller", _none),
+    "total": Kind("batch", "step", _none),
+    "x": Kind("batch", "step", _activation),
+    "a": Kind("batch", "step", _saved),
+    "side": Kind("batch", "step", _side),
+    "w": Kind("units", "placed", _parameters),
+    "loss": Kind("batch", "caller", _none),
+    "y": Kind("batch", "caller", _none),
+    "dx": Kind("batch", "step", _activation),
+    "dy": Kind("batch", "step", _none),
+    "dside": Kind("batch", "step", _side),
+    "dw": Kind("units", "placed", _gradient),
+    "shard": Kind("units", "step", _shard),
+    "dshard": Kind("units", "step", _gradient_shard),
+    "s": Kind("units", "placed", _part),
+    "norm": Kind("units", "caller", _none),
+    "scale": Kind("units", "placed", _none),
+    "sw": Kind("units", "caller", _part),
+    "ss": Kind("units", "caller", _part),
+    "cw": Kind("units", "caller", _part),
+    "cs": Kind("units", "caller", _part),
 }

@@ -53,7 +53,7 @@ def _alike(problem: Problem, found: Search) -> StepPlan | None:
 
 def _text(own: StepPlan, alike: StepPlan) -> Iterator[str]:
     """What is in host memory of each stack, and what that brings."""
-    names = [name for name in RATIO_OF.values() if len({ratios.given()[name] for ratios in own.decision.ratios}) > 1]
-    parts = (f"{name} {', '.join(f'{r.given()[name]:.0%}' for r in own.decision.ratios)}" for name in names)
+    names = [name for name in RATIO_OF.values() if len({ratios.given()[name] for ratios in own.relaxed.ratios}) > 1]
+    parts = (f"{name} {', '.join(f'{r.given()[name]:.0%}' for r in own.relaxed.ratios)}" for name in names)
     faster = f"{alike.seconds / own.seconds - 1:.0%} faster than with the same of all"
     yield f"Stacks have parts of their own in host memory ({'; '.join(parts) or 'activations'}): {faster}."

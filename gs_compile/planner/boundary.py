@@ -20,11 +20,10 @@ worth at a time while it is updated, and nothing else computes; or it is all the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gs_compile.machine import format_bytes
-from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import UNITS, Placement
 from gs_compile.program.ir import PROLOGUE, TIED, Unit, Value
@@ -37,17 +36,13 @@ BOUNDARY: Mapping[str, Any] = {**dict.fromkeys(UNITS, ()), "ahead": 0, "lookahea
 
 
 def carrying(plain: Placement) -> Ladder:
-    """More and more carried. What is as it is published is not: what it is compared with moves what is said of it."""
-    if SCHEDULES[plain.schedule].as_published:
-        return ()
+    """More and more carried."""
     every = (plain.decided(carried=FIRST[:number]) for number in range(1, len(FIRST) + 1))
     return list({each.carried_values: each for each in every if each.carried_values}.values())
 
 
 def retaining(plain: Placement) -> Ladder:
     """More and more of the topmost layers retained, and after them what the head shares with the embedding."""
-    if SCHEDULES[plain.schedule].as_published:
-        return ()
     order: tuple[Unit, ...] = (*reversed(range(plain.num_layers)), TIED)
     every = (plain.decided(retained=order[:number]) for number in range(1, len(order) + 1))
     return list({each.retained_values: each for each in every if each.retained_values}.values())
@@ -55,33 +50,32 @@ def retaining(plain: Placement) -> Ladder:
 
 def earlier(plain: Placement) -> Ladder:
     """With states of the updates after the last backward read earlier and earlier, one layer's worth in each stage."""
-    if SCHEDULES[plain.schedule].as_published or plain.layer_updates > 1:
+    if plain.layer_updates > 1:
         return ()
     most = max(len(unit.trained("early")) for unit in plain.units)
     return [plain.decided(ahead=ahead) for ahead in range(1, most + 1)]
 
 
-def deeper(plain: Placement) -> Iterator[Ladder]:
-    """With all that is read from SSD read earlier: each by itself, as none is sure to be faster than the one before."""
-    if not SCHEDULES[plain.schedule].as_published and plain.layer_updates == 1:
-        yield from ([plain.decided(lookahead=stages)] for stages in range(1, MOST_LOOKAHEAD + 1))
+def deeper(plain: Placement) -> Ladder:
+    """With all that is read from SSD read earlier and earlier."""
+    if plain.layer_updates > 1:
+        return ()
+    return [plain.decided(lookahead=stages) for stages in range(1, MOST_LOOKAHEAD + 1)]
 
 
-def holding(plain: Placement) -> Iterator[Ladder]:
-    """With more and more checkpoints of the upper half held, from the top: `plain`, and each that `deeper` has."""
-    if SCHEDULES[plain.schedule].as_published:
-        return
+def holding(plain: Placement) -> Ladder:
+    """More and more checkpoints of the upper half held, from the top."""
     upper = tuple(reversed(range(plain.num_layers)))[: plain.num_layers // 2]
-    for (each,) in ([plain], *deeper(plain)):
-        held = (each.decided(held=upper[:number]) for number in range(1, len(upper) + 1))
-        yield [other for other in held if other.held_values]
+    every = (plain.decided(held=upper[:number]) for number in range(1, len(upper) + 1))
+    return [each for each in every if each.held_values]
 
 
-def without(planned: Placement, home_nbytes: int) -> Ladder:
-    """Less and less of both, for a step whose batch is larger than the one that they were chosen for.
+def without(planned: Placement, home_nbytes: int = 0) -> Sequence[Placement]:
+    """Less and less of both, where there is no room for all: the batch is larger than the one that they were chosen
+    for, or a run goes on with less memory.
 
     States that are read later cost this step alone; what is not carried is read again by this step and by the next one.
-    home_nbytes: of what lives on in the run, which stays mapped.
+    home_nbytes: of what lives on in a run that has begun, which stays mapped.
     """
     none = planned.decided(carried=()).laid_out(home_nbytes=home_nbytes) if planned.decision.carried else planned
     alone = {name: default for name, default in BOUNDARY.items() if name != "carried"}

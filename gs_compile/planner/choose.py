@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
+from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.boundary import (
@@ -88,7 +89,7 @@ class Candidate:
 def choose(problem: Problem, found: Search) -> StepPlan:
     """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
     number, best = found.best.num_micro_batches, found.best
-    steps = problem if problem.whole else problem.bundled(number)[0]
+    steps, _ = problem.steps(number)
     finished = [(each, _with_boundary(steps, number, each)) for each in refined(problem, best)]
     chosen, simulation = min(finished, key=lambda pair: pair[1].seconds)
     if chosen.solution.alpha != best.alpha:  # what is said of the plan is said of its own alpha
@@ -99,8 +100,8 @@ def choose(problem: Problem, found: Search) -> StepPlan:
     return StepPlan(
         problem=problem,
         num_micro_batches=number,
-        decision=chosen.solution.decision,
-        steps=steps,
+        relaxed=chosen.solution.decision,
+        step_problem=steps,
         placement=simulation.placed,
         solved=best,
         simulated=simulation,
@@ -110,13 +111,18 @@ def choose(problem: Problem, found: Search) -> StepPlan:
 
 
 def _with_boundary(steps: Problem, number: int, chosen: Candidate) -> Simulation:
-    """The step of a candidate, with what `boundary` proposes where that is faster."""
-    simulation = fastest(steps, chosen.simulation, ([each] for each in carrying(chosen.placement)), chosen.spare)
+    """The step of a candidate, with what `boundary` proposes where that is faster; as it is where its schedule is as
+    others publish it: what it is compared with moves what is said of it.
+    """
+    if SCHEDULES[chosen.placement.schedule].as_published:
+        return chosen.simulation
+    simulation = fastest(steps, chosen.simulation, each_of(carrying(chosen.placement)), chosen.spare)
     simulation = fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
     if _is_small(steps, number) and _waits_for_drives(simulation):
         simulation = fastest(steps, simulation, [retaining(simulation.placed)], chosen.spare)
         placed = simulation.placed
-        simulation = fastest(steps, simulation, (*deeper(placed), *holding(placed)), chosen.spare)
+        deep = deeper(placed)
+        simulation = fastest(steps, simulation, (*each_of(deep), *map(holding, (placed, *deep))), chosen.spare)
     return simulation
 
 
@@ -129,18 +135,19 @@ def _waits_for_drives(simulation: Simulation) -> bool:
     return max(simulation.busy.get(lane, 0.0) for lane in ("ssd_read", "ssd_write")) > BUSY
 
 
-def highest(ladders: Iterable[Ladder], fitting: Callable[[Placement], T | None]) -> Iterator[tuple[Placement, T]]:
-    """Of each ladder the last placement that fits, if any does, with what `fitting` makes of it."""
-    for ladder in ladders:
-        yield from _highest(ladder, fitting)
+def each_of(ladder: Ladder) -> Iterator[Ladder]:
+    """Each placement by itself, where none is sure to be faster than the one before."""
+    return ([each] for each in ladder)
 
 
-def _highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> list[tuple[Placement, T]]:
-    found: list[tuple[Placement, T]] = []
+def highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> tuple[Placement, T] | None:
+    """The last placement of a ladder that fits, if any does, with what `fitting` makes of it."""
+    found: tuple[Placement, T] | None = None
 
     def is_over(each: Placement) -> bool:
+        nonlocal found
         if made := fitting(each):
-            found[:] = [(each, made)]
+            found = each, made
         return not made
 
     bisect_left(ladder, True, key=is_over)
@@ -154,8 +161,8 @@ def fastest(
 
     spare: by tier, bytes that are left free.
     """
-    found = highest(ladders, lambda each: problem.fitting(each, spare))
-    return min([plain, *(problem.predicted(*each) for each in found)], key=lambda each: each.seconds)
+    found = (highest(ladder, lambda each: problem.fitting(each, spare)) for ladder in ladders)
+    return min([plain, *(problem.predicted(*each) for each in found if each)], key=lambda each: each.seconds)
 
 
 def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple[str, ...]:
@@ -194,17 +201,16 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
         alpha, candidate = found.solution.alpha, None
         if alpha in kept:
             continue
-        if trial is problem or (not problem.whole and problem.solved(number, alpha)):
+        if trial is problem or (not problem.will_run and problem.solved(number, alpha)):
             candidate = found
-        elif problem.whole:
+        elif problem.will_run:
             candidate = _fitting(problem, number, alpha, found.spare, found.less)
         if candidate and not _is_small(problem, number):
             return [candidate]
         kept |= {alpha: candidate} if candidate else {}
     if kept:
         return list(kept.values())
-    last = (problem, number) if problem.whole else (trial, few)
-    scarce = _of_any_alpha(problem, number, partial(_fitting, *last, spare=NOTHING))
+    scarce = _of_any_alpha(problem, number, partial(_fitting, *problem.steps(number), spare=NOTHING))
     if scarce is None:
         raise MemoryBudgetError(_too_little(problem))
     return [scarce]

@@ -144,7 +144,7 @@ def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPl
     if found:
         return min(found, key=lambda each: each.seconds)
     if problem.request.saves:
-        raise (MemoryBudgetError(str(refusal)) if problem.whole else refusal) from None
+        raise (MemoryBudgetError(str(refusal)) if problem.will_run else refusal) from None
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
     return replace(least, notes=(note,))
 
@@ -164,7 +164,7 @@ def undecided(problem: Problem) -> Problem | StepPlan:
     """The plan of what is settled without figures of the machine, else the problem that needs them."""
     problem.check()
     problem = problem.wider if problem.request.saves else problem
-    least = _least(problem).problem if problem.whole else problem  # refused here, before anything is measured
+    least = _least(problem).problem if problem.will_run else problem  # refused here, before anything is measured
     return _settled(least) or problem
 
 
@@ -180,7 +180,7 @@ def _settled(problem: Problem) -> StepPlan | None:
         return _made(problem, _boundary_for_free(steps, smallest), "ratios and alpha are given: nothing was planned")
     given = _ratios(problem, 1.0).given()
     moves_nothing = all(given[name] == 1.0 for name in given.keys() & set(HOST_CLASSES))
-    if separate or not _fits(steps, largest) or (may_save and not moves_nothing):
+    if separate or not _fits(steps, largest) or (not moves_nothing and (may_save or len(request.alphas) > 1)):
         return None
     reason = "all that may be in host memory fits there: nothing was planned"
     if not may_save:
@@ -199,12 +199,16 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
         return builder.placement(replace(decision, shares=shares))
 
     ladders = (list(map(placed, ladder)) for ladder in topmost(workload.worthwhile, "host"))
-    found = (each for each, _ in highest(ladders, partial(_fits, problem)))
-    return min([plain, *found], key=lambda each: computed(workload, each.shares))
+    found = (highest(ladder, partial(_fits, problem)) for ladder in ladders)
+    return min([plain, *(each for each, _ in filter(None, found))], key=lambda each: computed(workload, each.shares))
 
 
 def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
-    """As much stays in memory as takes next to no more of it, and needs no plan: less is moved, and nothing waits."""
+    """As much stays in memory as takes next to no more of it, and needs no plan: less is moved, and nothing waits. Not
+    of a schedule as others publish it.
+    """
+    if SCHEDULES[plain.schedule].as_published:
+        return plain
     for ladder in (carrying, retaining):
         plain = _last_for_free(problem, plain, ladder(plain))
     return plain
@@ -216,8 +220,8 @@ def _last_for_free(problem: Problem, plain: Placement, ladder: Ladder) -> Placem
         return plain
     needed = peak(problem.builder.program(plain), "host")
     most = {"host": max(needed, min(int(needed * NEXT_TO_NO_MORE), problem.host_budget))}
-    found = highest([ladder], lambda each: fits(problem.builder.programs(each), most))
-    return next((each for each, _ in found), plain)
+    found = highest(ladder, lambda each: fits(problem.builder.programs(each), most))
+    return found[0] if found else plain
 
 
 def _least(problem: Problem) -> StepPlan:
@@ -246,8 +250,8 @@ def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
     return StepPlan(
         problem=problem,
         num_micro_batches=problem.builder.layout.num_micro_batches,
-        decision=placement.decision,
-        steps=steps,
+        relaxed=placement.decision,
+        step_problem=steps,
         placement=placement,
         notes=(note,) if note else (),
     )
@@ -255,9 +259,7 @@ def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
 
 def _steps(problem: Problem) -> Problem:
     """The problem of the step whose programs are looked at."""
-    if problem.whole:
-        return problem
-    trial, number = problem.bundled(problem.builder.layout.num_micro_batches)
+    trial, number = problem.steps(problem.builder.layout.num_micro_batches)
     return trial if trial is problem else replace(trial, builder=trial.at(number))
 
 

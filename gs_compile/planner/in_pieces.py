@@ -66,7 +66,6 @@ def told(plan: StepPlan) -> StepPlan:
     why = f"layers run on {size} tokens at a time, and compute in {format_bytes(plan.workload.workspace_nbytes)} so"
     return replace(
         plan,
-        decision=replace(plan.decision, layer_tokens=size),
         placement=plan.placement.decided(layer_tokens=size),
         notes=(*plan.notes, why),
     )

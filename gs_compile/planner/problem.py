@@ -61,7 +61,7 @@ class Problem:
     saving: what layers may save; None: their inputs alone, whatever is faster.
     host_nbytes, device_nbytes: the budgets of memory, where they are known before the machine is; None: as the machine
         and the request say.
-    whole: the step is going to run: a large one is not left with its micro-batches in bundles.
+    will_run: the steps are no mere plan: a large one is not left with its micro-batches in bundles.
     whole_masters: gives the same problem with masters that are whole, where these are split because nobody has said.
     in_pieces: gives the same problem with layers that run on so many tokens at a time, by their number, the largest
         first; empty where there is nothing to choose. layer_tokens: that was chosen so.
@@ -77,7 +77,7 @@ class Problem:
     saving: Saving | None = None
     host_nbytes: int | None = None
     device_nbytes: int | None = None
-    whole: bool = False
+    will_run: bool = False
     whole_masters: Callable[[], Problem] | None = None
     in_pieces: Mapping[int, Callable[[], Problem]] = field(default_factory=dict, compare=False, repr=False)
     layer_tokens: int | None = None
@@ -151,11 +151,9 @@ class Problem:
         workload, profile = workload or self.workload, profile or self.profile
         return replace(self, machine=lambda: profile, code=lambda: workload, **changes)
 
-    def asked(self, request: Request, **changes: Any) -> Problem:
+    def asked(self, request: Request) -> Problem:
         """The same model and machine, asked for something else."""
-        return (
-            self if request == self.request and not changes else replace(self, request=request, counted=None, **changes)
-        )
+        return self if request == self.request else replace(self, request=request, counted=None)
 
     def like(self, other: Problem) -> Problem:
         """This problem, for as many micro-batches as another one, and asked for the same."""
@@ -176,6 +174,12 @@ class Problem:
     @cached_property
     def _builders(self) -> dict[int, StepBuilder]:
         return {}
+
+    def steps(self, number: int) -> tuple[Problem, int]:
+        """This problem, and the micro-batches of the steps that a plan for `number` of them looks at: what is going to
+        run as it is, else as `bundled`.
+        """
+        return (self, number) if self.will_run else self.bundled(number)
 
     def bundled(self, number: int) -> tuple[Problem, int]:
         """This problem, and a number of micro-batches; of a large step a few, each of which stands for several.

@@ -10,12 +10,12 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Unpack
 
-from gs_compile.codegen.compiled import levels_of
+from gs_compile.codegen.compiled import let_oldest_go, levels_of
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.levels import TOLERANCE
-from gs_compile.placement.placement import Marks, Placement
+from gs_compile.placement.placement import Layout, Marks, Placement
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
 from gs_compile.planner.boundary import carried_nbytes, retained_text, without
 from gs_compile.planner.builder import peak
@@ -47,13 +47,13 @@ class StepPrograms:
         self.builder = replace(run.builder(planned.masters), layout=planned.placement.layout)
         self.first_shape = self.builder.shape
         self._programs: dict[Any, tuple[Program, ...]] = {}
-        self._placements: dict[Any, Placement] = {}
+        self._placements: dict[tuple[Layout, bool], Placement] = {}
 
     def shape(self, layout: SpecializedModel, tied: Set[Unit], *, training: bool) -> StepShape:
         """The layout's shape where parameters of the units `tied` are apart."""
         return layout.shape_of(self.sizes, tied, training=training)
 
-    def programs(
+    def snapshots(
         self, placement: Placement, shape: StepShape, *, late: bool, redo: bool, **given: Unpack[Marks]
     ) -> tuple[Program, ...]:
         """Every snapshot of a step; `late`: the step before has left updates; `redo`: and some that did not hold.
@@ -65,11 +65,10 @@ class StepPrograms:
         if key not in self._programs:
             largest = None
             if shape.training and placement.has_late and not (late and redo):
-                largest = self.programs(placement, shape, late=True, redo=True)[-1]
+                largest = self.snapshots(placement, shape, late=True, redo=True)[-1]
             step = replace(self.builder.step(placement, late=late, redo=redo), **marks)
             self._programs[key] = self._packed(lower(replace(step, shape=shape)), placement, largest)
-            while len(self._programs) > MOST_PROGRAMS:  # the latest one has the most host memory of all so far
-                del self._programs[next(iter(self._programs))]
+            let_oldest_go(self._programs, MOST_PROGRAMS)  # the latest one has the most host memory of all so far
         return self._programs[key]
 
     def flush(self, *, late: bool = True, redo: bool, seals: bool = False) -> Program:
@@ -99,15 +98,14 @@ class StepPrograms:
         Raises `MemoryBudgetError` where none does.
         """
         known = self.placement
-        planned = known.laid_out(
-            **activations(layouts),
-            levels=levels_of(layouts) if known.shares and shape.training else known.layout.levels,
-        )
-        if planned.layout == known.layout:
+        levels = levels_of(layouts) if known.shares and shape.training else known.layout.levels
+        layout = self.builder.laid_out(**activations(layouts), levels=levels).layout
+        if layout == known.layout:
             return known
-        key = planned.layout, shape.training
+        key = layout, shape.training
         if key not in self._placements:
-            self._placements[key] = self._first_that_fits(planned, shape)
+            self._placements[key] = self._first_that_fits(replace(known, layout=layout), shape)
+            let_oldest_go(self._placements, MOST_PROGRAMS)
         return self._placements[key]
 
     def _first_that_fits(self, planned: Placement, shape: StepShape) -> Placement:
@@ -150,7 +148,9 @@ class StepPrograms:
 
     @cached_property
     def _on_device(self) -> int:
-        """The bytes that the first step was planned to have in device memory."""
+        """What values may have of the device's memory; where nobody has said, what the first step was planned to."""
+        if (known := self.planned.values_nbytes) is not None:
+            return known
         programs = replace(self.builder, shape=self.first_shape).steps(self.placement)
         return max(peak(program, "device") for program in programs)
 
@@ -194,7 +194,7 @@ class StepPrograms:
         if placement.durability:
             rows.append((WORDS["seal"], commits_text(placement)))
         if nbytes := carried_nbytes(placement):
-            rows.append(("kept", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
+            rows.append(("carried", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
         if retained := retained_text(placement):
             rows.append(("retained", f"{retained}, in host memory until their backward"))
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))

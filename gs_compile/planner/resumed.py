@@ -17,7 +17,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.options import Options
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import UnitSize
-from gs_compile.planner.boundary import BOUNDARY
+from gs_compile.planner.boundary import without
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
 from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.in_pieces import SIZES
@@ -113,10 +113,9 @@ def _check(decision: Decision, builder: StepBuilder) -> None:
 
 
 def _fitting(builder: StepBuilder, decision: Decision, most: Mapping[str, int | None]) -> Placement | None:
-    """What was decided, if there is room for it; with nothing between two steps (`boundary`) where that fits alone."""
-    for each in dict.fromkeys((decision, replace(decision, **BOUNDARY))):
-        placement = builder.placement(each)
-        if fits(builder.programs(placement), most):
-            return placement
+    """What was decided, if there is room for it; with less in memory between two steps (`without`) where that fits."""
+    for each in without(builder.placement(decision)):
+        if fits(builder.programs(each), most):
+            return each
     log.info("the plan that the run was made with does not fit any more")
     return None

@@ -157,7 +157,7 @@ class Run:
             saving=self.levels if layer_tokens is None else None,
             host_nbytes=self.host_nbytes,
             device_nbytes=self.device_nbytes,
-            whole=True,
+            will_run=True,
             whole_masters=partial(self.problem, others[0], layer_tokens) if has_others else None,
             in_pieces={} if layer_tokens else {each: partial(self.problem, masters, each) for each in self._pieces},
             layer_tokens=layer_tokens,

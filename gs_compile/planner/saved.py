@@ -70,22 +70,20 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     """
     here: Tier = "device" if problem.profile.separate else "host"
     others = Shares(share for share in plan.shares if share.tier != here)
-    steps = problem if problem.whole else problem.bundled(plan.num_micro_batches)[0]
-    number, chosen = plan.placement.layout.num_micro_batches, plan.placement.decision
+    steps, number = problem.steps(plan.num_micro_batches)
+    chosen = plan.placement.decision
 
     def placed(shares: Shares) -> Placement:
         left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0
         rest = (share._replace(part=left * share.part) for share in others)
         beside = {name: getattr(chosen, name) for name in BOUNDARY}
-        return steps.placed(replace(plan.decision, shares=Shares((*shares, *rest)), **beside), number)
+        return steps.placed(replace(plan.relaxed, shares=Shares((*shares, *rest)), **beside), number)
 
     ladders = topmost(problem.workload.worthwhile, here)
     simulation = fastest(steps, plan.simulation, ([placed(shares) for shares in ladder] for ladder in ladders))
     made = simulation.placed
-    decision = replace(plan.decision, shares=made.shares)
-    return replace(
-        plan, problem=problem, steps=steps, decision=decision, placement=made, solved=plan.bound, simulated=simulation
-    )
+    plan = replace(plan, problem=problem, step_problem=steps, solved=plan.bound, simulated=simulation)
+    return replace(plan, relaxed=replace(plan.relaxed, shares=made.shares), placement=made)
 
 
 def topmost(levels: Sequence[int], tier: Tier) -> Iterator[list[Shares]]:

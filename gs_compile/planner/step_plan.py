@@ -41,9 +41,10 @@ class Alternative:
 class StepPlan:
     """Where everything lives and how a step runs. Seconds and throughput are simulated; see `explain.report`.
 
-    problem: what was given and asked for. decision: what was chosen.
-    steps, placement: what lays out the step that is simulated, and its placement: of a large one with its micro-batches
-        in a few bundles (`Problem.bundled`).
+    problem: what was given and asked for.
+    step_problem, placement: what lays out the step that is simulated, and its placement: of a large one with its
+        micro-batches in a few bundles (`Problem.bundled`). What was chosen is the placement's decision.
+    relaxed: of that the ratios and shares as the linear program has them, of items that may be cut.
     solved, simulated: the linear program's answer, each lane's work spread evenly over its phase, and the simulation,
         where the plan was made by them; else they are made when somebody asks.
     history: micro-batches, seconds and tokens a second, by the linear program.
@@ -52,8 +53,8 @@ class StepPlan:
 
     problem: Problem = field(repr=False)
     num_micro_batches: int
-    decision: Decision
-    steps: Problem = field(repr=False)
+    relaxed: Decision
+    step_problem: Problem = field(repr=False)
     placement: Placement = field(repr=False)
     solved: Solution | None = field(default=None, repr=False)
     simulated: Simulation | None = field(default=None, repr=False, compare=False)
@@ -69,11 +70,11 @@ class StepPlan:
 
     @cached_property
     def simulation(self) -> Simulation:
-        return self.simulated or self.steps.predicted(self.placement)
+        return self.simulated or self.step_problem.predicted(self.placement)
 
     @cached_property
     def bound(self) -> Solution:
-        return self.solved or self.problem.valued(self.decision, self.num_micro_batches)
+        return self.solved or self.problem.valued(self.relaxed, self.num_micro_batches)
 
     @property
     def workload(self) -> Workload:
@@ -89,12 +90,12 @@ class StepPlan:
 
     @property
     def alpha(self) -> float:
-        return self.decision.alpha
+        return self.placement.decision.alpha
 
     @property
     def shares(self) -> Shares:
         """Of layers' micro-batches that save activations."""
-        return self.decision.shares
+        return self.relaxed.shares
 
     @property
     def ratios(self) -> Mapping[str, float]:
@@ -110,7 +111,7 @@ class StepPlan:
     @cached_property
     def _means(self) -> Mapping[str, float]:
         """The ratios that are given, of all stacks: of each by how many elements, items or units it has."""
-        ratios, stacks = self.decision.ratios, self.decision.stacks(self.placement.layout)
+        ratios, stacks = self.relaxed.ratios, self.placement.stacks
         if len(ratios) == 1:
             return ratios[0].given()
         weights = {"checkpoint": [float(len(layers)) for layers in stacks]}
@@ -133,7 +134,7 @@ class StepPlan:
     @property
     def layer_tokens(self) -> int | None:
         """That layers run on at a time, all but their attention, where that was chosen or is asked for."""
-        return self.decision.layer_tokens or self.problem.request.layer_tokens
+        return self.placement.decision.layer_tokens or self.problem.request.layer_tokens
 
     @property
     def schedule(self) -> Schedule:

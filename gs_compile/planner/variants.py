@@ -24,7 +24,7 @@ def with_variant(plan: StepPlan) -> StepPlan:
 
     With gaps between what is in host memory, a variant may need more than there is: then it is left out.
     """
-    steps, plain, number = plan.steps, plan.placement, plan.placement.layout.num_micro_batches
+    steps, plain, number = plan.step_problem, plan.placement, plan.placement.layout.num_micro_batches
     variants, program = _variants(plain), steps.at(number).program
     if program(plain).ops == program(plain.decided(own=variants.unbounded)).ops:
         return replace(plan, simulated=plan.simulation, notes=(variants.none, *plan.notes))
@@ -40,11 +40,9 @@ def with_variant(plan: StepPlan) -> StepPlan:
     fastest = min(reversed(found), key=lambda each: each.seconds)
     notes = (variants.why(found[0], fastest), *plan.notes)
     chosen = fastest.placed
-    if chosen.decision.ratios == plain.decision.ratios:
-        decision, solved = replace(plan.decision, own=chosen.decision.own), plan.solved
-    else:  # of a placement that leaves more memory: what is said of the plan is said of this one
-        decision, solved = chosen.decision, None
-    return replace(plan, decision=decision, solved=solved, placement=chosen, simulated=fastest, notes=notes)
+    if chosen.decision.ratios != plain.decision.ratios:  # it leaves more memory: what is said is said of this one
+        plan = replace(plan, relaxed=chosen.decision, solved=None)
+    return replace(plan, placement=chosen, simulated=fastest, notes=notes)
 
 
 def own_within(problem: Problem, variants: Variants) -> object:

@@ -270,7 +270,7 @@ def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds)
     with model_on("card:0", options(tmp_path, **MIXED), **sizes) as (model, optimizer):
         losses = [step(model, optimizer, tokens(0))]
         engine = optimizer.engine
-        values_nbytes = dict(engine.programs[-1].peaks)["device"]
+        values_nbytes = dict(engine.snapshots[-1].peaks)["device"]
         planned = values_nbytes + engine.planning.run.workload.workspace_nbytes + BATCH_NBYTES
         torch.accelerator.synchronize()
         torch.accelerator.empty_cache()

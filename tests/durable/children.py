@@ -156,7 +156,7 @@ def serve() -> None:
     capture_cheaply()
     figures.give()
     harness = Harness(partial(gpt2, 2, 16, dropout=0.1))
-    harness.train(partial(adamw, max_grad_norm=MAX_NORM), options(sys.argv[1]), num_steps=1)
+    harness.train(partial(adamw, max_grad_norm=MAX_NORM), options(sys.argv[1], clip="delayed"), num_steps=1)
     collect_seldom()
     print("ready", flush=True)  # noqa: T201
     for line in sys.stdin:

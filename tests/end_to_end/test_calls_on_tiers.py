@@ -129,7 +129,7 @@ def test_a_trace_says_what_the_computation_waited_for(pair):
     assert both.optimizer.waits() == {}
     both.step(2, seed=1)
     waits, engine = both.optimizer.waits(), both.optimizer.engine
-    (found,) = measured(engine.tiers.trace, engine.latest[0], engine.programs[-1], inline=True)
+    (found,) = measured(engine.tiers.trace, engine.latest[0], engine.snapshots[-1], inline=True)
     assert sum(waits.values()) + found.busy["compute"] * found.seconds == pytest.approx(found.seconds)
     assert waits.keys() >= {"issue", "fill"}
     lanes = {cause.split()[0] for cause in waits.keys() - {"issue", "fill", "turn"}}

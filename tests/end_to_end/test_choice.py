@@ -50,7 +50,7 @@ def tight(harness, storage, make=adamw, **changes):
         with harness.fresh(make, options(storage, **{**changes, "ratios": ratios})) as optimizer:
             for number in range(2):  # the second has late updates of the first
                 step(harness.model, optimizer, tokens(number))
-            peaks.append(peak(optimizer.engine.programs[-1], "host"))
+            peaks.append(peak(optimizer.engine.snapshots[-1], "host"))
     return sum(peaks) // 2
 
 
@@ -79,7 +79,7 @@ def test_what_fits_is_in_host_memory_and_the_machine_is_not_measured(harness, st
         assert not planning.planned.plan.is_solved
         assert not planning.uses_ssd
         assert not planning.placement.has_late
-        described = planning.describe(optimizer.engine.programs[-1])
+        described = planning.describe(optimizer.engine.snapshots[-1])
         assert "(alpha 0)" in described
         assert "planned:" not in described
     assert caplog.messages == [
@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(harness, storage, capl
         for number in range(3):
             step(harness.model, optimizer, tokens(number))
         engine = optimizer.engine
-        program, placement, plan = engine.programs[-1], engine.placement, engine.planning.planned.plan
+        program, placement, plan = engine.snapshots[-1], engine.placement, engine.planning.planned.plan
         optimizer.synchronize()
         found = outcome(harness.model, optimizer, [], [])
         assert engine.tiers.slab.nbytes <= budget
@@ -250,7 +250,7 @@ def test_the_baselines_have_the_linear_program_too(harness, storage, schedule):
         engine = optimizer.engine
         assert engine.planning.planned.plan.ratios["gradient"] == 1.0
         assert any(engine.planning.planned.plan.ratios[name] for name in EVERYTHING)
-        assert dict(engine.programs[-1].peaks)["host"] <= budget
+        assert dict(engine.snapshots[-1].peaks)["host"] <= budget
 
 
 # What is said of a model at hand --------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_what_a_step_will_take(harness, storage):
         engine = optimizer.engine
         found = engine.predict()
         assert found.seconds > 0
-        assert found.program.ops == engine.programs[-1].ops
+        assert found.program.ops == engine.snapshots[-1].ops
         assert found.peaks["host"] <= engine.planning.host_nbytes
 
 

@@ -74,7 +74,7 @@ def test_a_slow_way_from_the_device_fills_no_more_of_it_than_it_may(tmp_path, mo
     chosen = separate(tmp_path, alpha=0.0)
     with harness.fresh(adamw, chosen) as optimizer:
         step(harness.model, optimizer, tokens(0, 1))
-        planned = dict(optimizer.engine.programs[-1].peaks)["device"]
+        planned = dict(optimizer.engine.snapshots[-1].peaks)["device"]
     monkeypatch.setattr(Handlers, "allocate", counted)
     monkeypatch.setattr(Handlers, "move", slow)
     with monkeypatch.context() as unbounded:
@@ -124,7 +124,7 @@ def test_spare_device_memory_is_used_by_itself(harness, tmp_path):
     def look(_, optimizer):
         engine = optimizer.engine
         assert sum(unit.num_resident for unit in engine.placement.units) > 0
-        assert "on the device" in engine.planning.describe(engine.programs[-1])
+        assert "on the device" in engine.planning.describe(engine.snapshots[-1])
 
     found = harness.train(adamw, given, num_steps=3, look=look)
     assert not found.differences(sequence(harness, separate(tmp_path), (5, 5, 5))[0])

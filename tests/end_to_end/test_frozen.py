@@ -57,7 +57,7 @@ def test_the_same_bits_as_decoded_values(name, place, precision, tmp_path):
 
 def test_saved_activations(tmp_path):
     """A backward that runs nothing again takes decoded values too."""
-    given = options(tmp_path, frozen="nf4", recompute="none", ratios={"checkpoint": None})
+    given = options(tmp_path, frozen="nf4", recompute="none", alpha=0.0, ratios={"checkpoint": None})
     assert harness().train(adamw, given, 3).differences(reference("nf4", "model", "vertical")) == []
 
 
@@ -176,7 +176,7 @@ class TestText(expecttest.TestCase):
         own = harness()
         with own.fresh(adamw, options("/nowhere", frozen="nf4", **PLACES["memory"], separate_device=True)) as optimizer:
             step(own.model, optimizer, tokens(0))
-            text = str(optimizer.engine.programs[-1])
+            text = str(optimizer.engine.snapshots[-1])
         stage = text.split("# forward 1")[1].split("#")[0].splitlines()
         self.assertExpectedInline(
             "\n".join(line for line in stage if "w1" in line),

@@ -113,7 +113,7 @@ def test_moves_what_it_says_and_no_more_than_the_horizontal_order(storage, share
             measured = moved(model, optimizer, tokens(1, MICRO_BATCH * 3))
             assert measured.traced == measured.planned
             found[schedule] = measured.traced
-            budget = peak(engine.programs[-1], "host")
+            budget = peak(engine.snapshots[-1], "host")
             if keeps:
                 assert engine.tiers.slab.nbytes <= chosen["host_memory"]
     assert all(nbytes <= found["horizontal"][key] for key, nbytes in found["lifetime"].items())
@@ -129,7 +129,7 @@ def test_by_the_simulator(storage, caplog, separate):
     harness = harness_of("model")
     with harness.fresh(adamw, chosen) as optimizer:
         step(harness.model, optimizer, tokens(0))
-        placement, programs = optimizer.engine.placement, optimizer.engine.programs
+        placement, programs = optimizer.engine.placement, optimizer.engine.snapshots
         assert placement.schedule == "lifetime"
         assert "lifetime" in [program.made_by for program in programs]
         assert programs[-1].by_micro_batch
@@ -158,9 +158,9 @@ def test_a_forward_without_gradients_comes_between_steps(storage):
     step(model, optimizer, tokens(0))
     with torch.no_grad():
         alone = model(input_ids=tokens(1), labels=tokens(1)).loss
-    assert not optimizer.engine.programs[-1].by_micro_batch
+    assert not optimizer.engine.snapshots[-1].by_micro_batch
     assert step(model, optimizer, tokens(1)) == float(alone)
-    assert optimizer.engine.programs[-1].by_micro_batch
+    assert optimizer.engine.snapshots[-1].by_micro_batch
     optimizer.engine.tiers.close()
 
 

@@ -209,7 +209,7 @@ def test_a_tower_is_streamed_before_a_language_model(trained, tmp_path):
     optimizer = gs_compile.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     model.compile(backend="greedysnake", options=options(tmp_path))
     torch.testing.assert_close(learned(model, optimizer), expected, rtol=1e-5, atol=1e-5)
-    program = optimizer.engine.programs[-1]
+    program = optimizer.engine.snapshots[-1]
     ssd = {value.unit for op in program.ops if op.lane == "ssd_write" for value in op.results if value.kind == "x"}
     backwards = [stage.unit for stage, _ in program.stages() if stage.phase == "backward"]
     assert program.joints == {2}

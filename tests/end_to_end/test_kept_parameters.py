@@ -29,7 +29,7 @@ class Seen:
         self.warm, self.keeps, self._between, self._after = [], [], between, after
 
     def __call__(self, number, optimizer):
-        engine, program = optimizer.engine, optimizer.engine.programs[-1]
+        engine, program = optimizer.engine, optimizer.engine.snapshots[-1]
         placement = engine.tiers.placement
         self.warm.append(bool(placement.carried_values & placement.present(program.ops)))
         self.keeps.append(bool(engine.latest[0].decision.carried))

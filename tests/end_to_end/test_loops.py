@@ -269,7 +269,7 @@ def test_the_norm_of_what_was_accumulated_is_clipped_by(clip, harness, tmp_path)
         return optimizer
 
     scaler = gs_compile.LossScaler(init_scale=8.0)
-    found = learned(harness, make, scaled, options(tmp_path, clip=clip, alpha=None))
+    found = learned(harness, make, scaled, options(tmp_path, clip=clip))
     assert_alike(found, plainly_learned(plain_sgd, accumulated, clip=0.05))
 
 
@@ -278,7 +278,7 @@ def test_a_penalty_is_in_the_norm_that_is_clipped_by(harness, tmp_path):
         return gs_compile.SGD([{"params": group["params"]} for group in groups], lr=1.0, max_grad_norm=0.05)
 
     for number, place in enumerate(PLACES.values()):
-        found = learned(harness, make, penalized, options(tmp_path / f"{number}", **place))
+        found = learned(harness, make, penalized, options(tmp_path / f"{number}", **{"alpha": 1.0, **place}))
         assert_alike(found, plainly_learned(plain_sgd, penalized, clip=0.05))
 
 

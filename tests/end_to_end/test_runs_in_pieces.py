@@ -32,7 +32,7 @@ class Long(tiered.GPT2):
 
 
 def in_memory(harness, storage, make, size, **changes):
-    given = {"piece_tokens": size, "layer_tokens": size or None, **changes}
+    given = {"piece_tokens": size, "layer_tokens": size or None, "clip": "delayed", **changes}
     return harness.train(make, options(storage, ratios=IN_MEMORY, **given), 3)
 
 

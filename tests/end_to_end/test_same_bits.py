@@ -165,7 +165,7 @@ def train(task: Task, row: Mapping[str, Any], folder: Path) -> Trained:
                 warnings.simplefilter("always", NonFiniteWarning)
                 losses.append(step(model, optimizer, tokens(number)))
             assert not any("updated" in str(warning.message) for warning in caught), "nothing is left half done"
-            info, tiers, program = optimizer.last_step, optimizer.engine.tiers, optimizer.engine.programs[-1]
+            info, tiers, program = optimizer.last_step, optimizer.engine.tiers, optimizer.engine.snapshots[-1]
             is_spoiled = task.spoiled and number in SPOILED
             assert info.skipped == is_spoiled == any(warning.category is NonFiniteWarning for warning in caught)
             assert tiers.slab.nbytes <= max(peak(program, "host"), program.slab_nbytes)

@@ -26,7 +26,7 @@ def trained(harness, given, sizes):
     saved, nbytes = [], []
 
     def look(number, optimizer):
-        program = optimizer.engine.programs[-1]
+        program = optimizer.engine.snapshots[-1]
         saved.append(len({value for op in program.ops for value in op.results if value.kind == "a"}))
         nbytes.append(peak(program, "host"))
         assert optimizer.engine.tiers.setting.store is None
@@ -77,7 +77,7 @@ def test_given_ratios_are_kept_and_what_is_saved_is_planned(
             adamw,
             options(tmp_path, recompute="auto", **changes),
             num_steps=2,
-            look=lambda _, optimizer: seen.append((optimizer.engine.placement, optimizer.engine.programs[-1])),
+            look=lambda _, optimizer: seen.append((optimizer.engine.placement, optimizer.engine.snapshots[-1])),
         )
     placement, program = seen[-1]
     assert sum(share.part for share in placement.shares) == 1.0

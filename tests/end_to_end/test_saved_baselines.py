@@ -50,7 +50,7 @@ def checked(given, usual):
         optimizer.synchronize()
         found = moved(harness.model, optimizer, tokens(2))
         engine = optimizer.engine
-        placement, plan, program = engine.placement, engine.planning.planned.plan, engine.programs[-1]
+        placement, plan, program = engine.placement, engine.planning.planned.plan, engine.snapshots[-1]
         shown = gs_compile.inspect(harness.model).tiers
         come_to = outcome(harness.model, optimizer, losses, usual.norms)
         mapped_nbytes = engine.tiers.slab.nbytes

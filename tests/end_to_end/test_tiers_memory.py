@@ -58,13 +58,13 @@ def test_the_planned_memory_is_enough(storage, precision, clip, alpha, separate_
     with harness.fresh(make, options(storage, **chosen)) as optimizer:
         step(harness.model, optimizer, tokens(0))
         step(harness.model, optimizer, tokens(1))  # with the late updates of the first
-        planned = peak(optimizer.engine.programs[-1], "host")
+        planned = peak(optimizer.engine.snapshots[-1], "host")
     with harness.fresh(make, options(storage, host_memory=planned, **chosen)) as optimizer:
         for number in range(3):
             step(harness.model, optimizer, tokens(number))
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= planned
-        assert optimizer.engine.tiers.slab.has_block(optimizer.engine.programs[-1])  # the steps have left nothing
+        assert optimizer.engine.tiers.slab.has_block(optimizer.engine.snapshots[-1])  # the steps have left nothing
 
 
 @pytest.mark.parametrize("line", ["", "self.synchronize()"], ids=["", "without it"])
@@ -125,7 +125,7 @@ def test_an_evaluation_between_forward_and_backward_has_memory_of_its_own(storag
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
-            needed = needed or peak(optimizer.engine.programs[-1], "host")
+            needed = needed or peak(optimizer.engine.snapshots[-1], "host")
     assert losses[:3] == losses[3:]
     refused = pytest.raises(MemoryBudgetError, match="between a forward and its backward")
     with harness.fresh(adamw, options(storage, alpha=0.5, host_memory=needed)) as optimizer:

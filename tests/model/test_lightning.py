@@ -60,7 +60,7 @@ def test_it_learns_what_torchs_optimizer_does(tmp_path, num_batches, bound):
     common = {"accumulate_grad_batches": num_batches, "enable_checkpointing": False}
     plain = Module(torch.optim.AdamW)
     fit(plain, tmp_path, gradient_clip_val=bound, **common)
-    mine = Module(partial(gs_compile.AdamW, max_grad_norm=bound), options(tmp_path / "storage"))
+    mine = Module(partial(gs_compile.AdamW, max_grad_norm=bound), options(tmp_path / "storage", alpha=1.0))
     fit(mine, tmp_path, **common)
     torch.testing.assert_close(mine.losses, plain.losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(learned(mine), learned(plain), rtol=0, atol=2e-6)

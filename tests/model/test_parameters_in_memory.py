@@ -58,7 +58,7 @@ def tiered(folder, make, **changes):
 
 @pytest.mark.parametrize(
     ("clip", "changes"),
-    [(None, {"alpha": 0.5}), (0.05, {}), (0.05, {"clip": "speculative"})],
+    [(None, {"alpha": 0.5}), (0.05, {"clip": "delayed"}), (0.05, {"clip": "speculative"})],
     ids=["no clip", "clip", "speculative"],
 )
 def test_a_head_outside_of_the_compiled_model_is_trained(clip, changes, tmp_path):
@@ -115,7 +115,7 @@ def test_a_head_of_low_precision_is_refused(tmp_path):
 
 
 def test_gradients_outside_of_the_norm_are_refused(tmp_path):
-    model, optimizer = tiered(tmp_path, partial(gs_compile.AdamW, max_grad_norm=1.0))
+    model, optimizer = tiered(tmp_path, partial(gs_compile.AdamW, max_grad_norm=1.0), clip="delayed")
     model.loss(0).backward()
     model.head.weight.sum().backward()
     before = model.head.weight.detach().clone()
@@ -127,7 +127,7 @@ def test_gradients_outside_of_the_norm_are_refused(tmp_path):
 def test_a_step_of_the_head_alone(tmp_path):
     plain = made()
     other = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, optimizer = tiered(tmp_path, partial(gs_compile.SGD, lr=0.1, max_grad_norm=0.5))
+    model, optimizer = tiered(tmp_path, partial(gs_compile.SGD, lr=0.1, max_grad_norm=0.5), clip="delayed")
     trained(model, optimizer, [0])
     trained(plain, other, [0], 0.5)
     for head, step in ((model.head, optimizer.step), (plain.head, other.step)):

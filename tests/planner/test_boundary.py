@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from planned import A100, gpt, problem, ratios
@@ -13,8 +15,8 @@ from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Decision
 from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, holding, retaining
 from gs_compile.planner.builder import StepBuilder, peak
-from gs_compile.planner.choose import fastest
-from gs_compile.planner.decide import _boundary_for_free
+from gs_compile.planner.choose import _with_boundary, each_of, fastest
+from gs_compile.planner.decide import _boundary_for_free, decide
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import as_before, facts_of
 from gs_compile.planner.step_plan import StepPlan
@@ -86,7 +88,8 @@ def test_checkpoints_of_the_upper_half_are_held_where_a_drive_binds():
     plain = retaining(plain)[-1]
     given = problem(workload, slow, 2)
     before = given.predicted(plain)
-    found = fastest(given, before, holding(plain))
+    ladders = [*map(holding, (plain, *deeper(plain)))]
+    found = fastest(given, before, ladders)
     assert found.placed.decision.held == (5, 4, 3)
     assert found.seconds < 0.97 * before.seconds
     inputs = [nbytes_of(found.placed, value) for value in found.placed.held_values]
@@ -94,7 +97,7 @@ def test_checkpoints_of_the_upper_half_are_held_where_a_drive_binds():
     assert before.moved_nbytes - found.moved_nbytes == 3 * sum(inputs)  # collected, written and read
     assert found.placed.held_values == {Value("x", layer, j) for layer in (3, 4, 5) for j in (0, 1)}
     scarce = problem(workload, slow, 2, host_nbytes=peak(before.program, "host"))
-    assert len(fastest(scarce, before, holding(plain)).placed.decision.held) < 3
+    assert len(fastest(scarce, before, ladders).placed.decision.held) < 3
 
 
 def test_the_last_states_are_read_while_the_backward_computes():
@@ -112,7 +115,7 @@ def test_the_last_states_are_read_while_the_backward_computes():
         assert found.seconds < before.seconds
         assert found.placed.decision.ahead >= ahead
         assert found.moved_nbytes == before.moved_nbytes
-    assert earlier(plain.decided(layer_updates=2)) == earlier(plain.laid_out(schedule="horizontal"))
+    assert not earlier(plain.decided(layer_updates=2))
 
 
 def test_reads_go_on_beside_a_head_that_computes_for_long():
@@ -120,17 +123,24 @@ def test_reads_go_on_beside_a_head_that_computes_for_long():
     workload = gpt(8, 256, vocabulary=20000)
     builder = StepBuilder.of(workload, 2, separate=False)
     plain = builder.placement(NOTHING).decided(carried=("t",))
-    every = list(deeper(plain))
-    peaks = [peak(builder.program(each), "host") for (each,) in every]
+    every = deeper(plain)
+    peaks = [peak(builder.program(each), "host") for each in every]
     slow = replace(CPU, matmul_flops_per_second={"bf16": 8e12})  # drives are at work for 70 % of a step
     given = problem(workload, slow, 2, host_nbytes=2 * peaks[-1])
     before = given.predicted(plain)
-    found = fastest(given, before, every)
+    found = fastest(given, before, each_of(every))
     assert found.seconds < 0.97 * before.seconds
     assert found.moved_nbytes == before.moved_nbytes
-    assert fastest(given, before, every, {"host": 2 * peaks[-1], "device": 0}) is before
-    assert not list(deeper(plain.decided(layer_updates=2)))
-    assert not list(deeper(plain.laid_out(schedule="lifetime")))
+    assert fastest(given, before, each_of(every), {"host": 2 * peaks[-1], "device": 0}) is before
+    assert not deeper(plain.decided(layer_updates=2))
+
+
+def test_a_schedule_as_others_publish_it_moves_what_is_said_of_it():
+    for schedule, is_published in (("horizontal", True), ("single", False)):
+        given = problem(WORKLOAD, CPU, 1, host_nbytes=10**12, request=Request(schedule=schedule))
+        plain = given.predicted(given.builder.placement(NOTHING))
+        chosen: Any = SimpleNamespace(simulation=plain, placement=plain.placed, spare={"host": 0, "device": 0})
+        assert (_with_boundary(given, 1, chosen) is plain) == is_published
 
 
 def test_memory_of_what_drives_are_behind_with_is_given_on_later():
@@ -147,19 +157,19 @@ def test_memory_of_what_drives_are_behind_with_is_given_on_later():
 
 
 def test_a_run_that_goes_on_has_what_its_plan_had():
-    """If there is room for it, as there was."""
+    """If there is room for it, as there was; of what is between two steps what still fits."""
     given = problem(WORKLOAD, CPU, 2)
     builder, plain = given.builder, given.builder.placement(NOTHING)
-    before = plain.decided(carried=FIRST, ahead=2)
+    carried, before = plain.decided(carried=FIRST), plain.decided(carried=FIRST, ahead=2)
     host_nbytes = peak(builder.program(before), "host")
     known = {"made_for": "this model", "host_nbytes": host_nbytes, "values_nbytes": None}
     former = json.loads(json.dumps({**known, "decision": before.decision.as_dict()}))
     assert as_before(given, former, "this model", host_nbytes) == before
     less = peak(builder.program(plain), "host")
-    assert as_before(given, former | {"host_nbytes": less}, "this model", less) == plain
+    assert as_before(given, former | {"host_nbytes": less}, "this model", less) == carried
     of_two_calls = former | {"host_nbytes": 2 * host_nbytes}
     assert as_before(given, of_two_calls, "this model", 2 * host_nbytes, host_nbytes) == before
-    assert as_before(given, of_two_calls, "this model", 2 * host_nbytes, less) == plain
+    assert as_before(given, of_two_calls, "this model", 2 * host_nbytes, less) == carried
     assert as_before(given, former, "another model", host_nbytes) is None
     assert as_before(given, former, "this model", host_nbytes // 2) is None
     assert as_before(given, former | {"host_nbytes": host_nbytes // 4}, "this model", host_nbytes // 4) is None
@@ -181,7 +191,17 @@ def test_a_commit_keeps_nothing_of_what_only_a_schedule_can_read():
     """Such a plan is made again: its own data is no JSON."""
     given = problem(WORKLOAD, CPU, 2)
     plain = given.builder.placement(NOTHING)
-    known = {"problem": given, "steps": given, "num_micro_batches": 2, "decision": NOTHING}
+    known = {"problem": given, "step_problem": given, "num_micro_batches": 2, "relaxed": NOTHING}
     found, own = (StepPlan(placement=each, **known) for each in (plain, plain.decided(own=Rooms.unbounded)))
     assert facts_of(found, "this model", 1, None)["decision"] == plain.decision.as_dict()
     assert facts_of(own, "this model", 1, None) == {}
+
+
+def test_alpha_is_settled_where_nothing_moves_alone():
+    """With ratios below 1 that are given, and all of it within the budget, it is still for the planner to choose."""
+    for part, alpha, is_solved in ((0.5, None, True), (0.5, 0.3, False), (1.0, None, False)):
+        asked = Request(recompute="all", alpha=alpha, ratios=ratios(part, part, part))
+        plan = decide(problem(WORKLOAD, CPU, 2, host_nbytes=10**12, will_run=True, request=asked), asked)
+        assert plan.is_solved == is_solved
+        assert is_solved or plan.alpha == (alpha or 0.0)
+        assert plan.ratios["parameter"] == part

@@ -51,7 +51,7 @@ def test_the_largest_pieces_that_fit(device_memory, size, tried):
     """Values take 190 MiB at least."""
     given, seen = asked(device_memory)
     found = decide(given, given.request)
-    assert (found.decision.layer_tokens, found.placement.decision.layer_tokens, seen) == (size, size, tried)
+    assert (found.layer_tokens, found.placement.decision.layer_tokens, seen) == (size, size, tried)
     assert [note for note in found.notes if "tokens at a time" in note] == (
         [f"layers run on {size} tokens at a time, and compute in {68 * PARTS[size]} MiB so"] if size else []
     )
@@ -63,7 +63,7 @@ def test_updates_in_pieces_where_those_of_layers_are_slower():
     for slower, size, updates in ((1.01, 2048, 1), (3.0, None, 4)):
         given, seen = asked("260MiB", host_memory="280MiB", slower=slower)
         found = decide(given, given.request)
-        assert (found.decision.layer_tokens, found.placement.layer_updates, seen) == (size, updates, [2048])
+        assert (found.layer_tokens, found.placement.layer_updates, seen) == (size, updates, [2048])
 
 
 def test_pieces_where_values_have_better_use_for_the_memory():

@@ -22,12 +22,13 @@ NOTHING = ratios(0.0, 0.0, 0.0)
 LARGER = 32  # micro-batches; the first batch has 2
 
 
-def sized(builder: StepBuilder, first: Placement, host_nbytes: int) -> Placement:
-    """The homes of a training step with the larger batch, in this budget."""
+def sized(builder: StepBuilder, first: Placement, host_nbytes: int, values_nbytes: int | None = None) -> Placement:
+    """The homes of a training step with the larger batch, in these budgets."""
     planning: Any = object.__new__(StepPrograms)
     planning.run = SimpleNamespace(request=Request())
     planning.builder, planning.placement, planning.host_nbytes = builder, first, host_nbytes
     planning.first_shape, planning._placements = builder.shape, {}
+    planning.planned = SimpleNamespace(values_nbytes=values_nbytes)
     one = {name: getattr(first.layout, name)[0] for name in ACTIVATIONS}
     layouts: Any = [SimpleNamespace(**one)] * LARGER
     found = StepPrograms.sized(planning, layouts, builder.shape)
@@ -80,6 +81,17 @@ def test_what_is_between_two_steps_goes_before_checkpoints_move():
     assert less.decision.carried, "moved checkpoints leave room for what is carried"
     with pytest.raises(MemoryBudgetError, match="begin with the largest batch"):
         sized(builder, first, host_peak(builder, first) // 2)
+
+
+def test_checkpoints_stay_on_the_device_where_the_plan_has_room_for_them():
+    """Whatever the first batch has taken of it; where nobody has said how much there is, they take no more than that."""
+    workload = gpt(3, 128, vocabulary=2000, sequence=256)
+    builder = StepBuilder.of(workload, 2, separate=True)
+    first = builder.placement(Decision(ratios=(ratios(0.0, 0.0, 0.0, 1.0, 0.0),)))
+    needed = max(peak(program, "device") for program in builder.steps(larger(first)))
+    assert sized(builder, first, 10**12, needed) == larger(first)
+    for values_nbytes in (needed - 1, None):
+        assert sized(builder, first, 10**12, values_nbytes) == larger(first).moved("device", "ssd")
 
 
 @pytest.mark.parametrize("separate", [False, True])

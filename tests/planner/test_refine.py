@@ -31,12 +31,12 @@ class Faked:
     profile = CPU
     workload = WORKLOAD
     beyond = 0
-    whole = True
+    will_run = True
     trial = None  # what a large step is looked at with; itself
     unsolved = ()  # alphas with which nothing fits
     seconds_on_device = staticmethod(lambda nbytes: 1.0)
     values_nbytes = Problem.values_nbytes
-    excess, _most = Problem.excess, Problem._most
+    steps, excess, _most = Problem.steps, Problem.excess, Problem._most
 
     def __init__(self, over=lambda alpha: 0, seconds=lambda resident: 1.0, bound=1.0, late=lambda alpha: 1 + alpha):
         self.over, self.seconds, self.bound, self.late = over, seconds, bound, late
@@ -132,7 +132,7 @@ def test_nothing_is_late_where_that_is_faster_or_fits_alone(settings, asked, alp
 def test_a_large_step_has_an_alpha_with_which_all_of_it_fits():
     """A few bundles of micro-batches may take less memory than all of these."""
     faked, bundles = Faked(), Faked()
-    faked.whole, faked.trial, faked.unsolved = False, bundles, (0.0,)
+    faked.will_run, faked.trial, faked.unsolved = False, bundles, (0.0,)
     bundles.budgets, bundles.request, bundles.best = BUDGETS, Request(), 0.0
     assert faked.refined(best=0.25).solution.alpha == 0.25
     faked.unsolved = ()
@@ -187,7 +187,7 @@ def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
     given = problem(workload, machine, host_nbytes=host_nbytes)
     monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
     search = given.search(12)
-    bundled, whole = (choose(replace(given, whole=whole), search) for whole in (False, True))
+    bundled, whole = (choose(replace(given, will_run=whole), search) for whole in (False, True))
     assert (bundled.program.num_micro_batches, whole.program.num_micro_batches) == (8, 12)
     assert bundled.num_micro_batches == whole.num_micro_batches == 12
     assert bundled.seconds == pytest.approx(whole.seconds, rel=0.05)
@@ -201,7 +201,7 @@ def test_a_large_step_that_brings_the_model_in_for_each_micro_batch_is_not_bundl
     request = Request(schedule="horizontal", host_memory=300 * 10**6)
     given = problem(gpt(6, 512, sequence=64, vocabulary=2000), CPU, request=request)
     monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
-    chosen = choose(replace(given, whole=False), given.search(16))
+    chosen = choose(replace(given, will_run=False), given.search(16))
     assert chosen.program.num_micro_batches == 16
     assert chosen.seconds == pytest.approx(chosen.solved.seconds, rel=0.1)
 
@@ -219,5 +219,5 @@ def test_alpha_is_that_of_the_faster_step_with_all_that_stays_in_memory():
     assert late.solution.alpha > early.solution.alpha == 0.0
     assert late.seconds < early.seconds
     chosen = choose(given, found)
-    assert chosen.decision.alpha == 0.0
+    assert chosen.alpha == 0.0
     assert chosen.seconds < late.seconds

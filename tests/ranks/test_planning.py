@@ -31,7 +31,7 @@ def learn(harness, given, rows=BATCH):
             optimizer.step()
         return (
             optimizer.engine.planning,
-            optimizer.engine.programs[-1],
+            optimizer.engine.snapshots[-1],
             outcome(harness.model, optimizer, [], []).values,
         )
 

@@ -104,7 +104,7 @@ TAKE_MORE = {
 
 def has_what_is_planned(twin, _, optimizer):
     engine = optimizer.engine
-    planned = dict(engine.programs[-1].peaks)["device"] + engine.planning.run.workload.workspace_nbytes
+    planned = dict(engine.snapshots[-1].peaks)["device"] + engine.planning.run.workload.workspace_nbytes
     assert planned // 2 < twin.reserved_nbytes <= planned
 
 
@@ -167,7 +167,7 @@ def test_a_model_built_on_storage_trains_where_neither_memory_holds_it(tmp_path)
         )
         losses = [step(model, optimizer, tokens(number, 3)) for number in range(2)]
         values = {name: value.clone() for name, value in model.state_dict().items()}
-        peaks = dict(optimizer.engine.programs[-1].peaks)
+        peaks = dict(optimizer.engine.snapshots[-1].peaks)
         optimizer.engine.tiers.close()
         return losses, values, peaks
 
