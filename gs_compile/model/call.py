@@ -119,7 +119,8 @@ class Call:
             if executor in self.engine.open and outside != self.shape.outside:
                 executor = self._begun_again(self.engine, executor, outside)
             zeroed = self.engine.record is not None and is_zeroed(self.trained)
-            self.engine.backward(executor, self.losses, zeroed=zeroed)
+            losses = () if self.outputs.loss_gradient(gradients) is None else self.losses
+            self.engine.backward(executor, losses, zeroed=zeroed)
         with without_autocast():
             if not outside:
                 factor = self.outputs.loss_gradient(gradients)
