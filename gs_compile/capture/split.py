@@ -87,7 +87,19 @@ class Split:
     @cached_property
     def idle(self) -> frozenset[int]:
         """The inputs of the captured graph that require a gradient and never get one."""
-        return without_gradient(self.units)
+        return self.without_gradient(frozenset(range(len(self.made))))
+
+    def without_gradient(self, made: frozenset[int]) -> frozenset[int]:
+        """Those that get none where one comes for these alone of the outputs that a step computes."""
+        if made not in self._without_gradient:
+            outputs = [self.made[number] for number in made]
+            of_whole = set(self.whole.taps.values()) if self.whole else set()
+            self._without_gradient[made] = without_gradient(self.units, outputs, self.taps, of_whole)
+        return self._without_gradient[made]
+
+    @cached_property
+    def _without_gradient(self) -> dict[frozenset[int], frozenset[int]]:
+        return {}
 
 
 def split(

@@ -50,6 +50,7 @@ class OfAllLengths:
     refusal: str = ""  # why torch can make none
     draws_random: bool | None = None
     pieces: OfPieces | None = None
+    taking: dict[tuple[int, ...], OfAllLengths] = field(default_factory=dict)  # of some results' gradients, these
 
 
 @dataclass

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cached_property
 from textwrap import shorten
 from typing import Any
@@ -53,6 +54,7 @@ class InPieces(Differentiated):
         super().__init__(unit, generator, common)
         self._beside, self._asked = beside, num_tokens
         self._in_pieces: dict[str, Function] = {}
+        self._taking: dict[tuple[int, ...], InPieces] = {}
         self._by_size: dict[int, list[OnAll | OnSome]] = {}
 
     def function(self, name: str, level: int = 0) -> Function:
@@ -70,6 +72,18 @@ class InPieces(Differentiated):
 
     def has_function(self, name: str, level: int = 0) -> bool:
         return name in self._in_pieces or super().has_function(name, level)
+
+    def taking(self, results: tuple[int, ...]) -> InPieces:
+        """The code whose backward takes the gradients of these results alone, of all `differentiated`.
+
+        What leads to others is not run: zeros in the place of their gradients would be multiplied, by infinity perhaps.
+        """
+        if results == self.unit.differentiated:
+            return self
+        if results not in self._taking:
+            unit, common = replace(self.unit, taken=results), self.common.taking.setdefault(results, OfAllLengths())
+            self._taking[results] = InPieces(unit, self._generator, common, self._beside, self._asked)
+        return self._taking[results]
 
     @cached_property
     def fingerprint(self) -> str:

@@ -133,7 +133,7 @@ class Call:
             else:
                 executor = self._from_outside(executor, gradients, outside)
             executor.backward()
-        found = self.outputs.argument_gradients(executor.env, self.units)
+        found = self.outputs.argument_gradients(executor.env, self.units, self.outputs.without_gradient(gradients))
         if self.engine is None:
             return self._averaged(found)
         assert isinstance(executor, TieredExecutor)
