@@ -12,6 +12,7 @@ import torch
 
 from gs_compile.program.ir import Unit
 from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.stream import Reading
 
 Tensor = torch.Tensor
@@ -57,6 +58,8 @@ class StepRecord:
     num_losses: int = 0  # of this rank's backwards so far; 0: the model makes none
     num_tokens: int = 0  # of this rank's calls whose backward has run, padding too
     predicted_seconds: float = math.nan  # of such a step, as it was planned
+    idle: frozenset[Slice] = frozenset()  # trained parameters that no gradient has come to: they stay as they are
+    missed: Mapping[Slice, int] = field(default_factory=dict)  # the steps that parameters have been so, or frozen
 
     @property
     def grad_norm(self) -> float:

@@ -76,7 +76,12 @@ class Call:
     @property
     def trained(self) -> list[torch.Tensor]:
         """The arguments that get a gradient."""
-        return [arg for arg in self.args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+        return list(self._trained.values())
+
+    @property
+    def _trained(self) -> dict[int, torch.Tensor]:
+        """The same by their index."""
+        return {i: arg for i, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad}
 
     def run(self) -> list[Any]:
         """The model's outputs, tied to a backward where this call is a training step."""
@@ -113,14 +118,15 @@ class Call:
         """
         if self.engine is not None:
             self._refuse_on_tiers(self.engine, gradients)
-        executor = self.executor
+        executor, reached = self.executor, self.outputs.reached(gradients)
         assert executor is not None
         if isinstance(executor, TieredExecutor) and self.engine is not None:
             if executor in self.engine.open and outside != self.shape.outside:
                 executor = self._begun_again(self.engine, executor, outside)
             zeroed = self.engine.record is not None and is_zeroed(self.trained)
             losses = () if self.outputs.loss_gradient(gradients) is None else self.losses
-            self.engine.backward(executor, losses, zeroed=zeroed)
+            spans = self.engine.spans_of(self.args).items()
+            self.engine.backward(executor, losses, [span for index, span in spans if index in reached], zeroed=zeroed)
         with without_autocast():
             if not outside:
                 factor = self.outputs.loss_gradient(gradients)
@@ -133,9 +139,9 @@ class Call:
             else:
                 executor = self._from_outside(executor, gradients, outside)
             executor.backward()
-        found = self.outputs.argument_gradients(executor.env, self.units, self.outputs.without_gradient(gradients))
+        found = self.outputs.argument_gradients(executor.env, self.units, reached)
         if self.engine is None:
-            return self._averaged(found)
+            return found if self.ranks is None else self._averaged(self.ranks, found)
         assert isinstance(executor, TieredExecutor)
         self.engine.end_backward(executor, self, gradients)
         for parameter in self.trained:
@@ -191,14 +197,23 @@ class Call:
         """How often each argument that is no parameter was changed in place."""
         return [changes(arg) for arg in self.args if isinstance(arg, torch.Tensor) and not is_offloaded(arg)]
 
-    def _averaged(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of parameters in memory over all ranks, and others as they are."""
-        if self.ranks is None:
-            return gradients
-        pairs = zip(self.trained, gradients, strict=True)
-        own = [each for arg, each in pairs if each is not None and isinstance(arg, torch.nn.Parameter)]
-        means = {id(each): mean for each, mean in zip(own, averaged(self.ranks, own), strict=True)}
-        return [means.get(id(each), each) for each in gradients]
+    def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of parameters in memory over all ranks, None where none has one, and others as they are."""
+        split = self.models[0].split
+        ever = split.reached(frozenset(range(len(split.made))))
+        own = [
+            place
+            for place, (index, arg) in enumerate(self._trained.items())
+            if isinstance(arg, torch.nn.Parameter) and index in ever
+        ]
+        counts = torch.tensor([gradients[place] is not None for place in own], dtype=torch.int32)
+        if len(split.made) > 1:  # else the one that there is leads to all of them
+            ranks.sum(counts, "which parameters have gradients")
+        own = [place for place, number in zip(own, counts.tolist(), strict=True) if number]
+        given = [gradients[place] for place in own]
+        whole = [torch.zeros_like(self.trained[p]) if g is None else g for p, g in zip(own, given, strict=True)]
+        means = dict(zip(own, averaged(ranks, whole), strict=True))
+        return [means.get(place, each) for place, each in enumerate(gradients)]
 
     def tap(self, gradients: Gradients) -> None:
         """Where a gradient has arrived for what a layer or the embedding makes, have the epilogue return that.

@@ -109,16 +109,16 @@ class Outputs:
             dy |= {Value("dy", unit, j): slices["x", unit, 0] for unit in outside - {EPILOGUE}}
         return dy
 
-    def without_gradient(self, gradients: Gradients) -> frozenset[int]:
-        """The trained arguments that none comes to, by index, where these have come for the outputs."""
-        return self.models[0].split.without_gradient(frozenset(i for i, g in enumerate(gradients) if g is not None))
+    def reached(self, gradients: Gradients) -> frozenset[int]:
+        """The trained arguments that a gradient comes to, by index, where these have come for the outputs."""
+        return self.models[0].split.reached(frozenset(i for i, g in enumerate(gradients) if g is not None))
 
     def argument_gradients(
-        self, env: Mapping[Value, Any], units: CompiledUnits, idle: Container[int]
+        self, env: Mapping[Value, Any], units: CompiledUnits, reached: Container[int]
     ) -> list[Tensor | None]:
         """Gradients of the trained arguments; a parameter that several units share gets the sum.
 
-        None for a parameter on the tiers, whose gradient goes to its update, and for those in `idle`, by index.
+        None for a parameter on the tiers, whose gradient goes to its update, and for those not in `reached`, by index.
         """
         sums: dict[Any, Tensor] = {}
         for value, content in env.items():
@@ -130,7 +130,7 @@ class Outputs:
         for index, arg in enumerate(self.args):
             if isinstance(arg, Tensor) and arg.requires_grad:
                 whole = sums.get(index) if index in sums else _of_batch(index, arg, units)
-                gradients.append(None if whole is None or index in idle else whole.to(arg.dtype))
+                gradients.append(None if whole is None or index not in reached else whole.to(arg.dtype))
         return gradients
 
 

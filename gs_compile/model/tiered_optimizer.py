@@ -193,11 +193,22 @@ class TieredOptimizer(torch.optim.Optimizer):
             for parameter in self._parameters:
                 end_gradient(parameter)
             self.num_skipped += record.skipped
+            if record.idle and not record.skipped:
+                self._note_idle(self.engine, record)
             self._count(self._num_steps + (not record.skipped))
             if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             self._note(self.engine, record)
         return loss
+
+    def _note_idle(self, engine: Engine, record: StepRecord) -> None:
+        """Parameters that no gradient has come to have missed the step."""
+        idle = [each for each in self._parameters if engine.trained_span(each) in record.idle]
+        self.missed = {**self.missed, **{each: self.missed.get(each, 0) + 1 for each in idle}}
+        for each in idle:
+            self._show_state(each)
+        numbers = {0, *self.missed.values()}
+        self._shown_steps = {number: shown for number, shown in self._shown_steps.items() if number in numbers}
 
     def _note(self, engine: Engine, record: StepRecord) -> None:
         """The step that is closed is the last one, for all who tell of it."""

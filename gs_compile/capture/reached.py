@@ -1,4 +1,4 @@
-"""idle: which parameters no gradient comes to by a way that torch differentiates."""
+"""reached: which parameters gradients come to, by a way that torch differentiates."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gs_compile.capture.operations import is_mutation
 from gs_compile.program.ir import Unit
 
 
-def without_gradient(
+def reached_from(
     units: Sequence[UnitGraph], outputs: Iterable[OutputSpec], taps: Sequence[Unit], of_whole: Collection[int]
 ) -> frozenset[int]:
-    """The inputs of the captured graph that require a gradient and get none where one comes for these outputs, by index.
+    """The inputs of the captured graph that a gradient comes to where one comes for these outputs, by index.
 
-    Of all outputs those that only choose. Plain PyTorch leaves None in their `.grad`, and optimizers pass over them: not
-    even their weight decay is applied. units: in order; taps: which makes each; of_whole: the taps of all samples.
+    Plain PyTorch leaves None in the `.grad` of others, and optimizers pass over them: not even their weight decay is
+    applied. units: in order; taps: which makes each; of_whole: the taps that are read of all samples.
     """
-    asking, reached = set[int](), set[int]()
+    reached = set[int]()
     given, sides, tapped = defaultdict[Unit, set[tuple[str, int]]](set), set[int](), set[int]()
     for output in outputs:
         is_x = output.kind == "x"  # of the layer above what makes it
@@ -35,13 +35,11 @@ def without_gradient(
             sides = set()
         found, is_carried = _reached(unit, wanted), False
         for source, spec, is_reached in zip(unit.sources, unit.specs, found, strict=True):
-            if source.kind == "input" and spec.requires_grad:
-                asking.add(source.index)
             if is_reached and spec.requires_grad:
                 is_carried |= source.kind == "x"
                 into = {"input": reached, "side": sides, "tap": tapped, "whole": tapped}.get(source.kind, set())
                 into |= set(of_whole) if source.kind == "whole" else {source.index}
-    return frozenset(asking - reached)
+    return frozenset(reached)
 
 
 def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]]) -> list[bool]:
