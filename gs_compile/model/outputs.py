@@ -43,12 +43,12 @@ class Outputs:
 
     def assemble(self, made: Sequence[Tensor]) -> list[Any]:
         """All that the model returns."""
-        computed = iter(made)
+        computed, num_samples = iter(made), sum(model.micro_batch_size for model in self.models)
         outputs: list[Any] = []
-        for number, output in enumerate(self.models[0].split.outputs):
+        for output in self.models[0].split.outputs:
             given = self.args[output.index] if output.combine == "input" else output.value
             if isinstance(given, OfBatch):
-                given = sum(model.split.outputs[number].value for model in self.models)
+                given = given.whole(num_samples)
             outputs.append(given if output.spec is None else next(computed))
         return outputs
 
