@@ -85,8 +85,8 @@ class CompiledUnits:
 
     Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
     `a` is a `Saved`; `dw` is an `Accumulator` by input index, `dside` one by index of the side input
-    among its maker's. `dy` of the head is a tuple, one gradient for each of its differentiated results, or None; that of
-    a layer input is a tensor.
+    among its maker's. `dy` of the head is a tuple, one gradient for each of its differentiated results, None where none
+    came; that of a layer input is a tensor.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None, whole: WholeBatch | None = None) -> None:

@@ -55,3 +55,13 @@ def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]]) -> list[bool]
             found.add(node)
             ahead += node.all_input_nodes
     return [node in found for node in unit.module.graph.nodes if node.op == "placeholder"]
+
+
+def feeds(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a value is made of another one, directly or through others."""
+    seen, ahead = set[fx.Node](), [other]
+    while ahead:
+        found = ahead.pop()
+        ahead += [each for each in found.all_input_nodes if each not in seen]
+        seen.update(found.all_input_nodes)
+    return node in seen

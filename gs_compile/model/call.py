@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gs_compile.capture.internals import changes, wants_all
+from gs_compile.capture.graph import output_values
+from gs_compile.capture.internals import changes, wants_all, watches_gradient
+from gs_compile.capture.reached import feeds
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
-from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, OutputGradientError, StepOrderError
 from gs_compile.model.engine import KEPT, Engine
 from gs_compile.model.first_step import begin_again
 from gs_compile.model.in_memory import averaged
@@ -54,6 +56,7 @@ class Call:
     losses: Sequence[torch.Tensor] = ()
     changes: Sequence[int] = ()  # in place, of the arguments, when the forward ran
     node: weakref.ref[Any] | None = None  # of autograd, which the call lives with
+    returned: Sequence[weakref.ref[torch.Tensor]] = ()  # the outputs that lead to it
 
     @cached_property
     def outputs(self) -> Outputs:
@@ -88,7 +91,9 @@ class Call:
         if not self.training:
             with torch.no_grad():
                 return self.outputs.assemble(self.forward())
-        return self.outputs.assemble(list(_Step.apply(self, *self.trained)))  # type: ignore[no-untyped-call]
+        made = list(_Step.apply(self, *self.trained))  # type: ignore[no-untyped-call]
+        self.returned = list(map(weakref.ref, made))
+        return self.outputs.assemble(made)
 
     def forward(self) -> list[torch.Tensor]:
         """The outputs that the step makes, in the order of `Outputs.made`."""
@@ -214,6 +219,25 @@ class Call:
         whole = [torch.zeros_like(self.trained[p]) if g is None else g for p, g in zip(own, given, strict=True)]
         means = dict(zip(own, averaged(ranks, whole), strict=True))
         return [means.get(place, each) for place, each in enumerate(gradients)]
+
+    def refuse_watched(self, gradients: Gradients) -> None:
+        """Raise `OutputGradientError` where an output wants to see its gradient, and one comes to others made of it."""
+        watched = [number for number, each in enumerate(self.returned) if watches_gradient(each())]
+        if not watched:
+            return
+        pairs = zip(output_values(self.compilation.captured.module), self.models[0].split.outputs, strict=True)
+        nodes = [node for node, output in pairs if output.spec is not None]
+        for number in watched:
+            if any(
+                g is not None and node is not nodes[number] and feeds(nodes[number], node)
+                for node, g in zip(nodes, gradients, strict=True)
+            ):
+                raise OutputGradientError(
+                    f"output `{nodes[number].name}` of the model has a hook on its gradient, or retains it, and a "
+                    "gradient comes to another output that is made of it: what flows between the two is not seen "
+                    "outside of the call. Compute what is made of it outside of the model, or run this step without "
+                    "the backend; nothing was updated"
+                )
 
     def tap(self, gradients: Gradients) -> None:
         """Where a gradient has arrived for what a layer or the embedding makes, have the epilogue return that.
@@ -388,6 +412,7 @@ class _Step(torch.autograd.Function):
                 "all of them. Leave inputs= out; freeze what is not to be trained (requires_grad_(False)) before the "
                 "model's first call; or use a torch.optim optimizer. Nothing was updated"
             )
+        call.refuse_watched(gradients)
         asked = call.compilation.options.deterministic
         with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks), deterministic(asked):
             call.find_engine()

@@ -438,11 +438,11 @@ class Engine(ParameterStore):
         if idle and (self.ranks is not None or self.durable is not None):
             first = min(idle, key=str)
             raise OptimizerError(
-                f"no gradient comes to {len(idle)} parameters that are trained, as one of shape {first.shape} in unit "
-                f"{first.unit}, and {'on several ranks' if self.ranks else 'in a durable run'} each step updates all "
-                "of them. Freeze what is never trained (requires_grad_(False)) before the model's first call; or add "
-                "0.0 * output.sum() of the output that they are for to the loss, which gives them zeros: they have "
-                "weight decay then. Nothing was updated"
+                f"no gradient comes to {len(idle)} of the parameters that are trained, as one of shape {first.shape} "
+                f"in unit {first.unit}, and {'on several ranks' if self.ranks else 'in a durable run'} each step "
+                "updates all of them. Freeze what is never trained (requires_grad_(False)) before the model's first "
+                "call; or add 0.0 * output.sum() of the output that they are for to the loss, which gives them zeros: "
+                "they have weight decay then. Nothing was updated"
             )
 
     def _refuse_unfinished(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 from zoo import VOCAB, WIDTH, Block, batch, compile_model
 
 import gs_compile
-from gs_compile.errors import OptimizerError, UncapturedWarning
+from gs_compile.errors import OptimizerError, OutputGradientError, UncapturedWarning
 
 ADAMW = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.5}
 OURS = {"torch": torch.optim.AdamW, "tiers": gs_compile.AdamW}
@@ -91,3 +90,80 @@ def test_each_step_trains_what_a_gradient_comes_to(name, changes, tmp_path):
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
     assert {number: taken[number] for number in expected_taken} == expected_taken
     torch.testing.assert_close(values["zero"], torch.zeros(WIDTH), rtol=0, atol=0)
+
+
+def test_a_durable_run_refuses_what_it_would_not_know_again(tmp_path):
+    """How many steps each parameter has missed."""
+    model = Heads()
+    model.zero.requires_grad_(False)
+    optimizer = gs_compile.AdamW(model.parameters(), **ADAMW)
+    model.compile(backend="greedysnake", options=options(tmp_path, outputs="all", durability="step"))
+    loss = first(model, *batch(4))
+    with pytest.raises(
+        OptimizerError, match=r"no gradient comes to 2 of the parameters .* in unit h, and in a durable run"
+    ):
+        loss.backward()
+    one, other, *_ = model(*batch(4), batch(4)[0])
+    (one + 0.0 * other).backward()
+    optimizer.step()
+    assert optimizer.num_steps == 1
+
+
+def test_fewer_layers_than_the_first_call(tmp_path):
+    model, (ids, labels) = Heads(), batch(4)
+    plain = copy.deepcopy(model)
+    optimizer = gs_compile.AdamW(model.parameters(), **ADAMW)
+    model.compile(backend="greedysnake", options=options(tmp_path, outputs="all"))
+    trained(model, optimizer, [first_and_second])
+    expected = trained(plain, torch.optim.AdamW(plain.parameters(), **ADAMW), [first_and_second])[0]
+    with torch.no_grad(), pytest.warns(UncapturedWarning, match="this call runs 2 layers, and the first call .* 3"):
+        torch.testing.assert_close(model(ids, labels, ids, 2)[:2], plain(ids, labels, ids, 2)[:2])
+    with pytest.raises(OptimizerError, match="this call runs 2 layers, and the first call of the run 3"):
+        model(ids, labels, ids, 2)
+    torch.testing.assert_close(model.state_dict(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_outputs_are_seen_where_they_come_from_outside(tmp_path):
+    """What flows from one output to another inside of the call is not, and a hook that waits for it is refused."""
+    model, (ids, labels) = Heads(), batch(4)
+    compile_model(model, 2)
+    one, _, state, _ = model(ids, labels, ids)
+    state.retain_grad()
+    with pytest.raises(OutputGradientError, match=r"output `.*` of the model has a hook on its gradient, or retains it"):
+        one.backward()
+    one, other, state, _ = model(ids, labels, ids)
+    for each in (one, other, state):
+        each.retain_grad()
+    state.sum().backward()
+    torch.testing.assert_close(state.grad, torch.ones_like(state))
+    one, other, _, _ = model(ids, labels, ids)
+    one.retain_grad(), other.register_hook(lambda gradient: 2 * gradient)
+    (one + other).backward()
+    assert one.grad == 1.0
+
+
+class Counting(nn.Module):
+    """Returns numbers that follow from the batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        size, length = ids.shape
+        return x, size, size - 1, (size + 1) // 2, size**2, size * length, size > 3, length
+
+
+def test_numbers_are_those_of_the_whole_batch():
+    model = Counting()
+    plain = copy.deepcopy(model)
+    compile_model(model, 2)
+    for shape in ((5, 12), (4, 12), (5, 9), (3, 7)):
+        ids = torch.zeros(shape, dtype=torch.long)
+        with torch.no_grad():
+            found, expected = model(ids)[1:], plain(ids)[1:]
+        assert found == expected
+        assert isinstance(found[5], bool)
