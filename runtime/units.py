@@ -173,9 +173,11 @@ class CompiledUnits:
         """Add the gradients that taps have from what is made of all of them, once all heads have run."""
         assert self.whole is not None
         graph, micro_batches = self.whole.graph, range(len(self.micro_batches))
-        shares = [[self._whole_gradients.pop((index, j)) for j in micro_batches] for index in graph.differentiated]
+        taken = tuple(sorted({index for index, _ in self._whole_gradients}))
+        shares = [[gradient for (each, _), gradient in self._whole_gradients.items() if each == k] for k in taken]
+        self._whole_gradients.clear()
         gradients = [torch.stack(each).sum(0) for each in shares]
-        for index, gradient in zip(graph.differentiable, self._run_whole("backward", gradients), strict=True):
+        for index, gradient in zip(graph.differentiable, self._run_whole("backward", gradients, taken), strict=True):
             if (source := graph.sources[index]).kind == "tap":
                 assert isinstance(gradient, torch.Tensor)
                 (dim,) = graph.specs[index].batch_dims
@@ -184,10 +186,11 @@ class CompiledUnits:
                     before = self._tap_gradients.get((source.index, j))
                     self._tap_gradients[source.index, j] = part if before is None else before + part
 
-    def _run_whole(self, name: str, gradients: Tensors = ()) -> Sequence[Any]:
-        """Call "forward" or "backward" of the code that reads the taps of all micro-batches."""
+    def _run_whole(self, name: str, gradients: Tensors = (), taken: tuple[int, ...] | None = None) -> Sequence[Any]:
+        """Call "forward" or "backward" of the code that reads the taps of all micro-batches; taken: as of `_run`."""
         assert self.whole is not None
-        graph, code, micro_batches = self.whole.graph, self.whole.code, range(len(self.micro_batches))
+        graph, micro_batches = self.whole.graph, range(len(self.micro_batches))
+        code = self.whole.code if taken is None else self.whole.code.taking(taken)
         inputs = []
         for source, spec in zip(graph.sources, graph.specs, strict=True):
             if source.kind == "tap":

@@ -57,11 +57,11 @@ def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]]) -> list[bool]
     return [node in found for node in unit.module.graph.nodes if node.op == "placeholder"]
 
 
-def feeds(node: fx.Node, other: fx.Node) -> bool:
-    """Whether a value is made of another one, directly or through others."""
-    seen, ahead = set[fx.Node](), [other]
+def made_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These values and all that they are made of."""
+    found, ahead = set[fx.Node](), list(nodes)
     while ahead:
-        found = ahead.pop()
-        ahead += [each for each in found.all_input_nodes if each not in seen]
-        seen.update(found.all_input_nodes)
-    return node in seen
+        if (node := ahead.pop()) not in found:
+            found.add(node)
+            ahead += node.all_input_nodes
+    return found

@@ -24,8 +24,8 @@ from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, sourc
 from gs_compile.capture.operations import CHOOSING, operation
 from gs_compile.errors import GROUPED, CaptureError
 
-_KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-SYMBOLIC = tuple(_KINDS)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_KINDS: Mapping[type, type] = dict(zip(SYMBOLIC, (int, float, bool), strict=True))
 GRAD_MODE = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast

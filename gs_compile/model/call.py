@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.graph import output_values
 from gs_compile.capture.internals import changes, wants_all, watches_gradient
-from gs_compile.capture.reached import feeds
+from gs_compile.capture.reached import made_of
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
 from gs_compile.errors import MemoryBudgetError, OptimizerError, OutputGradientError, StepOrderError
 from gs_compile.model.engine import KEPT, Engine
@@ -229,7 +229,7 @@ class Call:
         nodes = [node for node, output in pairs if output.spec is not None]
         for number in watched:
             if any(
-                g is not None and node is not nodes[number] and feeds(nodes[number], node)
+                g is not None and node is not nodes[number] and nodes[number] in made_of([node])
                 for node, g in zip(nodes, gradients, strict=True)
             ):
                 raise OutputGradientError(

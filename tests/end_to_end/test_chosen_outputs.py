@@ -74,7 +74,7 @@ def trained(model, optimizer, steps):
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("torch", {}), ("tiers", {}), ("tiers", {"alpha": 0.5}), ("tiers", {"accumulate": True})],
+    [("torch", {}), ("tiers", {}), ("tiers", {"alpha": 0.5, "piece_tokens": 8}), ("tiers", {"accumulate": True})],
     ids=str,
 )
 def test_each_step_trains_what_a_gradient_comes_to(name, changes, tmp_path):
@@ -129,7 +129,9 @@ def test_gradients_of_outputs_are_seen_where_they_come_from_outside(tmp_path):
     compile_model(model, 2)
     one, _, state, _ = model(ids, labels, ids)
     state.retain_grad()
-    with pytest.raises(OutputGradientError, match=r"output `.*` of the model has a hook on its gradient, or retains it"):
+    with pytest.raises(
+        OutputGradientError, match=r"output `.*` of the model has a hook on its gradient, or retains it"
+    ):
         one.backward()
     one, other, state, _ = model(ids, labels, ids)
     for each in (one, other, state):
