@@ -174,8 +174,8 @@ class CompiledUnits:
         assert self.whole is not None
         graph, micro_batches = self.whole.graph, range(len(self.micro_batches))
         taken = tuple(sorted({index for index, _ in self._whole_gradients}))
-        shares = [[gradient for (each, _), gradient in self._whole_gradients.items() if each == k] for k in taken]
-        self._whole_gradients.clear()
+        found, self._whole_gradients = self._whole_gradients, {}
+        shares = [[found[index, j] for j in micro_batches if (index, j) in found] for index in taken]
         gradients = [torch.stack(each).sum(0) for each in shares]
         for index, gradient in zip(graph.differentiable, self._run_whole("backward", gradients, taken), strict=True):
             if (source := graph.sources[index]).kind == "tap":

@@ -462,7 +462,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 def metrics(model: torch.nn.Module) -> dict[str, float]:
     """Numbers of the last step of a model that an optimizer of this package trains; empty before it has taken one.
 
-    step: steps taken so far; loss: of the batch, where the model makes one; grad_norm: before clipping; skipped,
+    step: steps taken so far; loss: of the batch, where the step trains one; grad_norm: before clipping; skipped,
     rolled_back: 1.0 where it was; num_skipped; tokens: of this rank, padding too; seconds: since the step before was
     closed, with tokens_per_second (neither of the first); predicted_seconds: where the step was planned; and of each
     lane, such as ssd_read, the seconds it was busy, the part of the step that this is (of these, as ssd_read_busy, the
