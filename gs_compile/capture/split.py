@@ -86,7 +86,11 @@ class Split:
 
     @cached_property
     def idle(self) -> frozenset[int]:
-        """The inputs of the captured graph that require a gradient and never get one."""
+        """The inputs of the captured graph that require a gradient and never get one; none are known without outputs
+        that have one, as in an evaluation.
+        """
+        if not any(output.spec and output.spec.requires_grad for output in self.made):
+            return frozenset()
         sources = (unit.sources[place] for unit in self.units for place in unit.differentiable)
         asking = {source.index for source in sources if source.kind == "input"}
         return frozenset(asking - self.reached(frozenset(range(len(self.made)))))
