@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from gs_compile.placement.shards import QUANTUM
 from gs_compile.program.ir import Unit
 from gs_compile.runtime.codecs import CODECS, Encoded
 
@@ -42,6 +43,11 @@ class Slice:
     def stop(self) -> int:
         """Where its elements of the unit end."""
         return self.offset + (self.num_stored or self.numel * self.width)
+
+    @property
+    def padded(self) -> int:
+        """The elements of the unit that are its own, those of its second moments with them."""
+        return -(-(self.stop - self.offset) // QUANTUM) * QUANTUM * (1 + bool(self.second))
 
     @property
     def elements(self) -> Slice:

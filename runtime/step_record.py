@@ -12,6 +12,7 @@ import torch
 
 from gs_compile.program.ir import Unit
 from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.stream import Reading
 
 Tensor = torch.Tensor
@@ -54,9 +55,11 @@ class StepRecord:
     is_too_large: bool = False  # the norm, for float32
     adds: bool = False  # to the sums of backwards before it
     issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
-    num_losses: int = 0  # of this rank's backwards so far; 0: the model makes none
+    num_losses: int = 0  # of this rank's backwards so far; 0: none was trained
     num_tokens: int = 0  # of this rank's calls whose backward has run, padding too
     predicted_seconds: float = math.nan  # of such a step, as it was planned
+    idle: frozenset[Slice] = frozenset()  # trained parameters that no gradient has come to: they stay as they are
+    missed: Mapping[Slice, int] = field(default_factory=dict)  # the steps that parameters have been so, or frozen
 
     @property
     def grad_norm(self) -> float:
@@ -83,7 +86,7 @@ class StepRecord:
 
     @property
     def loss(self) -> float:
-        """The mean of the losses of all backwards and ranks; nan where the model makes none.
+        """The mean of the losses of all backwards and ranks; nan where the step trains none.
 
         Nan also where ranks have had several backwards: what is exchanged then counts the first ones more often.
         """

@@ -85,8 +85,8 @@ class CompiledUnits:
 
     Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
     `a` is a `Saved`; `dw` is an `Accumulator` by input index, `dside` one by index of the side input
-    among its maker's. `dy` of the head is a tuple, one gradient for each of its differentiated results; that of a layer
-    input is a tensor.
+    among its maker's. `dy` of the head is a tuple, one gradient for each of its differentiated results, None where none
+    came; that of a layer input is a tensor.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None, whole: WholeBatch | None = None) -> None:
@@ -147,10 +147,14 @@ class CompiledUnits:
         of_taps = [self._tap_gradients.pop(tap, None) for tap in taps]
         for tap in taps:
             self.taps.pop(tap, None)
-        gradients = zip(_arrived(graph, reads, of_taps), graph.gradient_specs, strict=True)
+        arrived = list(zip(graph.differentiated, _arrived(graph, reads, of_taps), graph.gradient_specs, strict=True))
+        taken = tuple(index for index, gradient, _ in arrived if gradient is not None)
+        if not taken:  # of the head: other outputs alone have gradients
+            return (torch.zeros_like(reads["x"]),) if "dx" in wants else ()
         saved = reads["a"].tensors if "a" in reads else ()
-        held = [*inputs, *saved, *(laid_out(gradient, spec) for gradient, spec in gradients)]
-        outcome = self._run("backward", unit, micro_batch, held, level)
+        gradients = [laid_out(gradient, spec) for _, gradient, spec in arrived if gradient is not None]
+        held = [*inputs, *saved, *gradients]
+        outcome = self._run("backward", unit, micro_batch, held, level, taken)
         dx = self._spread(graph, micro_batch, outcome, reads, held)
         return (dx,) if "dx" in wants else ()
 
@@ -169,9 +173,11 @@ class CompiledUnits:
         """Add the gradients that taps have from what is made of all of them, once all heads have run."""
         assert self.whole is not None
         graph, micro_batches = self.whole.graph, range(len(self.micro_batches))
-        shares = [[self._whole_gradients.pop((index, j)) for j in micro_batches] for index in graph.differentiated]
+        taken = tuple(sorted({index for index, _ in self._whole_gradients}))
+        found, self._whole_gradients = self._whole_gradients, {}
+        shares = [[found[index, j] for j in micro_batches if (index, j) in found] for index in taken]
         gradients = [torch.stack(each).sum(0) for each in shares]
-        for index, gradient in zip(graph.differentiable, self._run_whole("backward", gradients), strict=True):
+        for index, gradient in zip(graph.differentiable, self._run_whole("backward", gradients, taken), strict=True):
             if (source := graph.sources[index]).kind == "tap":
                 assert isinstance(gradient, torch.Tensor)
                 (dim,) = graph.specs[index].batch_dims
@@ -180,10 +186,11 @@ class CompiledUnits:
                     before = self._tap_gradients.get((source.index, j))
                     self._tap_gradients[source.index, j] = part if before is None else before + part
 
-    def _run_whole(self, name: str, gradients: Tensors = ()) -> Sequence[Any]:
-        """Call "forward" or "backward" of the code that reads the taps of all micro-batches."""
+    def _run_whole(self, name: str, gradients: Tensors = (), taken: tuple[int, ...] | None = None) -> Sequence[Any]:
+        """Call "forward" or "backward" of the code that reads the taps of all micro-batches; taken: as of `_run`."""
         assert self.whole is not None
-        graph, code, micro_batches = self.whole.graph, self.whole.code, range(len(self.micro_batches))
+        graph, micro_batches = self.whole.graph, range(len(self.micro_batches))
+        code = self.whole.code if taken is None else self.whole.code.taking(taken)
         inputs = []
         for source, spec in zip(graph.sources, graph.specs, strict=True):
             if source.kind == "tap":
@@ -221,15 +228,25 @@ class CompiledUnits:
         units = self.micro_batches[micro_batch].split.taps
         return [(number, micro_batch) for number, unit in enumerate(units) if unit == graph.unit]
 
-    def _run(self, name: str, unit: Unit, micro_batch: int, arguments: Tensors, level: int = 0) -> Sequence[Any]:
+    def _run(
+        self,
+        name: str,
+        unit: Unit,
+        micro_batch: int,
+        arguments: Tensors,
+        level: int = 0,
+        taken: tuple[int, ...] | None = None,
+    ) -> Sequence[Any]:
         """Call "forward", "backward" or "both" of a unit's code at a level, with unit and micro-batch's random numbers.
+
+        taken: of a backward, the results whose gradients these are; None: all that may have one.
 
         The layers of a block draw together what the whole block does: each goes on where the forward of the one before,
         which always comes first, has stopped.
         """
         part = self.micro_batches[micro_batch]
         code = part.codes[unit]
-        function = code.function(name, level)
+        function = (code if taken is None else code.taking(taken)).function(name, level)
         if self.seed is None or not code.draws_random:
             return function(*arguments)
         number = part.split.layers_per_block
@@ -291,9 +308,11 @@ def _input(source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.
     return tensor
 
 
-def _arrived(graph: UnitGraph, reads: Mapping[str, Any], taps: Sequence[torch.Tensor | None]) -> Tensors:
+def _arrived(
+    graph: UnitGraph, reads: Mapping[str, Any], taps: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
     """The gradient of each differentiated result: from the unit above, from all layers where it is a side input, and of
-    taps these.
+    taps these. None for an output of the head that has none.
     """
     dx, dy = reads.get("dx"), reads.get("dy")
     if isinstance(dy, tuple):

@@ -88,7 +88,7 @@ class Update:
     def run(self, record: StepRecord, orthogonalizer: Orthogonalizer) -> None:
         """Update all of it, as the record of the step says."""
         self._record, is_skipped = record, record.skipped  # which asks the device for each norm so far
-        for run in self._recipe.runs[self._unit.unit]:
+        for run in self._runs():
             self._skipped = is_skipped or (run.is_idle and not self._has_gradient(run))
             if run.matrices is not None:
                 self._matrices(run, run.matrices, orthogonalizer)
@@ -97,6 +97,24 @@ class Update:
             else:
                 for stretch in self._stretches(run, run.start, run.stop):
                     self._elements(run, self._opened(stretch))
+
+    def _runs(self) -> Iterator[Run]:
+        """Those of the unit, cut at parameters that no gradient has come to in this step, or in others before it."""
+        idle, missed = self._record.idle, self._record.missed
+        spans = sorted(
+            (each for each in idle.union(missed) if each.unit == self._unit.unit), key=lambda each: each.offset
+        )
+        for run in self._recipe.runs[self._unit.unit]:
+            at = run.start
+            for span in spans:
+                number, is_idle = missed.get(span, run.missed), run.is_idle or span in idle
+                if run.start <= span.offset < run.stop and (number, is_idle) != (run.missed, run.is_idle):
+                    if at < span.offset:
+                        yield run._replace(start=at, stop=span.offset)
+                    at = span.offset + span.padded
+                    yield run._replace(start=span.offset, stop=at, missed=number, is_idle=is_idle)
+            if at < run.stop:
+                yield run._replace(start=at)
 
     def _elements(self, run: Run, piece: Piece) -> None:
         """Update what the rule needs nothing else for."""

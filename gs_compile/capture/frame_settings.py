@@ -113,6 +113,8 @@ class _Settings(ExitStack):
         self.enter_context(dynamo_config.patch(specialize_float=True, capture_dynamic_output_shape_ops=True))
         # A parameter's class, dtype and `requires_grad` change where the dict that holds it does not.
         self.enter_context(dynamo_config.patch(skip_tensor_guards_with_matching_dict_tags=False))
+        # A hook on a module that came after the first call is called.
+        self.enter_context(dynamo_config.patch(skip_nnmodule_hook_guards=False))
         # Two dimensions of one size are not one symbol.
         self.enter_context(symbolic_config.patch("use_duck_shape", False))
         tracing.enter(self)

@@ -140,6 +140,7 @@ class UnitGraph:
     specs: tuple[TensorSpec, ...]  # one for each placeholder
     results: tuple[str, ...]  # the kind of each element returned: "x", "side", "tap", "loss", "y" or "total"
     is_joint: bool = False  # a layer that begins another stack
+    taken: tuple[int, ...] | None = None  # results whose gradients alone the backward takes; None: of all there may be
 
     @cached_property
     def symbols(self) -> dict[sympy.Symbol, int]:
@@ -204,6 +205,7 @@ class UnitGraph:
             index
             for index, (kind, spec) in enumerate(zip(self.results, self.result_specs, strict=True))
             if spec.requires_grad and (kind != "y" or self.unit == EPILOGUE)
+            if self.taken is None or index in self.taken
         )
 
     @property
@@ -247,12 +249,15 @@ class UnitCode(Protocol):
     backward(*inputs, *gradients)   runs forward again; returns the gradients of `unit.differentiable`, given those of
                                     `unit.differentiated` results; parameters' may be factors (`capture.gradients`)
     both(*inputs)                   of the head: its results, then the gradients of its loss
+    taking(results).backward        of the head: takes the gradients of some of its `differentiated` results alone
 
     At level 1 and above the forward's results are followed by what it saves, which the backward takes behind its
     inputs; the layer's own input is among these only if that level reads it.
     """
 
     def function(self, name: str, level: int = 0) -> Callable[..., Sequence[Any]]: ...
+
+    def taking(self, results: tuple[int, ...]) -> UnitCode: ...
 
     @property
     def draws_random(self) -> bool: ...

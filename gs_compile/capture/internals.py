@@ -60,6 +60,11 @@ def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:
     return [hook for name in names for hook in (getattr(holder, name, None) or {}).values()]
 
 
+def watches_gradient(tensor: torch.Tensor | None) -> bool:
+    """Whether something of the user's sees the gradient of a tensor, if it is still there."""
+    return tensor is not None and (tensor.retains_grad or bool(backward_hooks(tensor)))
+
+
 def wants_all(node: Any) -> bool:
     """Whether the backward under way, which has come to this autograd node, has all its inputs' gradients taken up."""
     return all(comes_to(each) for each, _ in node.next_functions if each is not None)

@@ -11,7 +11,7 @@ operations of the graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from gs_compile.capture.operations import CHOOSING, operation
 from gs_compile.errors import GROUPED, CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_KINDS: Mapping[type, type] = dict(zip(SYMBOLIC, (int, float, bool), strict=True))
 GRAD_MODE = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
@@ -55,7 +56,20 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
 
 
 class OfBatch(int):
-    """A size that the model returns, at one size of the micro-batch: that of the whole batch is the sum."""
+    """A number that the model returns and that follows from the batch size; as an int it is that of a micro-batch."""
+
+    _of: Callable[[int], int]
+
+    def __new__(cls, value: Any, numbers: Mapping[Any, int], batch: Collection[sympy.Symbol]) -> OfBatch:
+        """value: symbolic; numbers: of its symbols; batch: those of them that are the batch size."""
+        expression = sympy.sympify(value.node.expr)
+        found = super().__new__(cls, _KINDS[type(value)](expression.xreplace(dict(numbers))))
+        found._of = lambda size: _KINDS[type(value)](expression.xreplace({**numbers, **dict.fromkeys(batch, size)}))
+        return found
+
+    def whole(self, num_samples: int) -> int | bool:
+        """The number at so many samples."""
+        return self._of(num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,7 @@ class _Fold:
             number = sympy.sympify(expression.xreplace(self.numbers))
             values = frozenset(number.free_symbols)
             is_of_batch = bool(expression.free_symbols & self.batch) and not values
-            kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+            kind = _KINDS[type(value)]
             proportional = kind is not bool
             if is_of_batch and proportional:
                 doubled = expression.xreplace({symbol: 2 * symbol for symbol in self.batch})
@@ -167,9 +181,9 @@ class _Copy:
         raise AssertionError("a graph ends in an output")
 
     def _returned(self, node: fx.Node, value: Any) -> Any:
-        return (
-            OfBatch(value) if type(value) is int and self.fold.size(node.meta["example_value"]).is_of_batch else value
-        )
+        example, fold = node.meta.get("example_value"), self.fold
+        is_of_batch = isinstance(value, int) and fold.size(example).is_of_batch
+        return OfBatch(example, fold.numbers, fold.batch) if is_of_batch else value
 
     def _inline(self, module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         body_node, *arguments = node.args

@@ -40,9 +40,9 @@ from gs_compile.capture.graph import (
     layer_name,
     source_line,
 )
-from gs_compile.capture.idle import without_gradient
 from gs_compile.capture.loss import Separated
 from gs_compile.capture.operations import is_mutation, mutated, operation
+from gs_compile.capture.reached import reached_from
 from gs_compile.capture.residual_stream import is_free, is_like, storage_of
 from gs_compile.capture.stacks import stacks
 from gs_compile.capture.whole_batch import Whole, is_changed, made_of, placeholder
@@ -86,8 +86,26 @@ class Split:
 
     @cached_property
     def idle(self) -> frozenset[int]:
-        """The inputs of the captured graph that require a gradient and never get one."""
-        return without_gradient(self.units)
+        """The inputs of the captured graph that require a gradient and never get one; none are known without outputs
+        that have one, as in an evaluation.
+        """
+        if not any(output.spec and output.spec.requires_grad for output in self.made):
+            return frozenset()
+        sources = (unit.sources[place] for unit in self.units for place in unit.differentiable)
+        asking = {source.index for source in sources if source.kind == "input"}
+        return frozenset(asking - self.reached(frozenset(range(len(self.made)))))
+
+    def reached(self, made: frozenset[int]) -> frozenset[int]:
+        """Those that get one where one comes for these of the outputs that a step computes, by their numbers."""
+        if made not in self._reached:
+            outputs = [self.made[number] for number in made]
+            of_whole = set(self.whole.taps.values()) if self.whole else set()
+            self._reached[made] = reached_from(self.units, outputs, self.taps, of_whole)
+        return self._reached[made]
+
+    @cached_property
+    def _reached(self) -> dict[frozenset[int], frozenset[int]]:
+        return {}
 
 
 def split(

@@ -50,6 +50,11 @@ class OfAllLengths:
     refusal: str = ""  # why torch can make none
     draws_random: bool | None = None
     pieces: OfPieces | None = None
+    taking: dict[tuple[int, ...], OfAllLengths] = field(default_factory=dict)
+
+    def of(self, taken: tuple[int, ...]) -> OfAllLengths:
+        """The same of their code whose backward takes the gradients of these results alone."""
+        return self.taking.setdefault(taken, OfAllLengths())
 
 
 @dataclass

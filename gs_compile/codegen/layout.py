@@ -15,7 +15,7 @@ from gs_compile.capture.graph import Captured, TensorSpec
 from gs_compile.capture.split import Split
 from gs_compile.errors import CaptureError, OptimizerError
 from gs_compile.options import Frozen, Options
-from gs_compile.placement.shards import QUANTUM, Owned, owned, pieces, sharded
+from gs_compile.placement.shards import Owned, owned, pieces, sharded
 from gs_compile.placement.workload import Products, UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Bindings
@@ -86,7 +86,7 @@ def arrange(
             stop = world * sizes[-1].num_trained if is_frozen else stop
             for index in (indices := list(same)):
                 spans[index] = replace(placed[index], offset=stop)
-                stop += _padded(spans[index])
+                stop += spans[index].padded
             if not is_frozen:
                 first = Run(spans[indices[0]].offset, stop, *group, width > 1)
                 runs[unit] += _runs(first, {index: spans[index] for index in indices}, matrices, mine)
@@ -116,7 +116,7 @@ def _runs(
             yield alike._replace(start=each.local, stop=each.local + each.numel)
         return
     for index, span in spans.items():
-        start, stop = span.offset, span.offset + _padded(span)
+        start, stop = span.offset, span.offset + span.padded
         if index in matrices:
             yield alike._replace(start=start, stop=stop, matrices=matrices[index])
         for each in mine(start, stop) if index not in matrices else ():
@@ -201,7 +201,7 @@ def _placed(
         found = _span(unit, spec, types, codecs.get(index, ""))
         if matrices is not None and index in matrices:
             return replace(found, components=STATES)
-        return replace(found, second=_padded(found)) if has_one_moment and spec.requires_grad else found
+        return replace(found, second=found.padded) if has_one_moment and spec.requires_grad else found
 
     return {index: placed(index, spec) for index, spec in members.items()}
 
@@ -214,7 +214,7 @@ def _size(
     matrices: Mapping[int, Matrices],
 ) -> UnitSize:
     trained, frozen = (
-        tuple(_padded(placed[index]) for index, spec in members.items() if spec.requires_grad == wanted)
+        tuple(placed[index].padded for index, spec in members.items() if spec.requires_grad == wanted)
         for wanted in (True, False)
     )
     decoded = sum(members[index].numel * members[index].dtype.itemsize for index in members if placed[index].codec)
@@ -224,14 +224,9 @@ def _size(
     products = None
     if own:
         device_nbytes = max(each.scratch_nbytes for each in own.values())
-        host_nbytes = 2 * max(_padded(placed[index]) for index in own) * types.wide.itemsize
+        host_nbytes = 2 * max(placed[index].padded for index in own) * types.wide.itemsize
         products = Products(sum(each.flops for each in own.values()), device_nbytes, host_nbytes)
     return replace(size, decoded_nbytes=decoded, products=products)
-
-
-def _padded(span: Slice) -> int:
-    """The elements that a parameter takes in its unit's flat buffer, those of its second moments with it."""
-    return -(-(span.stop - span.offset) // QUANTUM) * QUANTUM * (1 + bool(span.second))
 
 
 def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:

@@ -1,9 +1,9 @@
 """parts: the code of the parts of a unit (`codegen.token_wise`): on all tokens, or on some of them at a time.
 
 Both take what they read from `values`, by name, and put there what they make. `pull` takes the gradients of what a part
-makes out of `gradients`, and adds those of what it reads. A part in pieces runs forward again in it, piece by piece,
-and leaves in `values` what is to be kept. Gradients of what all pieces read, such as a weight, are summed in fp32 at
-least (`capture.gradients`).
+makes out of `gradients`, and adds those of what it reads. taken: the results that have a gradient, by number; there are
+no zeros in the place of others. A part in pieces runs forward again in it, piece by piece, and leaves in `values` what
+is to be kept. Gradients of what all pieces read, such as a weight, are summed in fp32 at least (`capture.gradients`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,19 @@ class OnAll:
 
     def __init__(self, part: Part) -> None:
         self.part, self.is_ahead = part, False
-        self.code = Differentiated(part.graph, Generator("eager"))
+        self._codes: dict[tuple[int, ...], tuple[Part, Differentiated]] = {}
+        self._halves: dict[tuple[int, ...], tuple[fx.GraphModule, fx.GraphModule]] = {}
+        self.code = self._taking(part.graph.differentiated)[1]
 
     @property
     def is_trained(self) -> bool:
         return self.code.is_trained
+
+    def _taking(self, taken: tuple[int, ...]) -> tuple[Part, Differentiated]:
+        if taken not in self._codes:
+            part = self.part.taking(taken)
+            self._codes[taken] = part, Differentiated(part.graph, Generator("eager"))
+        return self._codes[taken]
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -63,20 +71,29 @@ class OnAll:
         placeholders = self.code.graph("backward").graph.find_nodes(op="placeholder")
         return frozenset(name for name, node in zip(self.part.inputs, placeholders, strict=False) if node.users)
 
-    @cached_property
+    @property
     def halves(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self.halves_taking(self.part.graph.differentiated)
+
+    def halves_taking(self, taken: tuple[int, ...]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward where it runs ahead: results and what the backward reads, which takes them, too."""
-        return halves(self.code.graph("joint"), len(self.part.inputs), len(self.part.outputs))
+        if taken not in self._halves:
+            joint = self._taking(taken)[1].graph("joint")
+            self._halves[taken] = halves(joint, len(self.part.inputs), len(self.part.outputs))
+        return self._halves[taken]
 
     @property
     def saves(self) -> bool:
         return self.is_ahead and self.is_trained
 
-    def compile_code(self, *, backward: bool) -> None:
-        if self.saves:
-            _ = self.halves
-        elif self.is_trained or not backward:
-            self.code.function("backward" if backward else "forward")
+    def compile_code(self, taken: tuple[int, ...] | None) -> None:
+        """Of a forward alone; or, where results are taken, of a backward."""
+        if taken is None or (self.is_ahead and not taken):
+            self.code.function("forward")
+        elif taken and self.is_ahead:
+            self.halves_taking(taken)
+        elif taken:
+            self._taking(taken)[1].function("backward")
 
     def inside_nbytes(self, *, backward: bool) -> int:
         """Bytes alive inside, beside what it takes, makes and saves."""
@@ -116,27 +133,24 @@ class OnAll:
         """Of the gradients that it adds."""
         return {name: spec.nbytes for name, spec in self.part.taken if spec.requires_grad} if self.is_trained else {}
 
-    def forward(self, values: Values) -> None:
-        taken = [_laid_out(values[name], spec) for name, spec in self.part.taken]
-        made = (self.halves[0] if self.saves else self.code.function("forward"))(*taken)
+    def forward(self, values: Values, taken: tuple[int, ...] = ()) -> None:
+        inputs = [_laid_out(values[name], spec) for name, spec in self.part.taken]
+        made = (self.halves_taking(taken)[0] if taken else self.code.function("forward"))(*inputs)
         values |= zip(self.part.outputs, made, strict=False)
         values[self] = made[len(self.part.outputs) :]
 
-    def pull(self, values: Values, gradients: Gradients, keep: Set[str]) -> None:
+    def pull(self, values: Values, gradients: Gradients, keep: Set[str], taken: tuple[int, ...]) -> None:
         """What its backward does not read may be missing in `values`."""
-        if not self.is_trained:
+        saved = values.pop(self, ())
+        if not taken:
             return
-        graph, given = self.part.graph, []
-        for index, spec in zip(graph.differentiated, graph.gradient_specs, strict=True):
-            gradient = gradients.pop(self.part.outputs[index], None)
-            given.append(_zeros(spec.shape, spec) if gradient is None else _laid_out(gradient, spec))
-        taken = [_laid_out(values[name], spec) if name in values else None for name, spec in self.part.taken]
-        if self.saves:
-            terms = self.halves[1](*taken, *values.pop(self), *given)
-        else:
-            terms = self.code.function("backward")(*taken, *given)
-        for index, term in zip(graph.differentiable, terms, strict=True):
-            gradients.add(self.part.inputs[index], term if isinstance(term, Tensor) else term.dense())
+        part, code = self._taking(taken)
+        pairs = zip(part.graph.differentiated, part.graph.gradient_specs, strict=True)
+        given = [_laid_out(gradients.pop(part.outputs[index]), spec) for index, spec in pairs]
+        inputs = [_laid_out(values[name], spec) if name in values else None for name, spec in part.taken]
+        backward = self.halves_taking(taken)[1] if self.is_ahead else code.function("backward")
+        for index, term in zip(part.graph.differentiable, backward(*inputs, *saved, *given), strict=True):
+            gradients.add(part.inputs[index], term if isinstance(term, Tensor) else term.dense())
 
 
 class OnSome:
@@ -145,7 +159,7 @@ class OnSome:
     def __init__(self, part: TokenPart, size: int, generator: Generator, common: OfAllLengths) -> None:
         self.tokens = part
         self._generator, self._common = generator, common
-        self._pieces: dict[int, tuple[Part, Differentiated]] = {}
+        self._pieces: dict[tuple[int, tuple[int, ...] | None], tuple[Part, Differentiated]] = {}
         self.is_ahead, self.saved_nbytes = False, 0
         number = -(-part.num_tokens // size)  # of two sizes at most, as even as can be
         bounds = [part.num_tokens * place // number for place in range(number + 1)]
@@ -165,9 +179,10 @@ class OnSome:
     def forward_flops(self) -> float:
         return self._code.cost_with_results("forward").flops * self.tokens.num_tokens / self._of_piece
 
-    def compile_code(self, *, backward: bool) -> None:
+    def compile_code(self, taken: tuple[int, ...] | None) -> None:
+        """Of a forward alone; or, where results are taken, of a backward, which may have none to take."""
         for begin, end in self._ranges:
-            self._piece(end - begin)[1].function("joint" if backward and self.is_trained else "forward")
+            self._piece(end - begin, taken or None)[1].function("joint" if taken else "forward")
 
     def inside_nbytes(self, *, backward: bool) -> int:
         """Bytes alive inside, beside what it takes and makes, and the gradients that it adds."""
@@ -189,7 +204,7 @@ class OnSome:
             for name, spec in wide.items()
         }
 
-    def forward(self, values: Values) -> None:
+    def forward(self, values: Values, taken: tuple[int, ...] = ()) -> None:
         rows, made = self._rows(values), Values()
         for begin, end in self._ranges:
             part, code = self._piece(end - begin)
@@ -197,23 +212,20 @@ class OnSome:
             self._write(made, zip(part.outputs, outputs, strict=True), begin)
         values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
 
-    def pull(self, values: Values, gradients: Gradients, keep: Set[str]) -> None:
+    def pull(self, values: Values, gradients: Gradients, keep: Set[str], taken: tuple[int, ...]) -> None:
         """keep: what is put in `values` of what it makes, unless it has run ahead."""
-        if not self.is_trained:
+        if not taken:
             if not keep.isdisjoint(self.part.outputs):
                 self.forward(values)
             return
-        outer = []
-        for index in self.part.graph.differentiated:
-            name, spec = self.part.outputs[index], self.part.graph.result_specs[index]
-            gradient = gradients.pop(name, None)
-            zeros = (1, self.tokens.num_tokens, *spec.shape[1:])
-            outer.append(_zeros(zeros, spec) if gradient is None else self.tokens.rows(name, gradient))
+        names = [self.part.outputs[index] for index in taken]
+        outer = [self.tokens.rows(name, gradients.pop(name)) for name in names]
         known = {name: gradients.rows[name] for name in self.part.inputs if name in gradients.rows}
         known = {name: rows for name, rows in known.items() if not self.tokens.is_cut(name)}
         rows, made, pulled, shared = self._rows(values), Values(), Values(), Accumulator()
         for begin, end in self._ranges:
-            self._pull_piece((begin, end), rows, outer, keep, (made, known, pulled, shared))
+            code = self._piece(end - begin, taken)
+            self._pull_piece((begin, end), code, rows, outer, keep, (made, known, pulled, shared))
         values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
         for name, tensor in pulled.items():
             is_first = name not in gradients and not self.tokens.is_cut(name)
@@ -226,13 +238,14 @@ class OnSome:
     def _pull_piece(
         self,
         bounds: tuple[int, int],
+        piece: tuple[Part, Differentiated],
         rows: Values,
         outer: Sequence[Tensor],
         keep: Set[str],
         into: tuple[Values, Values, Values, Accumulator],
     ) -> None:
         begin, end = bounds
-        (part, code), (made, known, pulled, shared) = self._piece(end - begin), into
+        (part, code), (made, known, pulled, shared) = piece, into
         taken = self._taken_of(part, rows, begin, end)
         given = (self.tokens.piece(gradient, begin, end).contiguous() for gradient in outer)
         found = code.function("joint")(*taken, *given)
@@ -246,11 +259,14 @@ class OnSome:
         self._write(pulled, named.items(), begin)
         shared.add(of_all, among=[*taken, *outputs, *(tensor for term in terms for tensor in tensors_of(term))])
 
-    def _piece(self, size: int) -> tuple[Part, Differentiated]:
-        if size not in self._pieces:
-            part = self.tokens.of(size)
-            self._pieces[size] = part, Differentiated(part.graph, self._generator, self._common)
-        return self._pieces[size]
+    def _piece(self, size: int, taken: tuple[int, ...] | None = None) -> tuple[Part, Differentiated]:
+        """So many tokens, and the code; taken: of its backward, None: of all results that may have a gradient."""
+        taken = None if taken and taken == self.part.graph.differentiated else taken
+        if (size, taken) not in self._pieces:
+            part = self.tokens.of(size) if taken is None else self._piece(size)[0].taking(taken)
+            common = self._common if taken is None else self._common.of(taken)
+            self._pieces[size, taken] = part, Differentiated(part.graph, self._generator, common)
+        return self._pieces[size, taken]
 
     def know(self, costs: Costs, place: int) -> None:
         """costs: of the whole unit, in which it has this place."""
@@ -300,7 +316,3 @@ def halves(joint: fx.GraphModule, num_inputs: int, num_results: int) -> tuple[fx
 def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """`tensor` with the strides that a part was traced for; whose memory is expanded is read as it is."""
     return tensor if 0 in spec.stride else laid_out(tensor, spec)
-
-
-def _zeros(shape: Sequence[int], spec: TensorSpec) -> Tensor:
-    return torch.zeros(shape, dtype=spec.dtype, device=spec.device)

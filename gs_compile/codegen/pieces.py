@@ -12,7 +12,8 @@ and has `LEAST` tokens at least.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cached_property
 from textwrap import shorten
 from typing import Any
@@ -53,6 +54,8 @@ class InPieces(Differentiated):
         super().__init__(unit, generator, common)
         self._beside, self._asked = beside, num_tokens
         self._in_pieces: dict[str, Function] = {}
+        self._taking: dict[tuple[int, ...], InPieces] = {}
+        self._taken: dict[frozenset[str], list[tuple[int, ...]]] = {}
         self._by_size: dict[int, list[OnAll | OnSome]] = {}
 
     def function(self, name: str, level: int = 0) -> Function:
@@ -60,16 +63,28 @@ class InPieces(Differentiated):
             return super().function(name, level)
         if name not in self._in_pieces:
             with self._timed():
-                for part in self._parts:
+                for part, taken in zip(self._parts, self._taken_by(self._seeds(name)), strict=True):
                     if name != "forward":
-                        part.compile_code(backward=True)
+                        part.compile_code(taken)
                     if name == "forward" or part.is_ahead or isinstance(part, OnAll):
-                        part.compile_code(backward=False)
+                        part.compile_code(None)
             self._in_pieces[name] = getattr(self, f"_{name}_in_pieces")
         return self._in_pieces[name]
 
     def has_function(self, name: str, level: int = 0) -> bool:
         return name in self._in_pieces or super().has_function(name, level)
+
+    def taking(self, results: tuple[int, ...]) -> InPieces:
+        """The code whose backward takes the gradients of these results alone, of all `differentiated`.
+
+        What leads to others is not run: zeros in the place of their gradients would be multiplied, by infinity perhaps.
+        """
+        if results == self.unit.differentiated:
+            return self
+        if results not in self._taking:
+            unit = replace(self.unit, taken=results)
+            self._taking[results] = InPieces(unit, self._generator, self.common.of(results), self._beside, self._asked)
+        return self._taking[results]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -205,6 +220,24 @@ class InPieces(Differentiated):
             gradients.add(self.chain.made[index], gradient)
         return self._pulled(self._named(arguments[:number]), gradients, frozenset())
 
+    def _seeds(self, name: str) -> set[str]:
+        """The results that the backward of a function begins at."""
+        unit = self.unit
+        if name == "forward":
+            return set()
+        return {self.chain.made[i] for i in ([unit.results.index("loss")] if name == "both" else unit.differentiated)}
+
+    def _taken_by(self, seeds: Iterable[str]) -> list[tuple[int, ...]]:
+        """Of each part, the results that have a gradient where these values have one."""
+        names = set(seeds)
+        if (key := frozenset(seeds)) not in self._taken:
+            self._taken[key] = found = []
+            for part in reversed(self._parts):
+                found.insert(0, taken := part.part.taken_of(names))
+                if taken:
+                    names.update(part.part.inputs[index] for index in part.part.taking(taken).graph.differentiable)
+        return self._taken[key]
+
     def _named(self, inputs: Sequence[Tensor]) -> Values:
         return dict(zip(self.chain.given, inputs, strict=True))
 
@@ -219,14 +252,15 @@ class InPieces(Differentiated):
 
     def _pulled(self, values: Values, gradients: Gradients, keep: Set[str]) -> tuple[Tensor, ...]:
         """The gradients of the inputs, of those of the results. keep: what is in `values` after it."""
-        for part in self._parts:
+        taken = self._taken_by(gradients.keys())
+        for part, results in zip(self._parts, taken, strict=True):
             if part.is_ahead:
-                part.forward(values)
-        for part in reversed(self._parts):
+                part.forward(values, results)
+        for part, results in zip(reversed(self._parts), reversed(taken), strict=True):
             for name in part.part.outputs if part.is_ahead else ():
                 if name not in keep:
                     del values[name]  # whose readers have all been
-            part.pull(values, gradients, keep)
+            part.pull(values, gradients, keep, results)
         names = (self.chain.given[index] for index in self.unit.differentiable)
         return tuple(gradients[name] if name in gradients else torch.zeros_like(values[name]) for name in names)
 

@@ -9,7 +9,7 @@ such a part takes instead, so that all its values have the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import fx
 
 from gs_compile.capture.graph import Length, Source, TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Generator
+from gs_compile.capture.reached import made_of
 from gs_compile.codegen.levels import spec_of, subgraph
 from gs_compile.codegen.token_forms import (
     AHEAD,
@@ -48,6 +49,20 @@ class Part:
     def taken(self) -> tuple[tuple[str, TensorSpec], ...]:
         """The values that it takes, by name."""
         return tuple(zip(self.inputs, self.graph.specs, strict=True))
+
+    def taking(self, results: tuple[int, ...]) -> Part:
+        """The part whose backward takes the gradients of these results alone, and makes those of what leads to them."""
+        if results == self.graph.differentiated:
+            return self
+        values, nodes = output_values(self.graph.module), self.graph.module.graph.find_nodes(op="placeholder")
+        found = made_of([values[index] for index in results])
+        pairs = zip(nodes, self.graph.specs, strict=True)
+        specs = tuple(replace(spec, requires_grad=spec.requires_grad and node in found) for node, spec in pairs)
+        return replace(self, graph=replace(self.graph, specs=specs, taken=results))
+
+    def taken_of(self, names: Set[str]) -> tuple[int, ...]:
+        """Of the results whose gradients its backward may take, those of these names."""
+        return tuple(index for index in self.graph.differentiated if self.outputs[index] in names)
 
 
 @dataclass(frozen=True)

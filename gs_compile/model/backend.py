@@ -139,6 +139,8 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     whole = whole_batch(compilation, models, args)
     seed = _seed(models, whole)
     engine = _engine_for(compilation, models, args, ranks)
+    if engine is not None:
+        _refuse_other_layers(engine, models[0], training=training)
     if engine is not None and not training:
         args = list(map(_as_buffer, args))
     if engine is not None and training and trains_others(engine, args):
@@ -286,6 +288,20 @@ def _refuse_moved(engine: Engine, parameters: Sequence[torch.nn.Parameter]) -> N
             f"the model was moved to {now} after its first call, and trains on {home}: move it back, and its batches, "
             "or evaluate it under torch.no_grad()"
         )
+
+
+def _refuse_other_layers(engine: Engine, model: SpecializedModel, *, training: bool) -> None:
+    """The engine has a plan for as many layers as the first call ran; an evaluation may run as it is written."""
+    found, planned = model.split.num_layers, engine.placement.num_layers
+    if found == planned:
+        return
+    words = f"this call runs {found} layers, and the first call of the run {planned}"
+    if training:
+        raise OptimizerError(
+            f"{words}, for which it is planned: run all of them in each step, and multiply what one is to leave out by "
+            "0; or use a torch.optim optimizer, which leaves parameters in memory. Nothing was updated"
+        )
+    raise CaptureError(words)
 
 
 def _refuse_materialized(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gs_compile.capture.internals import changes, wants_all
+from gs_compile.capture.graph import output_values
+from gs_compile.capture.internals import changes, wants_all, watches_gradient
+from gs_compile.capture.reached import made_of
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
-from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, OutputGradientError, StepOrderError
 from gs_compile.model.engine import KEPT, Engine
 from gs_compile.model.first_step import begin_again
 from gs_compile.model.in_memory import averaged
@@ -54,6 +56,7 @@ class Call:
     losses: Sequence[torch.Tensor] = ()
     changes: Sequence[int] = ()  # in place, of the arguments, when the forward ran
     node: weakref.ref[Any] | None = None  # of autograd, which the call lives with
+    returned: Sequence[weakref.ref[torch.Tensor]] = ()  # the outputs that lead to it
 
     @cached_property
     def outputs(self) -> Outputs:
@@ -76,14 +79,21 @@ class Call:
     @property
     def trained(self) -> list[torch.Tensor]:
         """The arguments that get a gradient."""
-        return [arg for arg in self.args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+        return list(self._trained.values())
+
+    @property
+    def _trained(self) -> dict[int, torch.Tensor]:
+        """The same by their index."""
+        return {i: arg for i, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad}
 
     def run(self) -> list[Any]:
         """The model's outputs, tied to a backward where this call is a training step."""
         if not self.training:
             with torch.no_grad():
                 return self.outputs.assemble(self.forward())
-        return self.outputs.assemble(list(_Step.apply(self, *self.trained)))  # type: ignore[no-untyped-call]
+        made = list(_Step.apply(self, *self.trained))  # type: ignore[no-untyped-call]
+        self.returned = list(map(weakref.ref, made))
+        return self.outputs.assemble(made)
 
     def forward(self) -> list[torch.Tensor]:
         """The outputs that the step makes, in the order of `Outputs.made`."""
@@ -113,13 +123,15 @@ class Call:
         """
         if self.engine is not None:
             self._refuse_on_tiers(self.engine, gradients)
-        executor = self.executor
+        executor, reached = self.executor, self.outputs.reached(gradients)
         assert executor is not None
         if isinstance(executor, TieredExecutor) and self.engine is not None:
             if executor in self.engine.open and outside != self.shape.outside:
                 executor = self._begun_again(self.engine, executor, outside)
             zeroed = self.engine.record is not None and is_zeroed(self.trained)
-            self.engine.backward(executor, self.losses, zeroed=zeroed)
+            losses = () if self.outputs.loss_gradient(gradients) is None else self.losses
+            spans = self.engine.spans_of(self.args).items()
+            self.engine.backward(executor, losses, [span for index, span in spans if index in reached], zeroed=zeroed)
         with without_autocast():
             if not outside:
                 factor = self.outputs.loss_gradient(gradients)
@@ -132,9 +144,9 @@ class Call:
             else:
                 executor = self._from_outside(executor, gradients, outside)
             executor.backward()
-        found = self.outputs.argument_gradients(executor.env, self.units)
+        found = self.outputs.argument_gradients(executor.env, self.units, reached)
         if self.engine is None:
-            return self._averaged(found)
+            return found if self.ranks is None else self._averaged(self.ranks, found)
         assert isinstance(executor, TieredExecutor)
         self.engine.end_backward(executor, self, gradients)
         for parameter in self.trained:
@@ -190,14 +202,42 @@ class Call:
         """How often each argument that is no parameter was changed in place."""
         return [changes(arg) for arg in self.args if isinstance(arg, torch.Tensor) and not is_offloaded(arg)]
 
-    def _averaged(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of parameters in memory over all ranks, and others as they are."""
-        if self.ranks is None:
-            return gradients
-        pairs = zip(self.trained, gradients, strict=True)
-        own = [each for arg, each in pairs if each is not None and isinstance(arg, torch.nn.Parameter)]
-        means = {id(each): mean for each, mean in zip(own, averaged(self.ranks, own), strict=True)}
-        return [means.get(id(each), each) for each in gradients]
+    def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of parameters in memory over all ranks, None where none has one, and others as they are."""
+        split = self.models[0].split
+        ever = split.reached(frozenset(range(len(split.made))))
+        own = [
+            place
+            for place, (index, arg) in enumerate(self._trained.items())
+            if isinstance(arg, torch.nn.Parameter) and index in ever
+        ]
+        counts = torch.tensor([gradients[place] is not None for place in own], dtype=torch.int32)
+        if len(split.made) > 1:  # else the one that there is leads to all of them
+            ranks.sum(counts, "which parameters have gradients")
+        own = [place for place, number in zip(own, counts.tolist(), strict=True) if number]
+        given = [gradients[place] for place in own]
+        whole = [torch.zeros_like(self.trained[p]) if g is None else g for p, g in zip(own, given, strict=True)]
+        means = dict(zip(own, averaged(ranks, whole), strict=True))
+        return [means.get(place, each) for place, each in enumerate(gradients)]
+
+    def refuse_watched(self, gradients: Gradients) -> None:
+        """Raise `OutputGradientError` where an output wants to see its gradient, and one comes to others made of it."""
+        watched = [number for number, each in enumerate(self.returned) if watches_gradient(each())]
+        if not watched:
+            return
+        pairs = zip(output_values(self.compilation.captured.module), self.models[0].split.outputs, strict=True)
+        nodes = [node for node, output in pairs if output.spec is not None]
+        for number in watched:
+            if any(
+                g is not None and node is not nodes[number] and nodes[number] in made_of([node])
+                for node, g in zip(nodes, gradients, strict=True)
+            ):
+                raise OutputGradientError(
+                    f"output `{nodes[number].name}` of the model has a hook on its gradient, or retains it, and a "
+                    "gradient comes to another output that is made of it: what flows between the two is not seen "
+                    "outside of the call. Compute what is made of it outside of the model, or run this step without "
+                    "the backend; nothing was updated"
+                )
 
     def tap(self, gradients: Gradients) -> None:
         """Where a gradient has arrived for what a layer or the embedding makes, have the epilogue return that.
@@ -372,6 +412,7 @@ class _Step(torch.autograd.Function):
                 "all of them. Leave inputs= out; freeze what is not to be trained (requires_grad_(False)) before the "
                 "model's first call; or use a torch.optim optimizer. Nothing was updated"
             )
+        call.refuse_watched(gradients)
         asked = call.compilation.options.deterministic
         with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks), deterministic(asked):
             call.find_engine()

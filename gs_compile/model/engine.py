@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -65,6 +65,8 @@ class Optimizer(OptimizerLike, Protocol):
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
 
+    @property
+    def missed(self) -> Mapping[Tensor, int]: ...
     def begin_step(self) -> StepRecord: ...
 
 
@@ -102,7 +104,9 @@ class Engine(ParameterStore):
         plan = self.planning.planned.facts
         self.durable = Durable(self._optimizer, tiers, stored, plan) if tiers.commits else None
         spans = {args[index]: span for index, span in arrangement.spans.items()}
-        self.num_parameters = len(spans)
+        self.num_parameters, idle = len(spans), models[0].split.idle
+        found = arrangement.spans.items()
+        self._trained = frozenset(span for index, span in found if args[index].requires_grad and index not in idle)
         if self.durable is not None and self.durable.former is not None:
             give_back_rest(optimizer, take_up(self, spans, stored))
         else:
@@ -225,10 +229,13 @@ class Engine(ParameterStore):
             self._opened_by = threading.current_thread()
         self._forget_first()
 
-    def backward(self, executor: TieredExecutor, losses: Sequence[Tensor], *, zeroed: bool = False) -> None:
+    def backward(
+        self, executor: TieredExecutor, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool = False
+    ) -> None:
         """Give the backward half what it needs of the optimizer, as it is set now.
 
-        zeroed: what earlier backwards of the step have left was dropped.
+        losses: that it is of; reached: the parameters that it brings gradients. zeroed: what earlier backwards of the
+        step have left was dropped.
         """
         self.tiers.check()
         if executor not in self.open:
@@ -236,10 +243,11 @@ class Engine(ParameterStore):
                 f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
                 f"or give it both batches as one. {KEPT}"
             )
-        executor.record = self._begin_record(losses, zeroed=zeroed)
+        self._refuse_idle(self._trained.difference(reached))
+        executor.record = self._begin_record(losses, reached, zeroed=zeroed)
         self.num_backwards += 1
 
-    def _begin_record(self, losses: Sequence[Tensor], *, zeroed: bool) -> StepRecord:
+    def _begin_record(self, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool) -> StepRecord:
         """The record of the step under way, as the optimizer is set now."""
         optimizer = self._optimizer()
         if optimizer is None:
@@ -247,8 +255,13 @@ class Engine(ParameterStore):
         record = optimizer.begin_step()
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
+        record.idle = self._trained.difference(reached)
+        if self.ranks is None:
+            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.missed.items())
+            record.missed = {span: number for span, number in places if span is not None}
         if self.record is not None and not zeroed:
             record.adds, record.losses = True, [*self.record.losses, *record.losses]
+            record.idle &= self.record.idle
             record.num_losses += self.record.num_losses
             record.num_tokens = self.record.num_tokens
         self.record = record
@@ -289,13 +302,14 @@ class Engine(ParameterStore):
         elif self.record is None or zeroed:
             self.flush()
             self.sums.clear()
-            self._begin_record([], zeroed=True)
+            self._begin_record([], (), zeroed=True)
 
     @in_turn
     def add_gradient(self, span: Slice, gradient: Tensor) -> None:
         """Add a gradient from outside to the sums of the step."""
         assert self.record is not None
         self.sums.add(span, gradient, self.record)
+        self.record.idle -= {span}
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""
@@ -417,6 +431,18 @@ class Engine(ParameterStore):
             raise StepOrderError(
                 f"the thread {self._opened_by.name} is between the forward and the backward of a step of this model, "
                 "which has one step at a time: train it from one thread, or hold a lock until optimizer.step()"
+            )
+
+    def _refuse_idle(self, idle: Collection[Slice]) -> None:
+        """Raise `OptimizerError` for parameters without a gradient, where nobody keeps what steps they have missed."""
+        if idle and (self.ranks is not None or self.durable is not None):
+            first = min(idle, key=str)
+            raise OptimizerError(
+                f"no gradient comes to {len(idle)} of the parameters that are trained, as one of shape {first.shape} "
+                f"in unit {first.unit}, and {'on several ranks' if self.ranks else 'in a durable run'} each step "
+                "updates all of them. Freeze what is never trained (requires_grad_(False)) before the model's first "
+                "call; or add 0.0 * output.sum() of the output that they are for to the loss, which gives them zeros: "
+                "they have weight decay then. Nothing was updated"
             )
 
     def _refuse_unfinished(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +43,12 @@ class Outputs:
 
     def assemble(self, made: Sequence[Tensor]) -> list[Any]:
         """All that the model returns."""
-        computed = iter(made)
+        computed, num_samples = iter(made), sum(model.micro_batch_size for model in self.models)
         outputs: list[Any] = []
-        for number, output in enumerate(self.models[0].split.outputs):
+        for output in self.models[0].split.outputs:
             given = self.args[output.index] if output.combine == "input" else output.value
             if isinstance(given, OfBatch):
-                given = sum(model.split.outputs[number].value for model in self.models)
+                given = given.whole(num_samples)
             outputs.append(given if output.spec is None else next(computed))
         return outputs
 
@@ -109,10 +109,16 @@ class Outputs:
             dy |= {Value("dy", unit, j): slices["x", unit, 0] for unit in outside - {EPILOGUE}}
         return dy
 
-    def argument_gradients(self, env: Mapping[Value, Any], units: CompiledUnits) -> list[Tensor | None]:
+    def reached(self, gradients: Gradients) -> frozenset[int]:
+        """The trained arguments that a gradient comes to, by index, where these have come for the outputs."""
+        return self.models[0].split.reached(frozenset(i for i, g in enumerate(gradients) if g is not None))
+
+    def argument_gradients(
+        self, env: Mapping[Value, Any], units: CompiledUnits, reached: Container[int]
+    ) -> list[Tensor | None]:
         """Gradients of the trained arguments; a parameter that several units share gets the sum.
 
-        None for a parameter on the tiers, whose gradient goes to its update, and for one that none ever comes to.
+        None for a parameter on the tiers, whose gradient goes to its update, and for those not in `reached`, by index.
         """
         sums: dict[Any, Tensor] = {}
         for value, content in env.items():
@@ -120,11 +126,11 @@ class Outputs:
                 assert isinstance(content, Accumulator)
                 for key, gradient in content.sums.items():
                     sums[key] = sums[key].add_(gradient) if key in sums else gradient
-        gradients, idle = list[Tensor | None](), self.models[0].split.idle
+        gradients = list[Tensor | None]()
         for index, arg in enumerate(self.args):
             if isinstance(arg, Tensor) and arg.requires_grad:
                 whole = sums.get(index) if index in sums else _of_batch(index, arg, units)
-                gradients.append(None if whole is None or index in idle else whole.to(arg.dtype))
+                gradients.append(None if whole is None or index not in reached else whole.to(arg.dtype))
         return gradients
 
 
@@ -144,15 +150,14 @@ def _combined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0).to(output.spec.dtype)
 
 
-def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
-    """The gradients of the head's differentiated results for one micro-batch; zeros where none arrived."""
+def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients of the head's differentiated results for one micro-batch; None where none arrived."""
     head = model.split.by_unit[EPILOGUE]
     given = []
     for index in head.differentiated:
-        spec, kind = head.result_specs[index], head.results[index]
+        kind = head.results[index]
         found = slices.get((kind, EPILOGUE, head.results[:index].count(kind)))
-        zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if found is None else found
-        given.append(zeros.to(spec.dtype))
+        given.append(None if found is None else found.to(head.result_specs[index].dtype))
     return tuple(given)
 
 

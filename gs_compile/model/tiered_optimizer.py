@@ -193,11 +193,22 @@ class TieredOptimizer(torch.optim.Optimizer):
             for parameter in self._parameters:
                 end_gradient(parameter)
             self.num_skipped += record.skipped
+            if record.idle and not record.skipped:
+                self._note_idle(self.engine, record)
             self._count(self._num_steps + (not record.skipped))
             if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             self._note(self.engine, record)
         return loss
+
+    def _note_idle(self, engine: Engine, record: StepRecord) -> None:
+        """Parameters that no gradient has come to have missed the step."""
+        idle = [each for each in self._parameters if engine.trained_span(each) in record.idle]
+        self.missed = {**self.missed, **{each: self.missed.get(each, 0) + 1 for each in idle}}
+        for each in idle:
+            self._show_state(each)
+        numbers = {0, *self.missed.values()}
+        self._shown_steps = {number: shown for number, shown in self._shown_steps.items() if number in numbers}
 
     def _note(self, engine: Engine, record: StepRecord) -> None:
         """The step that is closed is the last one, for all who tell of it."""
@@ -451,7 +462,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 def metrics(model: torch.nn.Module) -> dict[str, float]:
     """Numbers of the last step of a model that an optimizer of this package trains; empty before it has taken one.
 
-    step: steps taken so far; loss: of the batch, where the model makes one; grad_norm: before clipping; skipped,
+    step: steps taken so far; loss: of the batch, where the step trains one; grad_norm: before clipping; skipped,
     rolled_back: 1.0 where it was; num_skipped; tokens: of this rank, padding too; seconds: since the step before was
     closed, with tokens_per_second (neither of the first); predicted_seconds: where the step was planned; and of each
     lane, such as ssd_read, the seconds it was busy, the part of the step that this is (of these, as ssd_read_busy, the

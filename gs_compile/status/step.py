@@ -40,7 +40,7 @@ class StepInfo:
     lanes: Mapping[str, Total]  # seconds busy, and bytes by kind, of every lane since the step before
     seconds: Number  # since the step before was closed; nan of the first
     num_tokens: int = 0  # of this rank's batch, padding too
-    loss: Number = math.nan  # of the whole batch, over all ranks; nan where the model makes none
+    loss: Number = math.nan  # of the whole batch, over all ranks; nan where the step trains none
     predicted_seconds: Number = math.nan  # of the plan; nan where it was not simulated, or for another step
 
     @property

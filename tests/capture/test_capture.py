@@ -209,6 +209,17 @@ def test_what_changes_of_a_parameter_where_its_dict_does_not_is_guarded():
     assert len(spy.traces) == 2
 
 
+@pytest.mark.filterwarnings("ignore:the model.s blocks are of:gs_compile.errors.UniformityWarning")
+def test_hooks_that_come_later_are_called():
+    model, (ids, _) = compile_model(GPT()), batch()
+    with torch.no_grad():
+        before = model(ids)[0]
+        hook = model.blocks[-1].register_forward_hook(lambda _, __, output: output + 1.0 + output.square())
+        assert not torch.equal(model(ids)[0], before)
+        hook.remove()
+        torch.testing.assert_close(model(ids)[0], before)
+
+
 def test_what_dynamo_passes_over_is_named_in_the_log_of_its_configuration():
     ignored = dynamo_config.ignore_logging_functions
     absorb_libraries()

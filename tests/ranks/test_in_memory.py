@@ -8,6 +8,7 @@ import torch
 import zoo
 from learner import distance
 from tiered import options
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import gs_compile
@@ -45,6 +46,30 @@ class Headed(torch.nn.Module):
         return (self.trunk(ids, labels)[1] * self.scale).sum()
 
 
+class Forked(zoo.GPT):
+    """Three losses, of a head each: no step trains the last."""
+
+    def __init__(self):
+        super().__init__(Scaled, num_layers=2)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(zoo.WIDTH, zoo.VOCAB) for _ in range(3))
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return [functional.cross_entropy(head(x).flatten(0, 1), labels.flatten()) for head in self.heads]
+
+
+def train_forked(info, model):
+    """Each rank trains the head of its own number, or in every other step all the first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    for number in range(4):
+        model(*zoo.batch(2 + info.rank, seed=10 * number + info.rank))[info.rank * (number % 2)].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
+
+
 def train(info, model, optimizer):
     for number in range(4):
         loss = model(*zoo.batch(2 + info.rank, seed=10 * number + info.rank))
@@ -67,6 +92,13 @@ def learns(info, tmp_path):
     assert known == {(None,), None}, "its gradients are not averaged a second time"
     zoo.compile_model(ours)
     found["alone"] = distance(train(info, ours, torch.optim.SGD(ours.parameters(), lr=0.1)), wanted)
+
+    plain = Forked()
+    for name in ("norm", "head"):
+        delattr(plain, name)
+    ours = zoo.compile_model(copy.deepcopy(plain))
+    wanted = train_forked(info, DistributedDataParallel(plain, find_unused_parameters=True))
+    found["forked"] = distance(train_forked(info, ours), wanted)
 
     spread(model := Headed(), info.rank)
     reference = DistributedDataParallel(copy.deepcopy(model))
