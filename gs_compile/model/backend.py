@@ -19,11 +19,10 @@ from gs_compile.capture.dynamo import (
     absorb_libraries,
     capture,
     guard_model,
-    is_last_compile,
-    note_last_compile,
     refuse,
 )
 from gs_compile.capture.given_up import watch
+from gs_compile.capture.limit import is_last_compile, last_reason, note_last_compile, over_limit
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
@@ -67,7 +66,7 @@ def greedysnake(
     own.
     """
     watch().forget()
-    is_last, checked = is_last_compile(), Options()
+    is_last, reason, checked = is_last_compile(), last_reason(), Options()
     compilation: Compilation | None = None
     begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten]
     try:
@@ -82,7 +81,7 @@ def greedysnake(
             return run_together(args, ranks)
 
     def run_together(args: Sequence[Any], ranks: Ranks | None) -> list[Any]:
-        nonlocal begin
+        nonlocal begin, is_last
         try:
             call = begin(args, ranks)
         except BaseException as error:
@@ -95,6 +94,9 @@ def greedysnake(
             if isinstance(error, CaptureError):
                 refuse(error)
             raise
+        if is_last:
+            is_last = False
+            warnings.warn(over_limit(reason), UncapturedWarning, stacklevel=2)
         return call.run()
 
     return run

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gs_compile.capture.dynamo import last_given_up
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
@@ -280,6 +281,7 @@ class Engine(ParameterStore):
                     "compiled model, and the first step of this run had none, so the parameter gets its gradient from "
                     "the compiled model's own backward alone. Compute this under torch.no_grad(), call the compiled "
                     'model, or give options={"accumulate": True}, with which updates wait, and begin the run anew'
+                    + last_given_up()
                 )
             if zeroed:
                 self.done.clear()
