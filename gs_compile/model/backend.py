@@ -200,7 +200,7 @@ def _cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Spec
     parts, start = [], 0
     for length, model in zip(lengths, models, strict=True):
         own = {index: arg.narrow(0, start, length) for index, arg in batch.items()}
-        fraction = torch.full((), length / max(sum(lengths), 1), dtype=torch.float32, device=first.device)
+        fraction = torch.full((), length / max(sum(lengths), 1), dtype=torch.float64, device=first.device)
         counted = {index: args[index] for index in model.split.count.arguments} if model.split.count else {}
         parts.append(MicroBatch(model.split, model.codes, own, fraction, counted))
         start += length

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.dynamo import absorb_libraries, last_given_up
 from gs_compile.capture.given_up import watch
@@ -85,6 +86,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.is_meta:
                 raise OptimizerError(ABSENT)
+            if is_lazy(parameter):
+                raise OptimizerError(
+                    "a parameter has no shape yet, as its module is lazy, so nothing says what its state is: call the "
+                    "model once on a batch, under torch.no_grad(), before the optimizer is made and the model compiled"
+                )
             residency_of(parameter).optimizer = weakref.ref(self)
             self._show_state(parameter)
 
@@ -186,14 +192,16 @@ class TieredOptimizer(torch.optim.Optimizer):
                     "or use a torch.optim optimizer" + last_given_up()
                 )
             return loss
-        record = self.engine.finish() or self._step_in_memory()
+        finished = self.engine.finish()
+        record = finished or self._step_in_memory()
         if record is not None:
             self.loaded.clear()
             in_memory.update(self, self._resident, record)
             for parameter in self._parameters:
                 end_gradient(parameter)
-            self.num_skipped += record.skipped
-            self._count(self._num_steps + (not record.skipped))
+            if finished is not None:  # steps of parameters in memory alone are theirs
+                self.num_skipped += record.skipped
+                self._count(self._num_steps + (not record.skipped))
             if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             self._note(self.engine, record)
@@ -418,7 +426,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 if not is_offloaded(parameter) and not self._has_values(parameter):
                     del self.state[parameter]  # the model does not read it: as with torch, until it has a gradient
                 elif not is_offloaded(parameter):
-                    self.state[parameter] = {**in_memory.copied(state), "step": self._shown_step(parameter)}
+                    step = self._num_steps - self.missed.get(parameter, 0)
+                    self.state[parameter] = {"step": torch.tensor(float(step)), **in_memory.copied(state)}
                 continue
             if self._has_values(parameter) or not state:  # none: it begins at zeros
                 self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
