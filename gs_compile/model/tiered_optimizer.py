@@ -22,18 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.dynamo import absorb_libraries, last_given_up
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import untraced
-from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
+from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import StoredState
 from gs_compile.model.residency import end_gradient, is_offloaded, residency_of
-from gs_compile.model.settings import check_settings, check_state_dtype
+from gs_compile.model.settings import check_parameter, check_settings, check_state_dtype
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.formats import moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
@@ -84,13 +83,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self._check(group)
         for parameter in group["params"]:
-            if parameter.is_meta:
-                raise OptimizerError(ABSENT)
-            if is_lazy(parameter):
-                raise OptimizerError(
-                    "a parameter has no shape yet, as its module is lazy, so nothing says what its state is: call the "
-                    "model once on a batch, under torch.no_grad(), before the optimizer is made and the model compiled"
-                )
+            check_parameter(parameter)
             residency_of(parameter).optimizer = weakref.ref(self)
             self._show_state(parameter)
 
@@ -426,8 +419,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 if not is_offloaded(parameter) and not self._has_values(parameter):
                     del self.state[parameter]  # the model does not read it: as with torch, until it has a gradient
                 elif not is_offloaded(parameter):
-                    step = self._num_steps - self.missed.get(parameter, 0)
-                    self.state[parameter] = {"step": torch.tensor(float(step)), **in_memory.copied(state)}
+                    self.state[parameter] = {"step": self._shown_step(parameter).clone(), **in_memory.copied(state)}
                 continue
             if self._has_values(parameter) or not state:  # none: it begins at zeros
                 self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
