@@ -89,7 +89,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def num_steps(self) -> int:
-        """Steps that were taken and not skipped, with those of the run that goes on, once that is known.
+        """Steps of the compiled model, taken and not skipped, with those of the run that goes on, once that is known.
 
         `gs_compile.resume` makes it known. With the option ``resume="auto"`` alone the model's first call does, and
         raises StepOrderError where another number was read before.

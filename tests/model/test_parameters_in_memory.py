@@ -162,7 +162,7 @@ def test_a_step_of_the_head_alone(tmp_path):
         head.weight.square().sum().backward()
         nn.utils.clip_grad_norm_(plain.head.parameters(), 0.5)
         step()
-    assert optimizer.last_step.number == 2
+    assert optimizer.last_step.number == 1  # of those that the compiled model has taken
     assert torch.allclose(model.head.weight, plain.head.weight, rtol=1e-5)
 
 
