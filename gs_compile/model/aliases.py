@@ -56,18 +56,14 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
     """
     leaving = {parameter: values for parameter in args if (values := _leaving(parameter)) is not None}
     known = [values for arg in args if (values := _in_memory(arg)) is not None]
-    number = Counter(each.untyped_storage().data_ptr() for each in known)
-    shared = {
-        each.untyped_storage().data_ptr()
-        for each in leaving.values()
-        if num_holders(each) > number[each.untyped_storage().data_ptr()]
-    }
+    number = Counter(map(_address, known))
+    shared = {_address(each) for each in leaving.values() if num_holders(each) > number[_address(each)]}
     if not shared:
         return []
     own = {id(each) for each in known}
     places, stale = [], []
     for other in [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]:
-        if id(other) in own or not _is_plain(other) or other.untyped_storage().data_ptr() not in shared:
+        if id(other) in own or not _is_plain(other) or _address(other) not in shared:
             continue
         start, end = _span(other)
         for parameter, values in leaving.items():
@@ -111,6 +107,14 @@ def _leaving(arg: Any) -> Tensor | None:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has memory of its own kind: not fake, sparse or a wrapper of others."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _address(tensor: Tensor) -> int:
+    """Of all that a tensor's memory is a part of; 0: it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper of functorch's
+        return 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
