@@ -66,7 +66,7 @@ try:
     from torch.utils._sympy.value_ranges import bound_sympy
 
     from gs_compile.capture.frame_settings import enter_settings, free, is_freed, is_ours
-    from gs_compile.capture.limit import over_limit_of
+    from gs_compile.capture.limit import over_limit
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
@@ -364,7 +364,7 @@ def refuse(error: CaptureError) -> NoReturn:
 def last_given_up() -> str:
     """A sentence on where and why Dynamo gave a function up last; empty where it has given up none."""
     last = next((each for each in reversed(get_compilation_metrics()) if each.fail_type), None)
-    if last is not None and (words := over_limit_of(last)):
+    if last is not None and (words := over_limit(last)):
         return f". {words}"
     where, reason = next(reversed(_given_up().values()), ("", ""))
     words = f". Dynamo gave a forward up at {where}\nDynamo's reason: {reason.strip()}\n"
@@ -404,7 +404,7 @@ def _given_up() -> dict[tuple[Any, Any], tuple[str, str]]:
     """By the file and first line of each function that Dynamo has given up lately, the user's line and the reason."""
     found = {}
     for each in get_compilation_metrics():
-        if each.fail_type and not over_limit_of(each):
+        if each.fail_type and not over_limit(each):
             file, line = each.fail_user_frame_filename, each.fail_user_frame_lineno
             if not file or not line or "torch/_dynamo" in file:  # code of Dynamo's own: the function is named
                 file, line = str(each.co_filename), int(each.co_firstlineno or 0)

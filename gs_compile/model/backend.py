@@ -22,7 +22,7 @@ from gs_compile.capture.dynamo import (
     refuse,
 )
 from gs_compile.capture.given_up import watch
-from gs_compile.capture.limit import is_last_compile, last_reason, note_last_compile, over_limit
+from gs_compile.capture.limit import is_last_compile, note_last_compile
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
@@ -66,7 +66,7 @@ def greedysnake(
     own.
     """
     watch().forget()
-    is_last, reason, checked = is_last_compile(), last_reason(), Options()
+    is_last, checked = is_last_compile(), Options()
     compilation: Compilation | None = None
     begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten]
     try:
@@ -94,9 +94,9 @@ def greedysnake(
             if isinstance(error, CaptureError):
                 refuse(error)
             raise
-        if is_last:
+        if is_last and isinstance(call, Call) and call.engine is None:  # else a backward says so
             is_last = False
-            warnings.warn(over_limit(reason), UncapturedWarning, stacklevel=2)
+            watch().tell_of_limit()
         return call.run()
 
     return run
