@@ -188,6 +188,10 @@ class MasterWarning(GreedySnakeWarning):
     """A state has come without fp32 masters, and the values have been rounded: masters begin at these."""
 
 
+class SharedMemoryWarning(GreedySnakeWarning):
+    """Tensors or arrays share memory with parameters that go to the tiers, and will not have what these learn."""
+
+
 class NonFiniteWarning(GreedySnakeWarning):
     """A gradient was not finite, and the step was skipped."""
 

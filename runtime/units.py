@@ -24,7 +24,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One slice of the batch: its code, the batch inputs sliced (by input index), and its share of the samples."""
+    """One slice of the batch: its code, the batch inputs sliced (by input index), and its fp64 share of the samples."""
 
     split: Split  # at this size
     codes: Mapping[Unit, UnitCode]
@@ -107,7 +107,8 @@ class CompiledUnits:
             count = micro_batch.split.count
             assert count is not None
             reads = {"batch": batch, "w": micro_batch.counted}
-            shares.append(count.module(*(_input(source, micro_batch, reads) for source in count.sources)))
+            pairs = zip(count.sources, count.specs, strict=True)
+            shares.append(count.module(*(_input(source, spec, micro_batch, reads) for source, spec in pairs)))
         return tuple(torch.stack(share).sum(0) for share in zip(*shares, strict=True))
 
     def zeros(self, value: Value) -> Accumulator:
@@ -218,7 +219,8 @@ class CompiledUnits:
                 self.of_whole = self.of_whole or self._run_whole("forward")
                 tensor = self.of_whole[source.index]
             else:
-                tensor = self.taps[source.index, micro_batch] if source.kind == "tap" else _input(source, part, reads)
+                of_tap = source.kind == "tap"
+                tensor = self.taps[source.index, micro_batch] if of_tap else _input(source, spec, part, reads)
             is_sliced = source.kind == "input" and source.index in part.inputs
             inputs.append(laid_out(tensor, spec) if is_sliced else tensor)
         return graph, inputs
@@ -296,11 +298,11 @@ class CompiledUnits:
         return dx
 
 
-def _input(source: Source, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
+def _input(source: Source, spec: TensorSpec, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
     """The tensor that a placeholder stands for."""
     tensor: torch.Tensor
     if source.kind == "fraction":
-        return part.fraction
+        return part.fraction.to(spec.dtype)
     if source.kind == "input":
         tensor = next(reads[kind] for kind in ("batch", "w", "wt") if source.index in reads.get(kind, ()))[source.index]
     else:

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from gs_compile.capture.adapters import trace_libraries
+from gs_compile.capture.floats import as_tensors
 from gs_compile.capture.graph import Captured, Input, Role
 from gs_compile.capture.remedies import remedy
 from gs_compile.errors import (
@@ -64,7 +65,8 @@ try:
     from torch._guards import CompileContext
     from torch.utils._sympy.value_ranges import bound_sympy
 
-    from gs_compile.capture.frame_settings import compiled_frame, enter_settings, free, is_freed, is_ours
+    from gs_compile.capture.frame_settings import enter_settings, free, is_freed, is_ours
+    from gs_compile.capture.limit import over_limit
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
@@ -117,6 +119,7 @@ def capture(
             raise CaptureError("the batch size is tied to another dimension of the inputs, so it cannot be cut")
         batch = [node for node in batch if _symbols(shapes[node][:1]) & symbols]
     inputs = [replace(e, role="batch") if node in batch else e for e, node in zip(inputs, nodes, strict=True)]
+    as_tensors(module)
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
     autocast = next(filter(None, map(_autocast, sorted(devices))), None)
     return Captured(module, tuple(inputs), frozenset(symbols), autocast)
@@ -216,23 +219,6 @@ def is_sized(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(is_sized, value))
     return not isinstance(value, torch.SymInt) or value.node.hint is not None
-
-
-def is_last_compile() -> bool:
-    """Whether Dynamo will compile the frame that it compiles now no more: it has reached its limit."""
-    if current_compile_id() is None:
-        return False
-    others: Any = compiled_frame("cache_size")["cache_size"]
-    return bool(others.num_cache_entries_with_same_id_matched_objs + 1 >= dynamo_config.recompile_limit)
-
-
-def note_last_compile(error: BaseException, is_last: bool) -> None:
-    """Add to the refusal of a frame that Dynamo compiles no more: the next call would run it as it is."""
-    if is_last:
-        error.add_note(
-            f"Dynamo has compiled this model {dynamo_config.recompile_limit} times, which is its limit: from now on it "
-            "runs without greedysnake. Call torch._dynamo.reset() before the next try"
-        )
 
 
 # Placeholders ---------------------------------------------------------------------------------------------------------
@@ -377,6 +363,9 @@ def refuse(error: CaptureError) -> NoReturn:
 
 def last_given_up() -> str:
     """A sentence on where and why Dynamo gave a function up last; empty where it has given up none."""
+    last = next((each for each in reversed(get_compilation_metrics()) if each.fail_type), None)
+    if last is not None and (words := over_limit(last)):
+        return f". {words}"
     where, reason = next(reversed(_given_up().values()), ("", ""))
     words = f". Dynamo gave a forward up at {where}\nDynamo's reason: {reason.strip()}\n"
     return f"{words}If it is the model's, {remedy(reason)}" if where else ""
@@ -415,7 +404,7 @@ def _given_up() -> dict[tuple[Any, Any], tuple[str, str]]:
     """By the file and first line of each function that Dynamo has given up lately, the user's line and the reason."""
     found = {}
     for each in get_compilation_metrics():
-        if each.fail_type:
+        if each.fail_type and not over_limit(each):
             file, line = each.fail_user_frame_filename, each.fail_user_frame_lineno
             if not file or not line or "torch/_dynamo" in file:  # code of Dynamo's own: the function is named
                 file, line = str(each.co_filename), int(each.co_firstlineno or 0)

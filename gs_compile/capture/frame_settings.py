@@ -110,7 +110,9 @@ class _Settings(ExitStack):
         super().__init__()
         self.sources: set[str] = set()
         self._before = compiler_config.dynamic_sources
-        self.enter_context(dynamo_config.patch(specialize_float=True, capture_dynamic_output_shape_ops=True))
+        # Floats that have changed are inputs; with ``dynamic=True`` all would be.
+        fixes_floats = not dynamo_config.assume_static_by_default
+        self.enter_context(dynamo_config.patch(specialize_float=fixes_floats, capture_dynamic_output_shape_ops=True))
         # A parameter's class, dtype and `requires_grad` change where the dict that holds it does not.
         self.enter_context(dynamo_config.patch(skip_tensor_guards_with_matching_dict_tags=False))
         # A hook on a module that came after the first call is called.

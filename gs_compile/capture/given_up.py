@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gs_compile.capture.dynamo import Unsupported
 from gs_compile.capture.frame_settings import callback_handler, compiled_frame, is_ours, set_from_the_start
+from gs_compile.capture.limit import last_over_limit, over_limit
 from gs_compile.capture.remedies import remedy
 from gs_compile.errors import UncapturedWarning
 
@@ -59,6 +60,17 @@ class Watch:
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
+
+    def tell_of_limit(self) -> None:
+        """Dynamo compiles a frame for the last time: warn at a step after it would have had to once more."""
+        before = last_over_limit()
+
+        def look(*_: Any) -> None:
+            if (found := last_over_limit()) is not before:
+                hook.remove()
+                warnings.warn(over_limit(found), UncapturedWarning, stacklevel=3)
+
+        hook = register_optimizer_step_pre_hook(look)
 
     def warn(self, optimizer: object, *_: Any) -> None:
         """An optimizer steps; one of this package finds no backward, and says why itself."""

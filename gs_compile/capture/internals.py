@@ -18,6 +18,7 @@ __all__ = [
     "changes",
     "comes_to",
     "makes_state_dict",
+    "num_holders",
     "tree_leaves",
     "tree_map_only",
     "untraced",
@@ -44,6 +45,12 @@ def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[...,
 def changes(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place; of one that inference has made nobody counts it."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """How many tensors have the memory that this one has."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` holds it, too
 
 
 def makes_state_dict() -> bool:

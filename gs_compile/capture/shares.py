@@ -114,9 +114,18 @@ class Shares:
         self.terms.append(LossTerm(node.name, kind, why, source_line(node)))
 
     def _fraction(self, like: fx.Node) -> fx.Node:
+        """m_j / B, where `like` is used: in fp64 beside what is of fp64, else in fp32."""
+        spec = replace(like.meta["spec"], shape=(), stride=(), dtype=torch.float32)
         if self.fraction is None:
-            spec = replace(like.meta["spec"], shape=(), stride=(), dtype=torch.float32)
-            self.fraction = self._placeholder("fraction", Source("fraction"), spec)
+            wide = any(getattr(node.meta.get("spec"), "dtype", None) == torch.float64 for node in self.graph.nodes)
+            own = replace(spec, dtype=torch.float64) if wide else spec
+            self.fraction = self._placeholder("fraction", Source("fraction"), own)
+        if self.fraction.meta["spec"].dtype == torch.float64 != like.meta["spec"].dtype:
+            with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder")):
+                narrow = self._new(torch.Tensor.float, (self.fraction,), like=self.fraction)
+            narrow.meta["spec"] = replace(self.fraction.meta["spec"], dtype=torch.float32)
+            self.states[narrow] = self.states[self.fraction]
+            return narrow
         return self.fraction
 
     def _count(self, loss: fx.Node, arguments: Mapping[str, Any]) -> fx.Node:
@@ -126,8 +135,9 @@ class Shares:
             last = weight.meta["spec"].shape[0] - 1  # labels that are ignored may be beyond the classes
             labels = self._new(torch.clamp, (target, 0, last), like=target)
             counted = self._new(torch.mul, (self._new(torch.take, (weight, labels), like=target), counted), like=target)
-        count = self._new(torch.sum, (counted,), {"dtype": torch.float32}, like=loss)
-        spec = replace(loss.meta["spec"], dtype=torch.float32, requires_grad=False)
+        dtype = torch.promote_types(loss.meta["spec"].dtype, torch.float32)
+        count = self._new(torch.sum, (counted,), {"dtype": dtype}, like=loss)
+        spec = replace(loss.meta["spec"], dtype=dtype, requires_grad=False)
         count.meta |= {"spec": spec, "storage": None}  # a change of the loss in place is none of the count
         self.states[count] = State("sum", from_inputs=True)
         return count

@@ -19,11 +19,10 @@ from gs_compile.capture.dynamo import (
     absorb_libraries,
     capture,
     guard_model,
-    is_last_compile,
-    note_last_compile,
     refuse,
 )
 from gs_compile.capture.given_up import watch
+from gs_compile.capture.limit import is_last_compile, note_last_compile
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
@@ -82,7 +81,7 @@ def greedysnake(
             return run_together(args, ranks)
 
     def run_together(args: Sequence[Any], ranks: Ranks | None) -> list[Any]:
-        nonlocal begin
+        nonlocal begin, is_last
         try:
             call = begin(args, ranks)
         except BaseException as error:
@@ -95,6 +94,9 @@ def greedysnake(
             if isinstance(error, CaptureError):
                 refuse(error)
             raise
+        if is_last and isinstance(call, Call) and call.engine is None:  # else a backward says so
+            is_last = False
+            watch().tell_of_limit()
         return call.run()
 
     return run
@@ -200,7 +202,7 @@ def _cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Spec
     parts, start = [], 0
     for length, model in zip(lengths, models, strict=True):
         own = {index: arg.narrow(0, start, length) for index, arg in batch.items()}
-        fraction = torch.full((), length / max(sum(lengths), 1), dtype=torch.float32, device=first.device)
+        fraction = torch.full((), length / max(sum(lengths), 1), dtype=torch.float64, device=first.device)
         counted = {index: args[index] for index in model.split.count.arguments} if model.split.count else {}
         parts.append(MicroBatch(model.split, model.codes, own, fraction, counted))
         start += length

@@ -154,7 +154,7 @@ def rest_of(optimizer: OptimizerLike) -> dict[str, torch.Tensor]:
         found[f"{number}"] = parameter
         state = optimizer.state.get(parameter, {}).items()
         found |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
-    return {name: each for name, each in found.items() if not name.endswith(".step")}
+    return found
 
 
 @torch.no_grad()

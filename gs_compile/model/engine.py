@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gs_compile.capture.dynamo import last_given_up
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
@@ -290,9 +291,9 @@ class Engine(ParameterStore):
             if not (calls and self.may_begin_again):
                 raise ReleasedParameterError(
                     "a backward has come to a parameter that lives on the tiers from a computation outside of the "
-                    "compiled model, and the first step of this run had none, so the parameter gets its gradient from "
-                    "the compiled model's own backward alone. Compute this under torch.no_grad(), call the compiled "
-                    'model, or give options={"accumulate": True}, with which updates wait, and begin the run anew'
+                    "compiled model, and the first step of this run had none, so the parameter has the gradient of the "
+                    "model's own backward alone. Compute this under torch.no_grad(), call the compiled model, or give "
+                    'options={"accumulate": True}, with which updates wait, and begin the run anew' + last_given_up()
                 )
             if zeroed:
                 self.done.clear()

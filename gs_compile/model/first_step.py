@@ -18,9 +18,11 @@ import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import MemoryBudgetError, OptimizerError
+from gs_compile.model.aliases import aliases_of, refuse_overlaps
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_call import Prepared, plan_tiers
 from gs_compile.model.meeting import agree
+from gs_compile.model.offloaded import Alias
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.ranks import Ranks
 
@@ -50,6 +52,8 @@ def begin(
     with torch.inference_mode(False):  # what is made lives longer than this call
         if ranks is not None:
             agree(ranks, compilation, models[0], args, optimizer)
+        refuse_overlaps(compilation.captured.inputs, args)
+        aliases = aliases_of(args)
         optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks, prepared)
         if engine.durable is None or engine.durable.former is None:
             try:
@@ -62,6 +66,8 @@ def begin(
             if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
                 optimizer.go_on(engine.durable.former)
                 optimizer.kept.step = engine.durable.former.step
+    for each in aliases:
+        Alias.follow(each)
     # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
     weakref.finalize(optimizer, gc.collect).atexit = False
     return engine

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gs_compile.errors import OptimizerError
 from gs_compile.machine import in_groups
+from gs_compile.model.optimizer_state import has_values, whole_step
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
 from gs_compile.runtime.kernels import Apply, Rule
@@ -83,8 +84,10 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
             )
     group_of = optimizer.group_of
     for parameter in parameters if not record.skipped else ():
-        hyper, number = record.hypers[group_of[parameter]], record.number - optimizer.missed.get(parameter, 0)
-        state, factor = optimizer.state[parameter], record.factor * record.num_ranks
+        hyper, factor = record.hypers[group_of[parameter]], record.factor * record.num_ranks
+        state, of_run = optimizer.state[parameter], record.number - optimizer.missed.get(parameter, 0)
+        number = 1 + (whole_step({"step": of_run - 1, **state}) if has_values(state) else 0)
+        state["step"] = torch.tensor(float(number))  # its own: it has no gradient in some steps of the others
         if (matrices := optimizer.matrices(parameter)) is not None:
             _step(partial(update_whole, matrices=matrices), STATES, parameter, hyper["matrices"], state, factor, number)
         else:

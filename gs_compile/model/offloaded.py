@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -221,6 +221,58 @@ class View(_Elsewhere):  # type: ignore[metaclass]
         return View.of(self.parameter, result, self.whole)
 
 
+class Alias(_Elsewhere):  # type: ignore[metaclass]
+    """A tensor that has shared a parameter's memory since before its first call: it shows that part of its value."""
+
+    class Place(NamedTuple):
+        """The part of a parameter's value that a tensor shows, from which element on."""
+
+        tensor: Tensor
+        parameter: Tensor
+        start: int
+
+    parameter: Tensor
+    strides: tuple[int, ...]
+    start: int
+    kept: torch.UntypedStorage | None
+
+    @classmethod
+    def follow(cls, place: Place) -> None:
+        """Make a tensor an alias. It gives its memory up, but where a numpy array of it has that."""
+        tensor: Any = place.tensor
+        strides, memory = tensor.stride(), tensor.untyped_storage()
+        tensor.kept = None if memory.resizable() else memory
+        tensor.data = placeholder(tensor.dtype, tensor.device).expand(tensor.shape)
+        tensor.__class__ = cls
+        tensor.parameter, tensor.strides, tensor.start = place.parameter, strides, place.start
+
+    def in_memory(self) -> Tensor:
+        parameter = self.parameter
+        if isinstance(parameter, OffloadedParameter):
+            whole = parameter._greedysnake.shown_value(parameter, parameter.device)
+        else:
+            whole = parameter.detach()
+        with torch.inference_mode(False):  # its changes are counted
+            return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.start)
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self.strides if dim is None else self.strides[dim]
+
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        return self.in_memory().is_contiguous(*args, **kwargs)
+
+    def changed(self, values: Tensor) -> None:
+        if isinstance(self.parameter, OffloadedParameter):
+            assert values._base is not None
+            self.parameter._greedysnake.write(self.parameter, values._base)
+
+    def seen(self, result: Tensor, values: Tensor) -> Tensor:
+        if not isinstance(self.parameter, OffloadedParameter):
+            return result
+        assert values._base is not None
+        return View.of(self.parameter, result, values._base)
+
+
 class Conversion(_Elsewhere):  # type: ignore[metaclass]
     """An offloaded parameter in another dtype or on another device: read when it is used."""
 
@@ -324,9 +376,8 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
             "torch.autograd.grad: a parameter that lives on the tiers gives its gradient to its update alone. Call "
             "loss.backward() and optimizer.step(), or use a torch.optim optimizer, which leaves gradients in p.grad"
         )
+    _refuse(name, first)
     if isinstance(first, OffloadedParameter):
-        if name in _REFUSED:
-            raise ReleasedParameterError(f"{name}: a parameter that lives on the tiers {_REFUSED[name]}")
         if name == "data_ptr":
             return Address(id(first))
         if name == "__set__" and attribute == "data":
@@ -355,7 +406,20 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     for each, values, before in used:
         if changes(values) != before:
             each.changed(values)
+    if name in ("numpy", "__array__"):
+        result.flags.writeable = False  # nobody learns of what is written to an array
     return tree_map_only(Tensor, lambda found: _seen(found, used), result)
+
+
+def _refuse(name: str, first: Any) -> None:
+    """Raise ReleasedParameterError for what cannot be done with a value that is elsewhere."""
+    if isinstance(first, OffloadedParameter) and name in _REFUSED:
+        raise ReleasedParameterError(f"{name}: a parameter that lives on the tiers {_REFUSED[name]}")
+    if isinstance(first, Alias) and name in ("data_ptr", "untyped_storage", *_REFUSED):
+        raise ReleasedParameterError(
+            f"{name}: this tensor shows a parameter that lives on the tiers, and has no memory of its own. Take it "
+            "from the parameter, or from model.state_dict(), again"
+        )
 
 
 def _seen(found: Tensor, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Tensor:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from gs_compile.errors import OptimizerError
+from gs_compile.errors import ABSENT, OptimizerError
 from gs_compile.runtime.formats import StateType
 
 HOW_TORCH_COMPUTES = ("foreach", "fused", "capturable")
@@ -45,6 +46,17 @@ def refuse_other_rules(name: str, given: Mapping[str, Any]) -> None:
     for key in OTHER_RULES:
         if given.get(key):
             raise OptimizerError(f"{name}: {key} is not among what greedysnake's optimizers do; leave it out")
+
+
+def check_parameter(parameter: torch.Tensor) -> None:
+    """Raise OptimizerError for a parameter without values or a shape."""
+    if parameter.is_meta:
+        raise OptimizerError(ABSENT)
+    if is_lazy(parameter):
+        raise OptimizerError(
+            "a parameter has no shape yet, as its module is lazy, so nothing says what its state is: call the model "
+            "once on a batch, under torch.no_grad(), before the optimizer is made and the model compiled"
+        )
 
 
 def check_state_dtype(state_dtype: Any) -> StateType:

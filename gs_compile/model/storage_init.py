@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
 from gs_compile.errors import InitialisationError, RankError
+from gs_compile.model.aliases import overlapping
 from gs_compile.model.files import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, shared, trim
 from gs_compile.model.residency import is_offloaded, residency_of, stash
 from gs_compile.options import Options
@@ -265,18 +266,9 @@ def _check(name: str, parameter: torch.Tensor) -> None:
 
 def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:
     """No parameter shares memory with another one or a buffer: once in files, they would part."""
-    spans = []
-    for name, tensor in [*parameters.items(), *buffers.items()]:
-        if _is_plain(tensor) and tensor.numel():
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), name))
-    latest, latest_parameter = (0, ""), (0, "")  # the ends that are furthest so far, and whose
-    for start, end, name in sorted(spans):
-        before, other = latest if name in parameters else latest_parameter
-        if start < before:
-            raise InitialisationError(
-                f"{other} and {name} are two tensors in the same memory, which would part on storage. "
-                "Tie them by assigning the same Parameter to both modules"
-            )
-        latest = max(latest, (end, name))
-        latest_parameter = max(latest_parameter, (end, name)) if name in parameters else latest_parameter
+    tensors = {name: each for name, each in {**buffers, **parameters}.items() if _is_plain(each)}
+    if found := overlapping(tensors, lambda *names: not parameters.keys().isdisjoint(names)):
+        raise InitialisationError(
+            f"{found[0]} and {found[1]} are two tensors in the same memory, which would part on storage. "
+            "Tie them by assigning the same Parameter to both modules"
+        )

@@ -26,13 +26,13 @@ import torch
 from gs_compile.capture.dynamo import absorb_libraries, last_given_up
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import untraced
-from gs_compile.errors import ABSENT, NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
+from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import StoredState
 from gs_compile.model.residency import end_gradient, is_offloaded, residency_of
-from gs_compile.model.settings import check_settings, check_state_dtype
+from gs_compile.model.settings import check_parameter, check_settings, check_state_dtype
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.formats import moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
@@ -83,14 +83,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self._check(group)
         for parameter in group["params"]:
-            if parameter.is_meta:
-                raise OptimizerError(ABSENT)
+            check_parameter(parameter)
             residency_of(parameter).optimizer = weakref.ref(self)
             self._show_state(parameter)
 
     @property
     def num_steps(self) -> int:
-        """Steps that were taken and not skipped, with those of the run that goes on, once that is known.
+        """Steps of the compiled model, taken and not skipped, with those of the run that goes on, once that is known.
 
         `gs_compile.resume` makes it known. With the option ``resume="auto"`` alone the model's first call does, and
         raises StepOrderError where another number was read before.
@@ -186,16 +185,18 @@ class TieredOptimizer(torch.optim.Optimizer):
                     "or use a torch.optim optimizer" + last_given_up()
                 )
             return loss
-        record = self.engine.finish() or self._step_in_memory()
+        finished = self.engine.finish()
+        record = finished or self._step_in_memory()
         if record is not None:
             self.loaded.clear()
             in_memory.update(self, self._resident, record)
             for parameter in self._parameters:
                 end_gradient(parameter)
-            self.num_skipped += record.skipped
-            if record.idle and not record.skipped:
-                self._note_idle(self.engine, record)
-            self._count(self._num_steps + (not record.skipped))
+            if finished is not None:  # steps of parameters in memory alone are theirs
+                self.num_skipped += record.skipped
+                if record.idle and not record.skipped:
+                    self._note_idle(self.engine, record)
+                self._count(self._num_steps + (not record.skipped))
             if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             self._note(self.engine, record)
@@ -429,7 +430,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 if not is_offloaded(parameter) and not self._has_values(parameter):
                     del self.state[parameter]  # the model does not read it: as with torch, until it has a gradient
                 elif not is_offloaded(parameter):
-                    self.state[parameter] = {**in_memory.copied(state), "step": self._shown_step(parameter)}
+                    self.state[parameter] = {"step": self._shown_step(parameter).clone(), **in_memory.copied(state)}
                 continue
             if self._has_values(parameter) or not state:  # none: it begins at zeros
                 self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))

@@ -111,6 +111,19 @@ def test_half_precision_does_not_overflow():
     torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda p, y: p.pow(2).mean() + 0 * p.float().mean(),
+        lambda p, y: cross_entropy(p, y, weight=WEIGHT.double() / 3),
+    ],
+    ids=["mean", "class weights"],
+)
+def test_of_float64_shares_are_of_float64(form):
+    torch.manual_seed(0)
+    assert_same_step(short(form).double(), *batch(5), tolerance=1e-14)
+
+
 # What the pass writes -------------------------------------------------------------------------------------------------
 
 

@@ -260,6 +260,11 @@ def test_a_grad_scaler_is_refused_before_anything_is_updated(tmp_path):
         assert all(parameter.grad is None for parameter in one.model.parameters())
 
 
+def test_a_parameter_without_a_shape_is_refused():
+    with pytest.raises(OptimizerError, match=r"its module is lazy.*call the model once on a batch"):
+        gs_compile.AdamW(torch.nn.LazyLinear(4).parameters())
+
+
 def test_gradients_from_elsewhere_are_refused():
     model = gpt2()
     optimizer = gs_compile.AdamW(model.parameters())

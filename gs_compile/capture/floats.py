@@ -1,0 +1,106 @@
+"""floats: Python floats that change from call to call, such as a temperature, are tensors of the graph.
+
+Dynamo captures a model with the floats that it is called with. Where one has changed it captures again, with that one
+as an input: a tensor of no dimensions, fp64 on the CPU, and its ``item()``. Here operations read the tensor in the
+place of the number, where that computes the same bits: so one capture serves all numbers. What has to be a number, as
+the probability of a dropout, Dynamo guards, and captures again for each.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+# Of a tensor and a number torch computes these in the tensor's dtype, or in fp32 where that is narrower. What divides
+# a number is left out: torch multiplies the reciprocal by the number.
+_FUNCTIONS = {
+    *(operator.add, operator.sub, operator.mul, operator.iadd, operator.isub, operator.imul),
+    *(torch.add, torch.sub, torch.mul),
+}
+_DIVISIONS = {operator.truediv, operator.itruediv, torch.div, torch.true_divide}
+_METHODS = set("add add_ sub sub_ mul mul_ div div_".split())
+_OF_NUMBERS = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg}
+
+
+def as_tensors(module: fx.GraphModule) -> None:
+    """Have operations of a captured graph read floats that are inputs as tensors; guard those that cannot be."""
+    made_from: dict[fx.Node, set[fx.Node]] = {}  # of each number, the inputs
+    for node in module.graph.nodes:
+        read = node.all_input_nodes
+        if node.target == "item" and _is_open(node) and read[0].op == "placeholder":
+            made_from[node] = {node}
+        elif node.target in _OF_NUMBERS and _is_open(node) and all(each in made_from for each in read):
+            made_from[node] = set().union(*(made_from[each] for each in read))
+    for number, inputs in made_from.items():
+        if not all(user in made_from or _takes_tensor(user, number) for user in number.users):
+            for each in inputs:
+                guard_scalar(each.meta["example_value"])
+    for number in filter(_is_open, made_from):
+        for user in [each for each in number.users if each not in made_from]:
+            _give(user, number)
+    for number in reversed(made_from):
+        if not number.users:
+            module.graph.erase_node(number)
+    module.recompile()
+
+
+def _is_open(node: fx.Node) -> bool:
+    """Whether a node is a float that no guard has fixed."""
+    example = node.meta.get("example_value")
+    return isinstance(example, torch.SymFloat) and bool(example.node.expr.free_symbols)
+
+
+def _takes_tensor(user: fx.Node, number: fx.Node) -> bool:
+    """Whether an operation has the same result, bit for bit, with a number as a tensor."""
+    known: Collection[Any] = _METHODS if user.op == "call_method" else _FUNCTIONS | _DIVISIONS
+    if user.target not in known or user.kwargs or len(user.args) != 2:
+        return False
+    if user.target in _DIVISIONS and user.args[1] is not number:
+        return False
+    made = user.meta.get("example_value")
+    others = [each.meta.get("example_value") for each in user.all_input_nodes if each is not number]
+    if len(others) != 1 or not isinstance(others[0], torch.Tensor) or not isinstance(made, torch.Tensor):
+        return False
+    is_wide = made.dtype in (torch.float32, torch.float64)
+    return made.dtype == others[0].dtype and (is_wide or (made.is_floating_point() and others[0].dim() > 0))
+
+
+def _give(user: fx.Node, number: fx.Node) -> None:
+    """Have an operation read the tensor of a number, in the dtype that torch computes in."""
+    tensor = _tensor(number, user)
+    if user.meta["example_value"].dtype != torch.float64:
+        tensor = _made(user, torch.Tensor.float, tensor)
+    if user.target in (operator.add, operator.mul) and user.args[0] is number:  # torch takes the number as the second
+        user.args = user.args[::-1]
+    user.replace_input_with(number, tensor)
+
+
+def _tensor(number: fx.Node, user: fx.Node) -> fx.Node:
+    """The tensor that has a number, fp64 as Python's floats are, made beside `user`."""
+    if number.target == "item":
+        (source,) = number.all_input_nodes
+        return source
+    args: list[Any] = list(number.args)
+    for place, each in enumerate(args):
+        if isinstance(each, fx.Node):
+            args[place] = _tensor(each, user) if _is_open(each) else float(each.meta["example_value"])
+    if number.target is operator.truediv and not isinstance(args[0], fx.Node):
+        args[0] = _made(user, torch.full, (), args[0], dtype=torch.float64)
+    return _made(user, number.target, *args)
+
+
+def _made(user: fx.Node, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node of its own, ahead of the node that reads it and in the same module of the model."""
+    with user.graph.inserting_before(user):
+        node = user.graph.call_function(function, args, kwargs)
+    given = fx.node.map_arg((args, kwargs), lambda each: each.meta["example_value"])
+    mode = user.meta["example_value"].fake_mode
+    node.meta = {key: user.meta[key] for key in ("nn_module_stack", "stack_trace") if key in user.meta}
+    with mode:
+        node.meta["example_value"] = function(*given[0], **given[1])
+    return node

@@ -1,0 +1,123 @@
+"""aliases: tensors that share the memory of a parameter, which leaves it at its model's first call.
+
+Two parameters of the model, or a parameter and a buffer, would part: they are refused. Other tensors, such as those of
+a state dict that was made before, show the parameter's value from then on (`Alias`). What cannot is warned of.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gs_compile.capture.graph import Input
+from gs_compile.capture.internals import num_holders
+from gs_compile.errors import OptimizerError, SharedMemoryWarning
+from gs_compile.model.offloaded import Alias
+from gs_compile.model.residency import is_offloaded, residency_of
+
+Tensor = torch.Tensor
+
+
+def overlapping(tensors: Mapping[str, Tensor], matters: Callable[[str, str], bool]) -> tuple[str, str] | None:
+    """The names of two of these in the same memory, for which this matters."""
+    before: list[tuple[int, str]] = []  # where those end that have begun
+    for start, end, name in sorted((*_span(each), name) for name, each in tensors.items() if each.numel()):
+        before = [(stop, other) for stop, other in before if stop > start]
+        for _, other in before:
+            if matters(other, name):
+                return other, name
+        before.append((end, name))
+    return None
+
+
+def refuse_overlaps(inputs: Sequence[Input], args: Sequence[Any]) -> None:
+    """Raise OptimizerError where a model has a trained parameter's memory twice; its first call has these arguments."""
+    named = {entry.path: arg for entry, arg in zip(inputs, args, strict=True) if isinstance(arg, Tensor)}
+    trained = {name for name, arg in named.items() if is_offloaded(arg) and arg.requires_grad}
+    here = {name: values for name, arg in named.items() if (values := _in_memory(arg)) is not None}
+    found = overlapping(here, lambda *names: not trained.isdisjoint(names))
+    if found is not None:
+        raise OptimizerError(
+            f"{found[0]} and {found[1]} are two tensors in the same memory, which would part on the tiers, where each "
+            "has its own. Tie them by assigning the same Parameter to both modules (head.weight = words.weight); a "
+            "buffer that shows a parameter is to be left out"
+        )
+
+
+def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
+    """Tensors of others that share memory with parameters which are about to leave it, and the part that each shows.
+
+    Warns of those that will go on showing what is there now.
+    """
+    leaving = {parameter: values for parameter in args if (values := _leaving(parameter)) is not None}
+    known = [values for arg in args if (values := _in_memory(arg)) is not None]
+    number = Counter(map(_address, known))
+    shared = {_address(each) for each in leaving.values() if num_holders(each) > number[_address(each)]}
+    if not shared:
+        return []
+    own = {id(each) for each in known}
+    places, stale = [], []
+    for other in [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]:
+        if id(other) in own or not _is_plain(other) or _address(other) not in shared:
+            continue
+        start, end = _span(other)
+        for parameter, values in leaving.items():
+            first, last = _span(values)
+            if not (first < end and start < last and other.numel()):
+                continue
+            follows = first <= start and end <= last and _may_follow(other, parameter, values)
+            if follows:
+                places.append(Alias.Place(other, parameter, (start - first) // values.itemsize))
+            if not follows or not other.untyped_storage().resizable():  # an array has the memory, too
+                stale.append(other)
+            break
+    if stale:
+        warnings.warn(
+            f"{len(stale)} tensors or arrays, the first of shape {tuple(stale[0].shape)}, share memory with parameters "
+            "that go to the tiers now, and keep the values of before training: an array, a tensor of another dtype or "
+            "one that several parameters are parts of cannot follow. Make it again when it is used",
+            SharedMemoryWarning,
+            stacklevel=2,
+        )
+    return places
+
+
+def _may_follow(other: Tensor, parameter: Tensor, values: Tensor) -> bool:
+    """Whether a tensor in a parameter's memory may be made an `Alias`."""
+    is_alike = other.dtype == values.dtype == parameter.dtype and values.is_contiguous()
+    return is_alike and type(other) is Tensor and not other.requires_grad
+
+
+def _in_memory(arg: Any) -> Tensor | None:
+    """The tensor in whose memory an argument's value is, if it is in memory."""
+    values = residency_of(arg).stash if is_offloaded(arg) else arg
+    return values if isinstance(values, Tensor) and _is_plain(values) else None
+
+
+def _leaving(arg: Any) -> Tensor | None:
+    """The same of a parameter that was resident."""
+    return _in_memory(arg) if is_offloaded(arg) and residency_of(arg).folder is None else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own kind: not fake, sparse or a wrapper of others."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _address(tensor: Tensor) -> int:
+    """Of all that a tensor's memory is a part of; 0: it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper of functorch's
+        return 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from its first byte to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,0 +1,95 @@
+"""Python floats that change from call to call: one capture serves all, and what has to be a number is guarded."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch.nn import functional
+from zoo import GPT, VOCAB, WIDTH, batch, compile_model, train
+
+import gs_compile
+from gs_compile.codegen.compiled import compilations_of
+from gs_compile.errors import ReleasedParameterError, UncapturedWarning
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x):
+        return x + self.linear(x).tanh() * self.scale
+
+
+class Annealed(GPT):
+    """Its `beta` is used in every way in which a tensor may take a number's place."""
+
+    beta = 1.0
+
+    def __init__(self):
+        super().__init__(Scaled, num_layers=2)
+
+    def forward(self, ids, labels):
+        logits, loss = super().forward(ids, labels)
+        beta, narrow = self.beta, logits.bfloat16()
+        logits = logits / beta - beta + (beta * narrow + beta).float() + (logits.double() * (2 / beta)).float()
+        return loss * (1 - beta) + beta * functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def learned(model, value):
+    model.zero_grad()
+    model.beta = value
+    for block in model.blocks:
+        block.scale = value / 3
+    return train(model, *batch())
+
+
+def test_one_capture_computes_what_one_for_each_number_would():
+    expected = []
+    for value in (values := (1.0, 0.7, 0.3, 1 / 3)):
+        torch._dynamo.reset()
+        expected.append(learned(compile_model(Annealed(), 2), value))
+    torch._dynamo.reset()
+    model = compile_model(Annealed(), 2)
+    for value, (loss, gradients) in zip(values, expected, strict=True):
+        found, of_parameters = learned(model, value)
+        assert torch.equal(found, loss)
+        assert all(torch.equal(of_parameters[name], each) for name, each in gradients.items())
+    assert len(compilations_of[next(model.parameters())]) == 2  # of the first number, and of all others
+
+
+class Dropped(nn.Module):
+    """A probability has to be a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
+
+    def forward(self, ids, p):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(functional.dropout(x, p)).flatten(0, 1), ids.flatten())
+
+
+def test_what_is_captured_for_each_number_says_so_beyond_dynamos_limit(tmp_path):
+    """Also where the model then trains as plain PyTorch does; up to the limit nothing is said."""
+    words = r"2 times, which is its limit.* did not hold any more: .*0\.2"
+    for make in (gs_compile.SGD, torch.optim.SGD):
+        torch._dynamo.reset()
+        model = Dropped()
+        optimizer = make(model.parameters(), lr=0.1)
+        compile_model(model, 2, storage=str(tmp_path), host_memory="64MiB")
+        with dynamo_config.patch(recompile_limit=2, fail_on_recompile_limit_hit=False):
+            for p in (0.1, 0.2):
+                model(batch()[0], p).backward()
+                optimizer.step()
+            if make is gs_compile.SGD:
+                with pytest.raises(ReleasedParameterError, match=words):
+                    model(batch()[0], 0.3).backward()
+                continue
+            model(batch()[0], 0.3).backward()
+            with pytest.warns(UncapturedWarning, match=words):
+                optimizer.step()
+            optimizer.step()
