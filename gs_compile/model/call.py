@@ -28,7 +28,15 @@ from gs_compile.model.first_step import begin_again
 from gs_compile.model.in_memory import averaged
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
-from gs_compile.model.residency import is_offloaded, is_zeroed, mark_gradient_unavailable
+from gs_compile.model.residency import (
+    forget_gradients,
+    given_gradient,
+    is_offloaded,
+    is_zeroed,
+    mark_gradient_unavailable,
+    refuse_left,
+    residency_of,
+)
 from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
@@ -73,10 +81,15 @@ class Call:
         """Of its batch, padding too; samples, where a layer's input has no dimension of tokens."""
         return sum(model.num_tokens for model in self.models)
 
+    @cached_property
+    def trained_numbers(self) -> list[int]:
+        """Which arguments get a gradient: those that required one as the forward began."""
+        return [n for n, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
+
     @property
     def trained(self) -> list[torch.Tensor]:
-        """The arguments that get a gradient."""
-        return [arg for arg in self.args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+        """These."""
+        return [self.args[number] for number in self.trained_numbers]
 
     def run(self) -> list[Any]:
         """The model's outputs, tied to a backward where this call is a training step."""
@@ -132,7 +145,7 @@ class Call:
             else:
                 executor = self._from_outside(executor, gradients, outside)
             executor.backward()
-        found = self.outputs.argument_gradients(executor.env, self.units)
+        found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers)
         if self.engine is None:
             return self._averaged(found)
         assert isinstance(executor, TieredExecutor)
@@ -140,6 +153,27 @@ class Call:
         for parameter in self.trained:
             mark_gradient_unavailable(parameter)
         return found
+
+    def look_at_parameters(self) -> None:
+        """Before a backward on the tiers, add what somebody has put in `.grad`, as torch adds to it.
+
+        Raises `StepOrderError` where a parameter was frozen since the forward, and as `refuse_left` where updates would
+        run before anybody could zero what is left.
+        """
+        if self.engine is None:
+            return
+        for parameter in self.trained:
+            if is_offloaded(parameter) and not parameter.requires_grad:
+                raise StepOrderError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen between the forward and its backward, "
+                    "which updates all that the forward has found to be trained: call requires_grad_(False) before the "
+                    "model is called, or after optimizer.step(). Nothing was updated"
+                )
+        if self.engine.placement.has_early:
+            refuse_left(self.trained)
+        for parameter in self.trained:
+            if given_gradient(parameter) is not None:
+                residency_of(parameter).add_gradient(parameter, None)
 
     def find_engine(self) -> None:
         """Begin again where the backward under way shows that a step has several, or go where somebody has.
@@ -255,6 +289,7 @@ class Call:
         if engine.record is not None and not engine.accumulates and may_begin_again:
             if is_zeroed(self.args):
                 engine.done.clear()
+                forget_gradients(engine.optimizer.group_of if engine.optimizer else ())
             engine = self.engine = begin_again(engine, self, accumulates=True, num_calls=engine.num_calls)
         try:
             return engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
@@ -374,6 +409,7 @@ class _Step(torch.autograd.Function):
             )
         asked = call.compilation.options.deterministic
         with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks), deterministic(asked):
+            call.look_at_parameters()
             call.find_engine()
             call.tap(gradients)
             outside = call.outside(gradients)

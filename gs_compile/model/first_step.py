@@ -50,6 +50,7 @@ def begin(
     with torch.inference_mode(False):  # what is made lives longer than this call
         if ranks is not None:
             agree(ranks, compilation, models[0], args, optimizer)
+        optimizer.first_group_of = optimizer.group_of
         optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks, planning)
         if engine.durable is None or engine.durable.former is None:
             try:

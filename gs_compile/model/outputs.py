@@ -109,8 +109,10 @@ class Outputs:
             dy |= {Value("dy", unit, j): slices["x", unit, 0] for unit in outside - {EPILOGUE}}
         return dy
 
-    def argument_gradients(self, env: Mapping[Value, Any], units: CompiledUnits) -> list[Tensor | None]:
-        """Gradients of the trained arguments; a parameter that several units share gets the sum.
+    def argument_gradients(
+        self, env: Mapping[Value, Any], units: CompiledUnits, trained: Sequence[int]
+    ) -> list[Tensor | None]:
+        """Gradients of the trained arguments, of such numbers; a parameter that several units share gets the sum.
 
         None for a parameter on the tiers, whose gradient goes to its update, and for one that none ever comes to.
         """
@@ -121,10 +123,10 @@ class Outputs:
                 for key, gradient in content.sums.items():
                     sums[key] = sums[key].add_(gradient) if key in sums else gradient
         gradients, idle = list[Tensor | None](), self.models[0].split.idle
-        for index, arg in enumerate(self.args):
-            if isinstance(arg, Tensor) and arg.requires_grad:
-                whole = sums.get(index) if index in sums else _of_batch(index, arg, units)
-                gradients.append(None if whole is None or index in idle else whole.to(arg.dtype))
+        for index in trained:
+            arg = self.args[index]
+            whole = sums.get(index) if index in sums else _of_batch(index, arg, units)
+            gradients.append(None if whole is None or index in idle else whole.to(arg.dtype))
         return gradients
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,8 +183,8 @@ class Residency:
         if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
             self._show(shown)
 
-    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a gradient from outside of the compiled model to that model's own.
+    def add_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Add a gradient from outside of the compiled model to that model's own, and with it what is given in `.grad`.
 
         Raises `ReleasedParameterError` where updates do not wait for it, or there are none.
         """
@@ -193,9 +193,14 @@ class Residency:
                 "a backward has come to a parameter of a model that has not been called yet, or does not train it: "
                 "call the model first, or compute this under torch.no_grad()"
             )
+        given = given_gradient(parameter)
+        if given is not None and self.gradient is not None and self.gradient.is_expected:
+            raise _lost_gradient(parameter)
         self.tiered[0].begin_sums(zeroed=is_zeroed([parameter]))
         store, span = self.tiered  # the run may have begun again
-        store.add_gradient(span, gradient)
+        for each in (given, gradient):
+            if each is not None:
+                store.add_gradient(span, each)
         mark_gradient_unavailable(parameter)
 
     @property
@@ -322,6 +327,7 @@ def restore(parameter: Tensor, values: Tensor) -> None:
     """Make a parameter resident: it has `values` itself, not a copy."""
     residency = residency_of(parameter)
     residency.set_data(parameter, values)
+    end_gradient(parameter, dropped=True)
     residency.stash = residency.place = None
 
 
@@ -332,16 +338,73 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
         if residency.gradient is None:
             whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
             residency.gradient = whole.as_subclass(UnavailableGradient)
-        residency.gradient.is_zeroed, residency.gradient.is_expected = False, True
-        parameter.grad = residency.gradient
+        mark = residency.gradient
+        mark.is_left &= parameter.grad is mark and not mark.is_zeroed
+        mark.is_zeroed, mark.is_expected = False, True
+        parameter.grad = mark
 
 
-def end_gradient(parameter: Tensor) -> None:
-    """After a step: what `mark_gradient_unavailable` has left."""
-    if isinstance(parameter.grad, UnavailableGradient):
-        parameter.grad = None
+def end_gradient(parameter: Tensor, *, dropped: bool = False) -> None:
+    """After a step: what `mark_gradient_unavailable` has left stays until somebody zeroes it; dropped: it was."""
     if (mark := residency_of(parameter).gradient) is not None:
-        mark.is_expected = False
+        mark.is_left, mark.is_expected = True, False
+        if dropped and parameter.grad is mark:
+            parameter.grad = None
+
+
+def forget_gradients(parameters: Iterable[Tensor]) -> None:
+    """What backwards of the step under way have left in `.grad` was zeroed, and is heeded."""
+    for parameter in parameters:
+        if (mark := residency_of(parameter).gradient) is not None:
+            mark.is_expected = False
+
+
+def given_gradient(parameter: Tensor) -> Tensor | None:
+    """What somebody has put in `.grad` of a parameter on the tiers; None: nothing, or zeros."""
+    grad = parameter.grad
+    if grad is None or not is_offloaded(parameter) or grad is residency_of(parameter).gradient:
+        return None
+    return grad if isinstance(grad, UnavailableGradient) or bool(grad.any()) else None
+
+
+def _lost_gradient(parameter: Tensor) -> ReleasedParameterError:
+    return ReleasedParameterError(
+        f"a gradient was put in p.grad of a parameter of shape {tuple(parameter.shape)} that lives on the tiers, in "
+        "the place of its own, which is never there, or for no backward: it would be lost. Put it there before the "
+        'first backward of a step, which adds to it with options={"accumulate": True}, or have it in the loss'
+    )
+
+
+def refuse_left(parameters: Iterable[Tensor]) -> None:
+    """Raise `StepOrderError` where the gradient of a step that is closed was not zeroed since."""
+    marks = ((each.grad, residency_of(each).gradient) for each in parameters if is_offloaded(each))
+    if any(mark is not None and mark.is_left and grad is mark and not mark.is_zeroed for grad, mark in marks):
+        raise StepOrderError(
+            "the gradients of the last step were not set to zero after optimizer.step(): torch adds to them in the "
+            "next backward, and here they are gone. Call optimizer.zero_grad() in each step; several backwards before "
+            "one step() do add up"
+        )
+
+
+def are_dropped(parameters: Sequence[Tensor]) -> bool:
+    """Whether the gradients of the step that `optimizer.step()` is to close were dropped, all of them.
+
+    Raises `StepOrderError` where only some were, or are zeros, and as `refuse_left`; `ReleasedParameterError` where
+    others are in their place.
+    """
+    for parameter in parameters:
+        if given_gradient(parameter) is not None:
+            raise _lost_gradient(parameter)
+    refuse_left(parameters)
+    if not is_zeroed(parameters):
+        return False
+    if any(parameter.grad is not None for parameter in parameters):
+        raise StepOrderError(
+            "between the backward and optimizer.step() gradients were set to zero in place, or for the parameters on "
+            "the tiers alone: torch would go on with the others, or update by zeros. Drop all of them, and the step is "
+            "skipped: optimizer.zero_grad()"
+        )
+    return True
 
 
 def is_zeroed(arguments: Iterable[Any]) -> bool:
@@ -355,7 +418,8 @@ def is_zeroed(arguments: Iterable[Any]) -> bool:
     if len(zeroed) > 1:
         raise StepOrderError(
             "since the last backward the gradients of some parameters were set to zero, and those of others were not: "
-            "with parameters on the tiers call optimizer.zero_grad(), which does it for all"
+            "with parameters on the tiers call optimizer.zero_grad(), which does it for all. To leave some as they are "
+            "for some steps, freeze them, requires_grad_(False), before the model is called"
         )
     return True in zeroed
 

@@ -88,10 +88,15 @@ def evaluations_between(model, number):
 
 
 def zeroed_between(model, number):
-    """What a backward has left is dropped, in both ways that there are."""
+    """What a backward has left is dropped, in both ways that there are. What comes then is added to, be it a penalty's."""
     loss_of(model, 2 * number).backward()
     model.zero_grad(set_to_none=number % 2 == 0)
     loss = loss_of(model, 2 * number + 1)
+    if number == 1:
+        (0.002 * penalty(model)).backward()
+    if number == 2:
+        for parameter in model.parameters():
+            parameter.grad = torch.full(parameter.shape, 0.002)
     loss.backward()
     yield loss
 
