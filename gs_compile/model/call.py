@@ -30,12 +30,11 @@ from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
 from gs_compile.model.residency import (
     forget_gradients,
-    given_gradient,
     is_offloaded,
     is_zeroed,
     mark_gradient_unavailable,
     refuse_left,
-    residency_of,
+    take_given,
 )
 from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
@@ -171,9 +170,7 @@ class Call:
                 )
         if self.engine.placement.has_early:
             refuse_left(self.trained)
-        for parameter in self.trained:
-            if given_gradient(parameter) is not None:
-                residency_of(parameter).add_gradient(parameter, None)
+        take_given(self.trained)
 
     def find_engine(self) -> None:
         """Begin again where the backward under way shows that a step has several, or go where somebody has.

@@ -190,13 +190,12 @@ class Residency:
         """
         if self.tiered is None or not self.is_trained:
             raise ReleasedParameterError(
-                "a backward has come to a parameter of a model that has not been called yet, or does not train it: "
+                "a gradient has come to a parameter of a model that has not been called yet, or does not train it: "
                 "call the model first, or compute this under torch.no_grad()"
             )
-        given = given_gradient(parameter)
-        if given is not None and self.gradient is not None and self.gradient.is_expected:
-            raise _lost_gradient(parameter)
-        self.tiered[0].begin_sums(zeroed=is_zeroed([parameter]))
+        owner = self.optimizer() if self.optimizer is not None else None
+        zeroed, given = is_zeroed([parameter]), given_gradient(parameter)
+        self.tiered[0].begin_sums(zeroed=zeroed and (owner is None or is_zeroed(owner.group_of)))
         store, span = self.tiered  # the run may have begun again
         for each in (given, gradient):
             if each is not None:
@@ -367,12 +366,11 @@ def given_gradient(parameter: Tensor) -> Tensor | None:
     return grad if isinstance(grad, UnavailableGradient) or bool(grad.any()) else None
 
 
-def _lost_gradient(parameter: Tensor) -> ReleasedParameterError:
-    return ReleasedParameterError(
-        f"a gradient was put in p.grad of a parameter of shape {tuple(parameter.shape)} that lives on the tiers, in "
-        "the place of its own, which is never there, or for no backward: it would be lost. Put it there before the "
-        'first backward of a step, which adds to it with options={"accumulate": True}, or have it in the loss'
-    )
+def take_given(parameters: Iterable[Tensor]) -> None:
+    """Have what is given in `.grad` of parameters among these added to the sums of the step, as by `add_gradient`."""
+    for parameter in parameters:
+        if given_gradient(parameter) is not None:
+            residency_of(parameter).add_gradient(parameter, None)
 
 
 def refuse_left(parameters: Iterable[Tensor]) -> None:
@@ -389,12 +387,8 @@ def refuse_left(parameters: Iterable[Tensor]) -> None:
 def are_dropped(parameters: Sequence[Tensor]) -> bool:
     """Whether the gradients of the step that `optimizer.step()` is to close were dropped, all of them.
 
-    Raises `StepOrderError` where only some were, or are zeros, and as `refuse_left`; `ReleasedParameterError` where
-    others are in their place.
+    Raises `StepOrderError` where only some were, or are zeros, and as `refuse_left`.
     """
-    for parameter in parameters:
-        if given_gradient(parameter) is not None:
-            raise _lost_gradient(parameter)
     refuse_left(parameters)
     if not is_zeroed(parameters):
         return False
@@ -417,9 +411,9 @@ def is_zeroed(arguments: Iterable[Any]) -> bool:
     zeroed = {grad is not mark or mark.is_zeroed for grad, mark in marks}
     if len(zeroed) > 1:
         raise StepOrderError(
-            "since the last backward the gradients of some parameters were set to zero, and those of others were not: "
-            "with parameters on the tiers call optimizer.zero_grad(), which does it for all. To leave some as they are "
-            "for some steps, freeze them, requires_grad_(False), before the model is called"
+            "since the last backward the gradients of some parameters were set to zero or replaced, and those of "
+            "others were not: with parameters on the tiers call optimizer.zero_grad(), which does it for all. To leave "
+            "some as they are for some steps, freeze them, requires_grad_(False), before the model is called"
         )
     return True in zeroed
 

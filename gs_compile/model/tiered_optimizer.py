@@ -31,7 +31,7 @@ from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import StoredState
-from gs_compile.model.residency import are_dropped, end_gradient, is_offloaded, residency_of
+from gs_compile.model.residency import are_dropped, end_gradient, is_offloaded, residency_of, take_given
 from gs_compile.model.settings import check_groups, check_norm, check_settings, check_state_dtype
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.formats import moment_types, wide_of
@@ -185,6 +185,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                     "or use a torch.optim optimizer" + last_given_up()
                 )
             return loss
+        take_given(self._parameters)
         record = self.engine.finish(dropped=are_dropped(self._parameters)) or self._step_in_memory()
         if record is not None:
             self.loaded.clear()
