@@ -315,6 +315,7 @@ def test_a_step_of_a_penalty_alone_is_refused(harness, tmp_path):
         penalty(harness.model).backward()
         with pytest.raises(StepOrderError, match="outside of the compiled model alone"):
             optimizer.step()
+            optimizer.zero_grad()
         loss_of(harness.model, 1).backward()
         optimizer.step()
         assert optimizer.num_steps == 2
@@ -336,9 +337,11 @@ def test_a_state_that_was_loaded_is_there_where_the_first_step_begins_again(harn
         for _ in accumulated(harness.model, 0):
             pass
         optimizer.step()
+        optimizer.zero_grad()
         model, state = copied(harness.model.state_dict()), copied(optimizer.state_dict())
         list(accumulated(harness.model, 1))
         optimizer.step()
+        optimizer.zero_grad()
         wanted = copied(harness.model.state_dict())
     with harness.fresh(adamw, options(tmp_path)) as optimizer:
         harness.model.load_state_dict(model)
@@ -360,6 +363,7 @@ def test_what_is_read_between_two_backwards_has_not_changed(harness, tmp_path):
             loss_of(harness.model, number).backward()
             same_tensors(copied(harness.model.state_dict()), before)
         optimizer.step()
+        optimizer.zero_grad()
         assert not torch.equal(harness.model.state_dict()["lm_head.weight"], before["lm_head.weight"])
 
 
