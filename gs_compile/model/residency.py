@@ -360,8 +360,8 @@ def forget_gradients(parameters: Iterable[Tensor]) -> None:
 
 def given_gradient(parameter: Tensor) -> Tensor | None:
     """What somebody has put in `.grad` of a parameter on the tiers; None: nothing, or zeros."""
-    grad = parameter.grad
-    if grad is None or not is_offloaded(parameter) or grad is residency_of(parameter).gradient:
+    grad = parameter.grad if is_offloaded(parameter) else None
+    if grad is None or grad is residency_of(parameter).gradient:
         return None
     return grad if isinstance(grad, UnavailableGradient) or bool(grad.any()) else None
 
