@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gs_compile.capture.internals import changes, wants_all
+from gs_compile.capture.internals import attribute, changes, wants_all
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.engine import KEPT, Engine
@@ -162,7 +162,7 @@ class Call:
         if self.engine is None:
             return
         for parameter in self.trained:
-            if is_offloaded(parameter) and not parameter.requires_grad:
+            if is_offloaded(parameter) and not attribute(parameter, "requires_grad"):
                 raise StepOrderError(
                     f"a parameter of shape {tuple(parameter.shape)} was frozen between the forward and its backward, "
                     "which updates all that the forward has found to be trained: call requires_grad_(False) before the "

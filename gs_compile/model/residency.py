@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from gs_compile.capture.internals import changes
+from gs_compile.capture.internals import attribute, changes
 from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError, StepOrderError
 from gs_compile.model import files
 from gs_compile.model.files import shares_memory
@@ -338,7 +338,7 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
             whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
             residency.gradient = whole.as_subclass(UnavailableGradient)
         mark = residency.gradient
-        mark.is_left &= parameter.grad is mark and not mark.is_zeroed
+        mark.is_left &= attribute(parameter, "grad") is mark and not mark.is_zeroed
         mark.is_zeroed, mark.is_expected = False, True
         parameter.grad = mark
 
@@ -347,7 +347,7 @@ def end_gradient(parameter: Tensor, *, dropped: bool = False) -> None:
     """After a step: what `mark_gradient_unavailable` has left stays until somebody zeroes it; dropped: it was."""
     if (mark := residency_of(parameter).gradient) is not None:
         mark.is_left, mark.is_expected = True, False
-        if dropped and parameter.grad is mark:
+        if dropped and attribute(parameter, "grad") is mark:
             parameter.grad = None
 
 
@@ -360,7 +360,7 @@ def forget_gradients(parameters: Iterable[Tensor]) -> None:
 
 def given_gradient(parameter: Tensor) -> Tensor | None:
     """What somebody has put in `.grad` of a parameter on the tiers; None: nothing, or zeros."""
-    grad = parameter.grad if is_offloaded(parameter) else None
+    grad = attribute(parameter, "grad") if is_offloaded(parameter) else None
     if grad is None or grad is residency_of(parameter).gradient:
         return None
     return grad if isinstance(grad, UnavailableGradient) or bool(grad.any()) else None
@@ -375,7 +375,7 @@ def take_given(parameters: Iterable[Tensor]) -> None:
 
 def refuse_left(parameters: Iterable[Tensor]) -> None:
     """Raise `StepOrderError` where the gradient of a step that is closed was not zeroed since."""
-    marks = ((each.grad, residency_of(each).gradient) for each in parameters if is_offloaded(each))
+    marks = ((attribute(each, "grad"), residency_of(each).gradient) for each in parameters if is_offloaded(each))
     if any(mark is not None and mark.is_left and grad is mark and not mark.is_zeroed for grad, mark in marks):
         raise StepOrderError(
             "the gradients of the last step were not set to zero after optimizer.step(): torch adds to them in the "
@@ -392,7 +392,7 @@ def are_dropped(parameters: Sequence[Tensor]) -> bool:
     refuse_left(parameters)
     if not is_zeroed(parameters):
         return False
-    if any(parameter.grad is not None for parameter in parameters):
+    if any(attribute(parameter, "grad") is not None for parameter in parameters):
         raise StepOrderError(
             "between the backward and optimizer.step() gradients were set to zero in place, or for the parameters on "
             "the tiers alone: torch would go on with the others, or update by zeros. Drop all of them, and the step is "
@@ -406,8 +406,9 @@ def is_zeroed(arguments: Iterable[Any]) -> bool:
 
     Raises `StepOrderError` where some were and some were not.
     """
-    offloaded = [(arg, residency_of(arg).gradient) for arg in arguments if is_offloaded(arg) and arg.requires_grad]
-    marks = [(arg.grad, mark) for arg, mark in offloaded if mark is not None and mark.is_expected]
+    offloaded = [(arg, residency_of(arg).gradient) for arg in arguments if is_offloaded(arg)]
+    expected = [(arg, mark) for arg, mark in offloaded if mark is not None and mark.is_expected]
+    marks = [(attribute(arg, "grad"), mark) for arg, mark in expected if attribute(arg, "requires_grad")]
     zeroed = {grad is not mark or mark.is_zeroed for grad, mark in marks}
     if len(zeroed) > 1:
         raise StepOrderError(

@@ -145,6 +145,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def begin_step(self) -> StepRecord:
         """A record for the updates of the next step, with the settings as they are now."""
         record = self.as_set()
+        optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters))
         in_memory.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
         return record
 
@@ -157,7 +158,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             check_groups(self.group_of, self.first_group_of)
         if self.engine is not None and self.components != self.engine.components:
             raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
-        optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters))
         groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
         record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
