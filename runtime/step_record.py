@@ -53,6 +53,7 @@ class StepRecord:
     num_ranks: int = 1  # over which gradients are summed: they are those of the mean of the ranks' losses
     scale: float = 1.0  # that clips
     is_too_large: bool = False  # the norm, for float32
+    is_dropped: bool = False  # its gradients: between the backward and `optimizer.step()`
     adds: bool = False  # to the sums of backwards before it
     issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
     num_losses: int = 0  # of this rank's backwards so far; 0: none was trained
@@ -75,9 +76,9 @@ class StepRecord:
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing is updated: a loss, or a gradient so far, is not finite."""
+        """Whether nothing is updated: a loss, or a gradient so far, is not finite, or gradients were dropped."""
         readings = (*self.losses, *self.squares.values())
-        return self.is_too_large or not all(math.isfinite(reading()) for reading in readings)
+        return self.is_dropped or self.is_too_large or not all(math.isfinite(reading()) for reading in readings)
 
     @property
     def is_loss_bad(self) -> bool:

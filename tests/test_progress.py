@@ -47,6 +47,7 @@ def test_a_first_step(stream, measured, tmp_path, monkeypatch, caplog):
         for _ in range(2):  # the second has nothing to wait for
             model(*batch(4)).backward()
             optimizer.step()
+            optimizer.zero_grad()
     logged = [message.split(" took ")[0] for message in caplog.messages if " took " in message]
     assert logged == STAGES
     if stream is Terminal:

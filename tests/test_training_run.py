@@ -43,6 +43,7 @@ model.compile(backend="greedysnake", options={**options, "storage": tempfile.mkd
 for _ in range(2):
     model(torch.ones(4, 256)).backward()
     optimizer.step()
+    optimizer.zero_grad()
 for name, module in [each for each in sys.modules.items() if each[0].split(".")[0] == "torch"]:
     for key, value in list(vars(module).items()):
         for below, each in [("", value), *(vars(value).items() if isinstance(value, type) else ())]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "TorchDispatchMode",
     "add_artifact",
+    "attribute",
     "backward_hooks",
     "changes",
     "comes_to",
@@ -34,6 +35,12 @@ _UNTRACED = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # frames of wh
 def untraced(function: F) -> F:
     """`function`, which Dynamo passes over."""
     return cast(F, torch._disable_dynamo(function))
+
+
+def attribute(tensor: torch.Tensor, name: str) -> Any:
+    """``tensor.name`` by no code of the tensor's class, which takes long: a step asks each parameter several times."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(tensor, name)
 
 
 def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

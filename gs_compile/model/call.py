@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.graph import output_values
-from gs_compile.capture.internals import changes, wants_all, watches_gradient
+from gs_compile.capture.internals import attribute, changes, wants_all, watches_gradient
 from gs_compile.capture.reached import made_of
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
 from gs_compile.errors import MemoryBudgetError, OptimizerError, OutputGradientError, StepOrderError
@@ -30,7 +30,14 @@ from gs_compile.model.first_step import begin_again
 from gs_compile.model.in_memory import averaged
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
-from gs_compile.model.residency import is_offloaded, is_zeroed, mark_gradient_unavailable
+from gs_compile.model.residency import (
+    forget_gradients,
+    is_offloaded,
+    is_zeroed,
+    mark_gradient_unavailable,
+    refuse_left,
+    take_given,
+)
 from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
@@ -76,15 +83,20 @@ class Call:
         """Of its batch, padding too; samples, where a layer's input has no dimension of tokens."""
         return sum(model.num_tokens for model in self.models)
 
+    @cached_property
+    def trained_numbers(self) -> list[int]:
+        """Which arguments get a gradient: those that required one as the forward began."""
+        return [n for n, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
+
     @property
     def trained(self) -> list[torch.Tensor]:
-        """The arguments that get a gradient."""
+        """These."""
         return list(self._trained.values())
 
     @property
     def _trained(self) -> dict[int, torch.Tensor]:
-        """The same by their index."""
-        return {i: arg for i, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad}
+        """The same by their number."""
+        return {number: self.args[number] for number in self.trained_numbers}
 
     def run(self) -> list[Any]:
         """The model's outputs, tied to a backward where this call is a training step."""
@@ -144,7 +156,7 @@ class Call:
             else:
                 executor = self._from_outside(executor, gradients, outside)
             executor.backward()
-        found = self.outputs.argument_gradients(executor.env, self.units, reached)
+        found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
         if self.engine is None:
             return found if self.ranks is None else self._averaged(self.ranks, found)
         assert isinstance(executor, TieredExecutor)
@@ -152,6 +164,25 @@ class Call:
         for parameter in self.trained:
             mark_gradient_unavailable(parameter)
         return found
+
+    def look_at_parameters(self) -> None:
+        """Before a backward on the tiers, add what somebody has put in `.grad`, as torch adds to it.
+
+        Raises `StepOrderError` where a parameter was frozen since the forward, and as `refuse_left` where updates would
+        run before anybody could zero what is left.
+        """
+        if self.engine is None:
+            return
+        for parameter in self.trained:
+            if is_offloaded(parameter) and not attribute(parameter, "requires_grad"):
+                raise StepOrderError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen between the forward and its backward, "
+                    "which updates all that the forward has found to be trained: call requires_grad_(False) before the "
+                    "model is called, or after optimizer.step(). Nothing was updated"
+                )
+        if self.engine.placement.has_early:
+            refuse_left(self.trained)
+        take_given(self.trained)
 
     def find_engine(self) -> None:
         """Begin again where the backward under way shows that a step has several, or go where somebody has.
@@ -295,6 +326,7 @@ class Call:
         if engine.record is not None and not engine.accumulates and may_begin_again:
             if is_zeroed(self.args):
                 engine.done.clear()
+                forget_gradients(engine.optimizer.group_of if engine.optimizer else ())
             engine = self.engine = begin_again(engine, self, accumulates=True, num_calls=engine.num_calls)
         try:
             return engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
@@ -415,6 +447,7 @@ class _Step(torch.autograd.Function):
         call.refuse_watched(gradients)
         asked = call.compilation.options.deterministic
         with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks), deterministic(asked):
+            call.look_at_parameters()
             call.find_engine()
             call.tap(gradients)
             outside = call.outside(gradients)

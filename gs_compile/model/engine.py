@@ -13,7 +13,6 @@ threads and files end.
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import threading
 import weakref
@@ -28,17 +27,15 @@ from gs_compile.capture.dynamo import last_given_up
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
-from gs_compile.machine import format_bytes
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers
 from gs_compile.model.late_settings import begun_again
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.open_calls import Call, OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
-from gs_compile.model.reporting import report_on
-from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.model.reporting import report_on, tell_what_calls_cost
+from gs_compile.model.residency import forget_gradients, is_offloaded, residency_of
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, StepShape, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
@@ -48,8 +45,6 @@ from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.sums import Sums
-
-log = logging.getLogger(__name__)
 
 Tensor = torch.Tensor
 AGAIN = "the model was called again"
@@ -69,6 +64,7 @@ class Optimizer(OptimizerLike, Protocol):
     @property
     def missed(self) -> Mapping[Tensor, int]: ...
     def begin_step(self) -> StepRecord: ...
+    def as_set(self) -> StepRecord: ...
 
 
 class Engine(ParameterStore):
@@ -254,6 +250,8 @@ class Engine(ParameterStore):
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
+        if zeroed:
+            forget_gradients(optimizer.group_of)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
         record.idle = self._trained.difference(reached)
@@ -283,17 +281,18 @@ class Engine(ParameterStore):
         self.tiers.check()
         if self.ranks is not None:
             raise ReleasedParameterError(
-                "a backward has come to a parameter that several ranks share from a computation outside of the "
-                "compiled model: compute this under torch.no_grad(), or inside of the model's forward"
+                "a gradient has come to a parameter that several ranks share from a computation outside of the "
+                "compiled model, or in p.grad: compute this under torch.no_grad(), or inside of the model's forward"
             )
         if not self.accumulates:
             calls = [*self.open.undone, *(call for call, _ in self.done)]
             if not (calls and self.may_begin_again):
                 raise ReleasedParameterError(
-                    "a backward has come to a parameter that lives on the tiers from a computation outside of the "
-                    "compiled model, and the first step of this run had none, so the parameter has the gradient of the "
-                    "model's own backward alone. Compute this under torch.no_grad(), call the compiled model, or give "
-                    'options={"accumulate": True}, with which updates wait, and begin the run anew' + last_given_up()
+                    "a gradient has come to a parameter that lives on the tiers from a computation outside of the "
+                    "compiled model, or in p.grad, and the first step of this run had none, so the parameter gets its "
+                    "gradient from the compiled model's own backward alone. Compute this under torch.no_grad(), call "
+                    'the compiled model, or give options={"accumulate": True}, with which updates wait, and begin the '
+                    "run anew" + last_given_up()
                 )
             if zeroed:
                 self.done.clear()
@@ -319,23 +318,26 @@ class Engine(ParameterStore):
         self.tiers.close()
 
     @in_turn
-    def finish(self) -> StepRecord | None:
-        """Close the step whose backward has run; late updates may follow. None: there was no backward."""
+    def finish(self, *, dropped: bool = False) -> StepRecord | None:
+        """Close the step whose backward has run; late updates may follow. None: there was no backward.
+
+        dropped: its gradients were.
+        """
         self.tiers.wait_for_commit()  # of the step before: a kill costs one closed step at most
         record = self.record
         if record is not None and not self.num_backwards:
             raise StepOrderError(
                 "gradients have come from outside of the compiled model alone: a step needs a backward of the model"
             )
-        if record is not None and (other := begun_again(self, record)) is not None:
-            return other.finish()
+        if record is not None and (other := begun_again(self, record, dropped=dropped)) is not None:
+            return other.finish(dropped=dropped)
         self.record = None
         if record is not None:
             record.predicted_seconds = self._predicted_seconds
             self.sums.end_step(record)
             self.num_steps += 1
             if self.num_steps == 1:
-                self._tell_what_calls_cost()
+                tell_what_calls_cost(self.num_backwards, self.snapshots[-1], self.latest[0])
             self.num_backwards = 0
             self.done.clear()
             self.open.abandon("optimizer.step() was called")
@@ -348,18 +350,6 @@ class Engine(ParameterStore):
         """Of the step under way, if it is one that was planned and simulated; else nan."""
         plan, is_planned = self.planning.planned.plan, self.latest[0] is self.placement
         return plan.seconds if plan and plan.is_solved and is_planned and self.num_backwards == 1 else math.nan
-
-    def _tell_what_calls_cost(self) -> None:
-        """Log what one call with the whole batch would save in each step, where the first one has had several."""
-        if self.num_backwards > 1:
-            moved = traffic(self.snapshots[-1], self.latest[0]).items()
-            nbytes = sum(nbytes for (_, kind), nbytes in moved if kind in ("w", "dw"))
-            log.info(
-                "a step has %d backwards: one call with the whole batch would move %s less in each step, as every call "
-                "brings the parameters, and adds to the gradients, once more",
-                self.num_backwards,
-                format_bytes((self.num_backwards - 1) * nbytes),
-            )
 
     def flush(self, *, commit: bool = False) -> None:
         """Bring all updates to an end, as evaluation and reading need it; `commit`: the last step is made durable."""

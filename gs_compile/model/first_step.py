@@ -54,6 +54,7 @@ def begin(
             agree(ranks, compilation, models[0], args, optimizer)
         refuse_overlaps(compilation.captured.inputs, args)
         aliases = aliases_of(args)
+        optimizer.first_group_of = optimizer.group_of
         optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks, prepared)
         if engine.durable is None or engine.durable.former is None:
             try:

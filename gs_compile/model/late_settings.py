@@ -1,12 +1,12 @@
-"""late_settings: what an optimizer is set to between the last backward of a step and `optimizer.step()`.
+"""late_settings: what a script does between the last backward of a step and `optimizer.step()`.
 
-Many scripts set the learning rate there, and mean this step. Updates that wait for `step()` see it. Of those that run
-beside the backward nobody knows before: the first step of a run shows it, and begins again.
+Many set the learning rate there, and mean this step, or drop the gradients where a loss jumps. Updates that wait for
+`step()` see it. Of those that run beside the backward nobody knows before: the first step of a run shows it, and begins
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from gs_compile.errors import StepOrderError
@@ -15,34 +15,46 @@ from gs_compile.runtime.step_record import StepRecord
 AnEngine = TypeVar("AnEngine", bound=Any)
 
 
-def begun_again(engine: AnEngine, record: StepRecord) -> AnEngine | None:
-    """The engine of the step begun again, where its updates have run with other settings than those of now; else None.
+def begun_again(engine: AnEngine, record: StepRecord, *, dropped: bool) -> AnEngine | None:
+    """The engine of the step begun again, where its updates have run with what does not hold any more; else None.
 
-    Updates that have waited take these up. Raises StepOrderError where they have not, and the step cannot begin again.
+    dropped: the gradients were, and nothing is to be updated. Updates that have waited take up that, and settings that
+    have changed. Raises StepOrderError where they have not waited, and the step cannot begin again.
     """
     optimizer, placement = engine.optimizer, engine.placement
-    if optimizer is None or not (changed := _changed(record, optimizer.param_groups, anew=engine.may_begin_again)):
+    if optimizer is None:
         return None
-    has_early = any(unit.trained("early") for unit in placement.units)
-    if not has_early or record.skipped or placement.rolls_back(confirmed=record.confirmed):
-        record.hypers = optimizer.hypers
+    now = optimizer.as_set()
+    changed = _changed(record, now, anew=engine.may_begin_again)
+    if not (changed or dropped):
         return None
-    if not engine.may_begin_again:
+    if placement.has_early and engine.may_begin_again:
+        engine.done[0][0].begin_again(engine)  # a call of the step
+        successor: AnEngine = engine.successor
+        return successor
+    is_norm_kept = record.max_grad_norm == now.max_grad_norm
+    rolls_back = placement.rolls_back(confirmed=record.confirmed) and (is_norm_kept or dropped)
+    waits = not placement.has_early or rolls_back
+    if not (waits or record.skipped):
+        what = "the gradients were dropped after the backward" if dropped else changed
         raise StepOrderError(
-            f"{changed}: updates have run beside the backward, as nothing has shown that they should wait. Set it "
-            'before the backward or after step(), or give options={"accumulate": True}, with which updates wait for '
-            "step(), and begin the run anew"
+            f"{what}: updates have run beside the backward, as nothing has shown that they should wait. "
+            f"{'Give' if dropped else 'Set it before the backward or after step(), or give'} "
+            'options={"accumulate": True}, with which updates wait for step(), and begin the run anew'
         )
-    engine.done[0][0].begin_again(engine)  # a call of the step
-    successor: AnEngine = engine.successor
-    return successor
+    record.is_dropped, record.hypers = dropped and waits, now.hypers
+    if not is_norm_kept:
+        record.max_grad_norm, record.scale = now.max_grad_norm, 1.0
+        record.clip()
+    return None
 
 
-def _changed(record: StepRecord, groups: Sequence[Mapping[str, Any]], *, anew: bool) -> str:
+def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:
     """A setting with another value than as the backward began, in words; anew: or with an equal one, assigned since."""
-    for number, (before, group) in enumerate(zip(record.groups, groups, strict=True)):
-        for key, value in before.items():
-            now = group.get(key)
-            if now != value or (anew and now is not value):
-                return f'"{key}" of param group {number} was set to {now!r} after the backward, and {value!r} before'
+    pairs = [("max_grad_norm", record.max_grad_norm, now.max_grad_norm)]
+    for number, (before, after) in enumerate(zip(record.groups, now.groups, strict=True)):
+        pairs += [(f'"{key}" of param group {number}', value, after[key]) for key, value in before.items()]
+    for name, value, set_since in pairs:
+        if set_since != value or (anew and set_since is not value):
+            return f"{name} was set to {set_since!r} after the backward, and {value!r} before"
     return ""

@@ -63,8 +63,10 @@ class Place(Protocol):
     def write(self, parameter: Tensor, values: Tensor) -> None:
         """Give the parameter another value, of its shape."""
 
-    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Have the next update use a gradient that a backward outside of the compiled model has come to, too."""
+    def add_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Have the next update use a gradient that a backward outside of the compiled model has come to, too, and what
+        somebody has put in `.grad`; None: that alone.
+        """
 
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """Have the model compute with the parameter in another dtype or on another device."""
@@ -294,12 +296,13 @@ class UnavailableGradient(Tensor):
 
     is_zeroed = False  # by the user, since the last backward
     is_expected = False  # in `.grad`: a backward of the step under way has left it
+    is_left = False  # a step that is closed had it, and nobody has zeroed it since: torch would use it once more
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """To be looked at, zeroed, sent somewhere and dropped is what it allows."""
         name = getattr(function, "__name__", "")
-        if name in _CONVERSIONS:  # as Module.to does, which then gives its `.data` what this returns
+        if name in _CONVERSIONS or function == _GET_DATA:  # Module.to gives its `.data` what this returns
             return args[0]
         if name == "__set__" and args[1] is args[0]:
             return None
@@ -307,7 +310,8 @@ class UnavailableGradient(Tensor):
             for gradient in args[0] if name == "_foreach_zero_" else args[:1]:
                 gradient.is_zeroed = True
             return args[0]
-        if name == "__get__" or name in _LOOKS or name.startswith(_ASKS):
+        looks = name == "__get__" and function.__self__.__name__ not in _VIEWS
+        if looks or name in _LOOKS or name.startswith(_ASKS):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise ReleasedParameterError(
             f"{name}: gradients of parameters that live on the tiers cannot be clipped or used from outside: they "

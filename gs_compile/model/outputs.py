@@ -114,9 +114,9 @@ class Outputs:
         return self.models[0].split.reached(frozenset(i for i, g in enumerate(gradients) if g is not None))
 
     def argument_gradients(
-        self, env: Mapping[Value, Any], units: CompiledUnits, reached: Container[int]
+        self, env: Mapping[Value, Any], units: CompiledUnits, trained: Sequence[int], reached: Container[int]
     ) -> list[Tensor | None]:
-        """Gradients of the trained arguments; a parameter that several units share gets the sum.
+        """Gradients of the trained arguments, of such numbers; a parameter that several units share gets the sum.
 
         None for a parameter on the tiers, whose gradient goes to its update, and for those not in `reached`, by index.
         """
@@ -127,10 +127,10 @@ class Outputs:
                 for key, gradient in content.sums.items():
                     sums[key] = sums[key].add_(gradient) if key in sums else gradient
         gradients = list[Tensor | None]()
-        for index, arg in enumerate(self.args):
-            if isinstance(arg, Tensor) and arg.requires_grad:
-                whole = sums.get(index) if index in sums else _of_batch(index, arg, units)
-                gradients.append(None if whole is None or index not in reached else whole.to(arg.dtype))
+        for index in trained:
+            arg = self.args[index]
+            whole = sums.get(index) if index in sums else _of_batch(index, arg, units)
+            gradients.append(None if whole is None or index not in reached else whole.to(arg.dtype))
         return gradients
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -13,10 +14,13 @@ from typing import Any
 
 import torch
 
-from gs_compile.machine import free_storage, usable_cores, usable_memory
+from gs_compile.machine import format_bytes, free_storage, usable_cores, usable_memory
+from gs_compile.placement.placement import Placement
+from gs_compile.placement.traffic import traffic
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.run import words
 from gs_compile.planner.step_plan import StepPlan, nbytes_by_home
+from gs_compile.program.ir import Program
 from gs_compile.progress import Line
 from gs_compile.runtime.slab import Slab
 from gs_compile.runtime.storage.folder import STATUS
@@ -28,6 +32,8 @@ from gs_compile.status.form import About
 from gs_compile.status.record import RunRecord
 from gs_compile.status.reporter import Outlets, Reporter
 from gs_compile.version import __version__
+
+log = logging.getLogger(__name__)
 
 
 def report_on(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> Reporter | None:
@@ -48,6 +54,21 @@ def report_on(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> Repo
     reporter = Reporter(RunRecord(about, tiers.trace, measure), outlets, _why(tiers))
     tiers.followers.append(reporter.close)
     return reporter
+
+
+def tell_what_calls_cost(num_backwards: int, program: Program, placement: Placement) -> None:
+    """Log what one call with the whole batch would save in each step, where the first one has had several backwards.
+
+    program: of the latest.
+    """
+    if num_backwards > 1:
+        nbytes = sum(nbytes for (_, kind), nbytes in traffic(program, placement).items() if kind in ("w", "dw"))
+        log.info(
+            "a step has %d backwards: one call with the whole batch would move %s less in each step, as every call "
+            "brings the parameters, and adds to the gradients, once more",
+            num_backwards,
+            format_bytes((num_backwards - 1) * nbytes),
+        )
 
 
 def _outlets(planning: StepPrograms, tiers: Tiers) -> Outlets:

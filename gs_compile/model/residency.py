@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from gs_compile.capture.internals import changes
+from gs_compile.capture.internals import attribute, changes
 from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError, StepOrderError
 from gs_compile.model import files
 from gs_compile.model.files import shares_memory
@@ -183,19 +183,23 @@ class Residency:
         if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
             self._show(shown)
 
-    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a gradient from outside of the compiled model to that model's own.
+    def add_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Add a gradient from outside of the compiled model to that model's own, and with it what is given in `.grad`.
 
         Raises `ReleasedParameterError` where updates do not wait for it, or there are none.
         """
         if self.tiered is None or not self.is_trained:
             raise ReleasedParameterError(
-                "a backward has come to a parameter of a model that has not been called yet, or does not train it: "
+                "a gradient has come to a parameter of a model that has not been called yet, or does not train it: "
                 "call the model first, or compute this under torch.no_grad()"
             )
-        self.tiered[0].begin_sums(zeroed=is_zeroed([parameter]))
+        owner = self.optimizer() if self.optimizer is not None else None
+        zeroed, given = is_zeroed([parameter]), given_gradient(parameter)
+        self.tiered[0].begin_sums(zeroed=zeroed and (owner is None or is_zeroed(owner.group_of)))
         store, span = self.tiered  # the run may have begun again
-        store.add_gradient(span, gradient)
+        for each in (given, gradient):
+            if each is not None:
+                store.add_gradient(span, each)
         mark_gradient_unavailable(parameter)
 
     @property
@@ -322,6 +326,7 @@ def restore(parameter: Tensor, values: Tensor) -> None:
     """Make a parameter resident: it has `values` itself, not a copy."""
     residency = residency_of(parameter)
     residency.set_data(parameter, values)
+    end_gradient(parameter, dropped=True)
     residency.stash = residency.place = None
 
 
@@ -332,16 +337,68 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
         if residency.gradient is None:
             whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
             residency.gradient = whole.as_subclass(UnavailableGradient)
-        residency.gradient.is_zeroed, residency.gradient.is_expected = False, True
-        parameter.grad = residency.gradient
+        mark = residency.gradient
+        mark.is_left &= attribute(parameter, "grad") is mark and not mark.is_zeroed
+        mark.is_zeroed, mark.is_expected = False, True
+        parameter.grad = mark
 
 
-def end_gradient(parameter: Tensor) -> None:
-    """After a step: what `mark_gradient_unavailable` has left."""
-    if isinstance(parameter.grad, UnavailableGradient):
-        parameter.grad = None
+def end_gradient(parameter: Tensor, *, dropped: bool = False) -> None:
+    """After a step: what `mark_gradient_unavailable` has left stays until somebody zeroes it; dropped: it was."""
     if (mark := residency_of(parameter).gradient) is not None:
-        mark.is_expected = False
+        mark.is_left, mark.is_expected = True, False
+        if dropped and attribute(parameter, "grad") is mark:
+            parameter.grad = None
+
+
+def forget_gradients(parameters: Iterable[Tensor]) -> None:
+    """What backwards of the step under way have left in `.grad` was zeroed, and is heeded."""
+    for parameter in parameters:
+        if (mark := residency_of(parameter).gradient) is not None:
+            mark.is_expected = False
+
+
+def given_gradient(parameter: Tensor) -> Tensor | None:
+    """What somebody has put in `.grad` of a parameter on the tiers; None: nothing, or zeros."""
+    grad = attribute(parameter, "grad") if is_offloaded(parameter) else None
+    if grad is None or grad is residency_of(parameter).gradient:
+        return None
+    return grad if isinstance(grad, UnavailableGradient) or bool(grad.any()) else None
+
+
+def take_given(parameters: Iterable[Tensor]) -> None:
+    """Have what is given in `.grad` of parameters among these added to the sums of the step, as by `add_gradient`."""
+    for parameter in parameters:
+        if given_gradient(parameter) is not None:
+            residency_of(parameter).add_gradient(parameter, None)
+
+
+def refuse_left(parameters: Iterable[Tensor]) -> None:
+    """Raise `StepOrderError` where the gradient of a step that is closed was not zeroed since."""
+    marks = ((attribute(each, "grad"), residency_of(each).gradient) for each in parameters if is_offloaded(each))
+    if any(mark is not None and mark.is_left and grad is mark and not mark.is_zeroed for grad, mark in marks):
+        raise StepOrderError(
+            "the gradients of the last step were not set to zero after optimizer.step(): torch adds to them in the "
+            "next backward, and here they are gone. Call optimizer.zero_grad() in each step; several backwards before "
+            "one step() do add up"
+        )
+
+
+def are_dropped(parameters: Sequence[Tensor]) -> bool:
+    """Whether the gradients of the step that `optimizer.step()` is to close were dropped, all of them.
+
+    Raises `StepOrderError` where only some were, or are zeros, and as `refuse_left`.
+    """
+    refuse_left(parameters)
+    if not is_zeroed(parameters):
+        return False
+    if any(attribute(parameter, "grad") is not None for parameter in parameters):
+        raise StepOrderError(
+            "between the backward and optimizer.step() gradients were set to zero in place, or for the parameters on "
+            "the tiers alone: torch would go on with the others, or update by zeros. Drop all of them, and the step is "
+            "skipped: optimizer.zero_grad()"
+        )
+    return True
 
 
 def is_zeroed(arguments: Iterable[Any]) -> bool:
@@ -349,13 +406,15 @@ def is_zeroed(arguments: Iterable[Any]) -> bool:
 
     Raises `StepOrderError` where some were and some were not.
     """
-    offloaded = [(arg, residency_of(arg).gradient) for arg in arguments if is_offloaded(arg) and arg.requires_grad]
-    marks = [(arg.grad, mark) for arg, mark in offloaded if mark is not None and mark.is_expected]
+    offloaded = [(arg, residency_of(arg).gradient) for arg in arguments if is_offloaded(arg)]
+    expected = [(arg, mark) for arg, mark in offloaded if mark is not None and mark.is_expected]
+    marks = [(attribute(arg, "grad"), mark) for arg, mark in expected if attribute(arg, "requires_grad")]
     zeroed = {grad is not mark or mark.is_zeroed for grad, mark in marks}
     if len(zeroed) > 1:
         raise StepOrderError(
-            "since the last backward the gradients of some parameters were set to zero, and those of others were not: "
-            "with parameters on the tiers call optimizer.zero_grad(), which does it for all"
+            "since the last backward the gradients of some parameters were set to zero or replaced, and those of "
+            "others were not: with parameters on the tiers call optimizer.zero_grad(), which does it for all. To leave "
+            "some as they are for some steps, freeze them, requires_grad_(False), before the model is called"
         )
     return True in zeroed
 

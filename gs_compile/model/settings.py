@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gs_compile.errors import ABSENT, OptimizerError
+from gs_compile.placement.placement import Placement
 from gs_compile.runtime.formats import StateType
 
 HOW_TORCH_COMPUTES = ("foreach", "fused", "capturable")
@@ -39,6 +40,30 @@ def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> 
                 raise OptimizerError(f"{name}: eps must be more than 0, or zero gradients would divide by it")
     if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise OptimizerError(f"{name}: nesterov needs momentum, and no dampening")
+
+
+def check_norm(max_grad_norm: float | None, placement: Placement | None) -> None:
+    """Raise OptimizerError for a norm that cannot be clipped by. placement: of the run, once there is one."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise OptimizerError(f"max_grad_norm must be more than 0; got {max_grad_norm}")
+    if max_grad_norm is not None and placement is not None and not placement.clip:
+        raise OptimizerError(
+            "max_grad_norm was None when the model first ran, so updates do not wait for a norm: give it when the "
+            "optimizer is made (math.inf clips nothing), and change it between steps from then on"
+        )
+
+
+def check_groups(now: Mapping[torch.Tensor, int], before: Mapping[torch.Tensor, int]) -> None:
+    """Raise OptimizerError where param groups have other parameters than at the first call, which settles updates."""
+    for parameter in now.keys() | before.keys():
+        if now.get(parameter) != before.get(parameter):
+            words = [f"in param group {each[parameter]}" if parameter in each else "in none" for each in (before, now)]
+            raise OptimizerError(
+                f"a parameter of shape {tuple(parameter.shape)} was {words[0]} of the optimizer when the model first "
+                f"ran, and is {words[1]}, of which its updates know nothing. Make another optimizer with the groups "
+                "as they are to be, which takes the parameters over at the next call, or freeze what is not to be "
+                "trained (requires_grad_(False))"
+            )
 
 
 def refuse_other_rules(name: str, given: Mapping[str, Any]) -> None:

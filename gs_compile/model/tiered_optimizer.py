@@ -31,8 +31,8 @@ from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.offloaded import StoredState
-from gs_compile.model.residency import end_gradient, is_offloaded, residency_of
-from gs_compile.model.settings import check_parameter, check_settings, check_state_dtype
+from gs_compile.model.residency import are_dropped, end_gradient, is_offloaded, residency_of, take_given
+from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.formats import moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
@@ -60,10 +60,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.turn: AbstractContextManager[Any] = threading.RLock()  # of the thread that uses the model
         self.max_grad_norm = max_grad_norm
         self.loss_scale: Callable[[], float] = lambda: 1.0  # a LossScaler's
-        self._check_norm()
+        check_norm(max_grad_norm, None)
         self._num_steps = self.num_skipped = 0
         self.num_steps_read: int | None = None  # before the first call, which may go on from another number
         self._missed: Mapping[torch.Tensor, int] = {}
+        self.first_group_of: Mapping[torch.Tensor, int] = {}  # `group_of` as the engine was made
         self._shown_steps: dict[int, torch.Tensor] = {}  # for all that `state` shows, by the steps that were missed
         self.last_step: StepInfo | None = None
         self._ended = math.nan  # when it was closed
@@ -142,26 +143,24 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def begin_step(self) -> StepRecord:
         """A record for the updates of the next step, with the settings as they are now."""
-        for group in self.param_groups:
-            self._check(group)
-        self._check_norm()
-        if self.engine is not None and self.components != self.engine.components:
-            raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
+        record = self.as_set()
         optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters))
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
-        record.loss_scale = self.loss_scale()
         in_memory.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
         return record
 
-    def _check_norm(self) -> None:
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise OptimizerError(f"max_grad_norm must be more than 0; got {self.max_grad_norm}")
-        if self.max_grad_norm is not None and self.engine is not None and not self.engine.placement.clip:
-            raise OptimizerError(
-                "max_grad_norm was None when the model first ran, so updates do not wait for a norm: give it when the "
-                "optimizer is made (math.inf clips nothing), and change it between steps from then on"
-            )
+    def as_set(self) -> StepRecord:
+        """The same, of no gradient so far."""
+        for group in self.param_groups:
+            self._check(group)
+        check_norm(self.max_grad_norm, None if self.engine is None else self.engine.placement)
+        if self.engine is not None:
+            check_groups(self.group_of, self.first_group_of)
+        if self.engine is not None and self.components != self.engine.components:
+            raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
+        groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
+        record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
+        record.loss_scale = self.loss_scale()
+        return record
 
     @property
     def group_of(self) -> Mapping[torch.Tensor, int]:
@@ -185,19 +184,21 @@ class TieredOptimizer(torch.optim.Optimizer):
                     "or use a torch.optim optimizer" + last_given_up()
                 )
             return loss
-        finished = self.engine.finish()
+        take_given(self._parameters)
+        finished = self.engine.finish(dropped=are_dropped(self._parameters))
         record = finished or self._step_in_memory()
         if record is not None:
             self.loaded.clear()
             in_memory.update(self, self._resident, record)
             for parameter in self._parameters:
-                end_gradient(parameter)
+                end_gradient(parameter, dropped=record.is_dropped)
             if finished is not None:  # steps of parameters in memory alone are theirs
                 self.num_skipped += record.skipped
                 if record.idle and not record.skipped:
                     self._note_idle(self.engine, record)
                 self._count(self._num_steps + (not record.skipped))
-            if record.skipped and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
+            is_bad = record.skipped and not record.is_dropped
+            if is_bad and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             self._note(self.engine, record)
         return loss

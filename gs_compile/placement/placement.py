@@ -158,7 +158,7 @@ class Placement:
         assert len(self.decision.ratios) == len(self.stacks), "ratios of stacks that there are not"
         assert all(self._left(stack) >= -1e-9 for stack in range(len(self.stacks))), "more checkpoints than there are"
         assert self.layout.clip or not self.speculative, "without clipping no update is rolled back"
-        waits = not any(unit.trained("early") for unit in self.units) and not self.by_micro_batch
+        waits = not self.has_early and not self.by_micro_batch
         assert waits or not self.accumulates, "what several backwards add up is updated after the last of them"
 
     def laid_out(self, **changes: Any) -> Placement:
@@ -187,6 +187,11 @@ class Placement:
     def decodes(self) -> bool:
         """Whether units have encoded matrices."""
         return any(unit.decoded_nbytes for unit in self.units)
+
+    @cached_property
+    def has_early(self) -> bool:
+        """Whether updates run beside the backward."""
+        return any(unit.trained("early") for unit in self.units)
 
     @cached_property
     def has_late(self) -> bool:

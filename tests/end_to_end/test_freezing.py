@@ -99,6 +99,7 @@ def test_an_optimizer_that_is_made_later_goes_on_with_the_parameters(tmp_path):
     ):
         loss_of(ours, tokens(4))
     optimizer.step()
+    optimizer.zero_grad()
     step(ours, other, tokens(5))
     assert (optimizer.num_steps, other.num_steps) == (3, 1)
     del other
@@ -150,7 +151,30 @@ def test_what_is_trained_changes_between_steps(tmp_path):
     freeze(model, "h.1")
     loss_of(model, tokens(1)).backward()  # as if nothing had been
     optimizer.step()
+    optimizer.zero_grad()
     assert optimizer.num_steps == 1
+    loss = loss_of(model, tokens(2))
+    freeze(model, "h.0")
+    with pytest.raises(StepOrderError, match="was frozen between the forward and its backward"):
+        loss.backward()
+
+
+def test_what_is_trained_in_memory_is_what_the_forward_has_found():
+    """As in torch: who is unfrozen since then has no gradient, and who is frozen neither."""
+    plain, ours = gpt2(), gpt2()
+    ours.compile(backend="greedysnake", options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
+    for model in (plain, ours):
+        freeze(model, "h.1")
+        loss = loss_of(model, tokens(0))
+        freeze(model, "mix")
+        loss.backward()
+    found, wanted = ({name: each.grad for name, each in model.named_parameters()} for model in (ours, plain))
+    assert [name for name, grad in found.items() if grad is not None] == [
+        "transformer.h.1.mix.weight",
+        "transformer.h.1.mix.bias",
+    ]
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad)
 
 
 def test_a_plan_that_does_not_fit_leaves_the_run_as_it_was(tmp_path):

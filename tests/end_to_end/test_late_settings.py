@@ -1,14 +1,14 @@
-"""What a script sets between the last backward and `step()`, as nanochat does the learning rate, is of this step."""
+"""What a script does between the last backward and `step()` is of this step, as where nanochat sets the learning rate."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from learner import distance
-from tiered import Harness, gpt2, options, sgd, tokens
+from learner import distance, learner, same_tensors
+from tiered import Harness, gpt2, loss_of, options, sgd, step, tokens
 
 import gs_compile
-from gs_compile.errors import StepOrderError
+from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.residency import residency_of
 
 KEEPS_CAPTURES = True
@@ -20,18 +20,21 @@ def clipped(groups):
 
 
 def slowed(optimizer, number):
-    """In the first step it is set to the value that it has."""
+    """In the first step it is set to the value that it has; entries that are no settings are nobody's concern."""
     for group in optimizer.param_groups:
-        group["lr"] = 1.0 / (1 + number)
+        group["lr"], group["mine"] = 1.0 / (1 + number), torch.full((2,), torch.nan)
 
 
 def train(model, optimizer, num_calls, clip=None):
+    """clip: by hand, and what it is by falls, also of an optimizer that clips itself."""
     for number in range(3):
         for each in range(num_calls):
             ids = tokens(num_calls * number + each)
             model(input_ids=ids, labels=ids).loss.backward()
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip / (1 + number))
+        elif getattr(optimizer, "max_grad_norm", None) is not None:
+            optimizer.max_grad_norm = CLIP / (1 + number)
         slowed(optimizer, number)
         optimizer.step()
         optimizer.zero_grad()
@@ -58,13 +61,133 @@ def test_what_is_set_before_the_step_is_of_this_step(make, num_calls, harness, t
         assert distance(values, {name: each.detach() for name, each in plain.named_parameters()}) < 2e-6
 
 
-def test_what_is_set_too_late_is_refused(harness, tmp_path):
-    """The first step has set nothing between, so that updates have run beside the backward."""
-    with harness.fresh(sgd, options(tmp_path, alpha=0.5)) as optimizer:
-        for number in range(2):
-            harness.model(input_ids=tokens(number), labels=tokens(number)).loss.backward()
-            if number == 0:
-                optimizer.step()
-        slowed(optimizer, 1)
-        with pytest.raises(StepOrderError, match=r'"lr" of param group 0 was set to 0.5 after .*"accumulate": True'):
+def change_norm(optimizer, number):
+    optimizer.max_grad_norm = 2.0
+
+
+def drop(optimizer, number):
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "words"),
+    [
+        (sgd, slowed, '"lr" of param group 0 was set to 0.5 after the backward'),
+        (clipped, change_norm, "max_grad_norm was set to 2.0 after"),
+        (sgd, drop, "the gradients were dropped after"),
+    ],
+)
+def test_what_comes_too_late_is_refused(make, change, words, harness, tmp_path):
+    """The first step has had nothing between, so that updates have run beside the backward."""
+    given = {"clip": "speculative"} if make is clipped else {}
+    with harness.fresh(make, options(tmp_path, alpha=0.5, **given)) as optimizer:
+        optimizer.max_grad_norm = 1e3 if make is clipped else None
+        step(harness.model, optimizer, tokens(0))
+        loss_of(harness.model, tokens(1)).backward()
+        change(optimizer, 1)
+        with pytest.raises(StepOrderError, match=rf'{words}.* updates have run .*"accumulate": True'):
             optimizer.step()
+
+
+# Gradients that are dropped, put there and left -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [{"alpha": 0.5}, {"accumulate": True}, {"clip": "delayed"}, {"clip": "speculative"}])
+def test_a_step_whose_gradients_are_dropped_changes_nothing(place, harness, tmp_path):
+    """Also the first one, which begins again where updates have run beside its backward; what is rolled back stays so."""
+    plain = gpt2()
+    make = clipped if "clip" in place else sgd
+    with harness.fresh(make, options(tmp_path, **place)) as optimizer:
+        for model, each in ((plain, torch.optim.SGD(plain.parameters(), lr=1.0)), (harness.model, optimizer)):
+            for number in range(4):
+                loss_of(model, tokens(number)).backward()
+                if make is clipped and model is plain:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                if number % 2 == 0:
+                    each.zero_grad()
+                each.step()
+                if number % 2:
+                    each.zero_grad()
+        assert (optimizer.num_steps, optimizer.num_skipped) == (2, 2)
+        assert distance(dict(harness.model.state_dict()), dict(plain.state_dict())) < 2e-6
+
+
+def put(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+
+
+HABITS = {
+    "some are dropped": (
+        lambda model: setattr(model.lm_head.weight, "grad", None),
+        StepOrderError,
+        r"those of others were not: .* freeze them",
+    ),
+    "they are set to zero": (
+        lambda model: model.zero_grad(set_to_none=False),
+        StepOrderError,
+        r"set to zero in place, .* Drop all of them, .* optimizer\.zero_grad\(\)",
+    ),
+    "others are put there": (lambda model: put(model.transformer.h), StepOrderError, r"were set to zero or replaced"),
+}
+
+
+def test_what_a_step_cannot_do_is_refused(harness, tmp_path):
+    """Before anything is updated, so that the run goes on."""
+    with harness.fresh(sgd, options(tmp_path, accumulate=True)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        before = {name: value.clone() for name, value in harness.model.state_dict().items()}
+        for habit, kind, words in HABITS.values():
+            loss_of(harness.model, tokens(1)).backward()
+            habit(harness.model)
+            with pytest.raises(kind, match=words):
+                optimizer.step()
+            optimizer.zero_grad()
+        same_tensors(dict(harness.model.state_dict()), before)
+        loss_of(harness.model, tokens(1)).backward()
+        put(harness.model)  # in the place of all
+        optimizer.step()
+        same_tensors(dict(harness.model.state_dict()), {name: value - 1.0 for name, value in before.items()})
+        put(harness.model)
+        with pytest.raises(StepOrderError, match="a step needs a backward of the model"):
+            optimizer.step()
+
+
+def test_gradients_that_are_left_are_refused(harness, tmp_path):
+    """torch adds to them. Where updates wait a loop may still drop them, as one of two models that learn in turn does."""
+    for number, place in enumerate([{"alpha": 0.5}, {"accumulate": True}]):
+        with harness.fresh(sgd, options(tmp_path / f"{number}", **place)) as optimizer:
+            loss_of(harness.model, tokens(0)).backward()
+            optimizer.step()
+            with pytest.raises(StepOrderError, match="gradients of the last step were not set to zero"):
+                optimizer.step()
+            loss = loss_of(harness.model, tokens(1))
+            if not optimizer.engine.accumulates:
+                with pytest.raises(StepOrderError, match="gradients of the last step were not set to zero"):
+                    loss.backward()
+                continue
+            loss.backward()
+            with pytest.raises(StepOrderError, match="gradients of the last step were not set to zero"):
+                optimizer.step()
+            optimizer.zero_grad()
+            step(harness.model, optimizer, tokens(1))
+            assert optimizer.num_steps == 2
+
+
+def test_groups_that_have_changed_are_refused(tmp_path):
+    with learner(tmp_path) as one:
+        one.train(0)
+        first, second = one.optimizer.param_groups
+        moved = first["params"].pop()
+        with pytest.raises(OptimizerError, match=r"was in param group 0 .* and is in none, .* Make another optimizer"):
+            one.train(1)
+        second["params"].append(moved)
+        with pytest.raises(OptimizerError, match=r"was in param group 0 .* and is in param group 1"):
+            one.train(1)
+        first["params"].append(second["params"].pop())
+        one.train(1)
+        loss = one.loss(2)
+        loss.backward()
+        one.optimizer.param_groups.pop()
+        with pytest.raises(OptimizerError, match=r"was in param group 1 .* and is in none"):
+            one.optimizer.step()

@@ -88,10 +88,15 @@ def evaluations_between(model, number):
 
 
 def zeroed_between(model, number):
-    """What a backward has left is dropped, in both ways that there are."""
+    """What a backward has left is dropped, in both ways that there are. What comes then is added to, be it a penalty's."""
     loss_of(model, 2 * number).backward()
     model.zero_grad(set_to_none=number % 2 == 0)
     loss = loss_of(model, 2 * number + 1)
+    if number == 1:
+        (0.002 * penalty(model)).backward()
+    if number == 2:
+        for parameter in model.parameters():
+            parameter.grad = torch.full(parameter.shape, 0.002)
     loss.backward()
     yield loss
 
@@ -307,6 +312,7 @@ def test_a_step_of_a_penalty_alone_is_refused(harness, tmp_path):
     with harness.fresh(sgd, options(tmp_path, accumulate=True)) as optimizer:
         loss_of(harness.model, 0).backward()
         optimizer.step()
+        optimizer.zero_grad()
         penalty(harness.model).backward()
         with pytest.raises(StepOrderError, match="outside of the compiled model alone"):
             optimizer.step()
@@ -331,9 +337,11 @@ def test_a_state_that_was_loaded_is_there_where_the_first_step_begins_again(harn
         for _ in accumulated(harness.model, 0):
             pass
         optimizer.step()
+        optimizer.zero_grad()
         model, state = copied(harness.model.state_dict()), copied(optimizer.state_dict())
         list(accumulated(harness.model, 1))
         optimizer.step()
+        optimizer.zero_grad()
         wanted = copied(harness.model.state_dict())
     with harness.fresh(adamw, options(tmp_path)) as optimizer:
         harness.model.load_state_dict(model)
@@ -368,6 +376,7 @@ def test_calls_that_wait_share_the_budget(harness, tmp_path):
         for number in range(2):
             list(three_forwards(harness.model, number))
             optimizer.step()
+            optimizer.zero_grad()
         slab = optimizer.engine.tiers.slab
         assert optimizer.engine.num_calls == 3
         assert slab.fixed.nbytes < slab.nbytes <= 900 << 10

@@ -124,6 +124,7 @@ def test_an_evaluation_between_forward_and_backward_has_memory_of_its_own(storag
                         loss_of(harness.model, tokens(7))
                 loss.backward()
                 optimizer.step()
+                optimizer.zero_grad()
                 losses.append(float(loss.detach()))
             needed = needed or peak(optimizer.engine.snapshots[-1], "host")
     assert losses[:3] == losses[3:]

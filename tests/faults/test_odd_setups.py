@@ -101,7 +101,7 @@ def an_optimizer_of_torch_that_finds_no_gradients(setup):
 
     def make(parameters):
         found = sgd(parameters)
-        found.register_step_post_hook(lambda *_: other.step())
+        found.register_step_post_hook(lambda *_: (found.zero_grad(), other.step()))
         return found
 
     setup.make = make
@@ -215,6 +215,7 @@ def running(tmp_path_factory):
     setup = SetUp(tmp_path_factory.mktemp("running"))
     setup.call().backward()  # the first step has one
     setup.optimizer.step()
+    setup.optimizer.zero_grad()
     yield setup
     setup.optimizer.engine.tiers.close()
 
@@ -232,6 +233,7 @@ def test_a_misuse_is_refused_and_the_run_goes_on(name, running):
         same(values(running.model), before)
         running.model(ids()).backward()
     running.optimizer.step()
+    running.optimizer.zero_grad()
     assert running.optimizer.num_steps > 0
     found = values(running.model)
     assert all(not torch.equal(found[each], before[each]) for each in before)

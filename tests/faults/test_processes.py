@@ -37,6 +37,7 @@ for _ in range(2):
     loss = model(*batch())
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
 print("trained", flush=True)
 
 def late():
@@ -50,6 +51,7 @@ while sys.argv[2].startswith("SIG"):
     loss = model(*batch())
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
 parent = os.getpid()
 if sys.argv[2] == "late":
     atexit.register(late)

@@ -34,6 +34,7 @@ def test_a_thread_that_comes_into_a_step_is_refused(harness, reference, tmp_path
             loss.backward()
             in_another_thread(train)
             optimizer.step()
+            optimizer.zero_grad()
             losses.append(float(loss.detach()))
             norms.append(optimizer.last_step.grad_norm)
         assert [("is between the forward" in each, "has not: some" in each) for each in refused] == 3 * [

@@ -134,6 +134,7 @@ def run(model, folder, *, steps=2, **options):
         ids = torch.arange(number, number + 8).view(2, 4)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     return optimizer
 
 

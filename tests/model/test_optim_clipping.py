@@ -53,6 +53,7 @@ def spoil(learner, number, factor):
     """A step whose loss, and with it every gradient, is multiplied."""
     (learner.loss(number) * factor).backward()
     learner.optimizer.step()
+    learner.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def test_a_parameter_that_nobody_reads_has_no_state(tmp_path):
     unread = model.head.bias
     (model.body(input_ids=tokens(0)).logits.sum() + 0 * model.head.weight.sum()).backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert optimizer.state.get(unread, {}) == {}
     assert model.head.weight.shape == optimizer.state[model.head.weight]["exp_avg"].shape
     numbers = {number for group in optimizer.state_dict()["param_groups"] for number in group["params"]}

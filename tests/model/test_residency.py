@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from gs_compile.errors import ReleasedParameterError
 from gs_compile.model.residency import (
     is_offloaded,
+    is_zeroed,
     mark_gradient_unavailable,
     residency_of,
     restore,
@@ -219,6 +220,16 @@ def test_a_gradient_that_has_gone_to_its_update_is_not_used(name):
     other.grad = torch.ones(3)
     with pytest.raises(ReleasedParameterError, match="Use max_grad_norm= of the gs_compile optimizer"):
         USES[name]([other, offloaded])
+
+
+def test_it_is_zeroed_by_its_data():
+    offloaded = parameter((3,))
+    stash(offloaded)
+    mark_gradient_unavailable(offloaded)
+    offloaded.grad.data.zero_()
+    assert is_zeroed([offloaded])
+    with pytest.raises(ReleasedParameterError):
+        offloaded.grad.T.zero_()
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])

@@ -158,6 +158,7 @@ def uses(info, tmp_path, in_host):
     for _ in range(2):
         model(torch.arange(4).view(1, 4)).backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.synchronize()
     trained = status("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")

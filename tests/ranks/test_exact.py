@@ -173,6 +173,7 @@ def run(info, harness, given, bound, spoiled=(), state_dtype=None, optimizer=ada
                 loss = harness.model(input_ids=ids, labels=labels).loss
                 (loss * math.nan if bad.get(number) == "gradient" else loss).backward()
                 one.step()
+                one.zero_grad()
             losses.append(loss.item() if loss.isfinite() else math.inf)  # equal to itself
             assert bool(one.engine.placement.shares) == (given["expert"]["recompute"] != "all")
             norms.append(one.last_step.grad_norm)

@@ -29,6 +29,7 @@ def learn(harness, given, rows=BATCH):
             ids = tokens(number, rows)
             harness.model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
         return (
             optimizer.engine.planning,
             optimizer.engine.snapshots[-1],
