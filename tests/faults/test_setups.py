@@ -204,7 +204,9 @@ def two_dtypes_in_a_block(setup):
     setup.patch(Block, "forward", lambda self, x: x + x @ self.weight.float() + self.bias)
 
 
-@refused(errors.CaptureError, r"trained parameters of torch\.complex64, .*nn\.Parameter\(torch\.view_as_real\(value\)\)")
+@refused(
+    errors.CaptureError, r"trained parameters of torch\.complex64, .*nn\.Parameter\(torch\.view_as_real\(value\)\)"
+)
 def complex_parameters(setup):
     other_parameters(setup, lambda weight: nn.Parameter(weight.to(torch.complex64)))
     setup.patch(Block, "forward", lambda self, x: x + (x.to(torch.complex64) @ self.weight).real)  # none that are real
