@@ -2,7 +2,8 @@
 
 Each measurement is a process of its own: what is alive at most beyond what is given to the code (parameters, x, a
 layer's dy) and the parameters' gradient, as the kernel counts it, beside what a plan counts; and seconds. The head runs
-forward and backward in one go, a layer its forward again and its backward. The gradients of both have to agree.
+forward and backward in one go, a layer its forward again and its backward. What both give is compared, or with
+`--exact` each with what the whole gives in float64.
 
     python -m benchmarks.pieces --tokens 8192 --output benchmarks/results/pieces.json
     python -m benchmarks.pieces --unit layer --tokens 32768 --threads 2 --output benchmarks/results/pieces-layer.json
@@ -46,10 +47,11 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.read(self.before(x)).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+        q, k, v = self.read(self.before(x)).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4).unbind()
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.write(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(functional.gelu(self.up(self.after(x)), approximate="tanh"))
+        inner: torch.Tensor = self.down(functional.gelu(self.up(self.after(x)), approximate="tanh"))
+        return x + inner
 
 
 class Model(nn.Module):
@@ -72,7 +74,7 @@ class Model(nn.Module):
 def code_of(arguments: argparse.Namespace) -> InPieces:
     """The code of a unit, its x [1, tokens, width]."""
     with torch.device("meta"):
-        model = Model(arguments.width, arguments.vocabulary)
+        model = Model(arguments.width, arguments.vocabulary).to(getattr(torch, arguments.dtype))
         ids = torch.zeros(2, arguments.tokens, dtype=torch.long)
     captured, sizes = captured_call(model, {"ids": ids})
     compilation = Compilation(captured, Options.of({"outputs": "loss"}))
@@ -92,7 +94,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     given = [code.unit.result_specs[index] for index in code.unit.differentiated] if name == "backward" else []
     for spec in (*code.unit.specs, *given):
         if spec.dtype.is_floating_point:
-            inputs.append(torch.randn(spec.shape) * 0.02 if spec.shape else torch.tensor(float(arguments.tokens)))
+            values = torch.randn(spec.shape) * 0.02 if spec.shape else torch.tensor(float(arguments.tokens))
+            inputs.append(values.to(spec.dtype))
         else:
             inputs.append(torch.randint(0, arguments.vocabulary, spec.shape))
     num_results = 0 if given else len(code.unit.results)
@@ -108,16 +111,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for index, gradient in zip(code.unit.differentiable, outcome[num_results:], strict=True)
         if code.unit.sources[index].kind == "input"
     ]
+    x = next(i for i, index in enumerate(code.unit.differentiable) if code.unit.sources[index].kind == "x")
     planned = code.cost(name).nbytes
     if arguments.results:
         torch.save(outcome, arguments.results)
     return {
         "tokens_per_piece": code.tokens_per_piece,
         "peak_mib": (memory_nbytes("VmHWM") - before - sum(gradients)) / MIB,
+        "dx_mib": outcome[num_results:][x].nbytes / MIB,  # a result: in the peak, and not in what is planned
         "planned_mib": (planned - sum(gradients)) / MIB,
         "cpu_seconds": seconds,
         "seconds": wall,
     }
+
+
+def distance(found: torch.Tensor, right: torch.Tensor) -> float:
+    """The relative error in the 2-norm."""
+    return float((found.double() - right.double()).norm() / right.double().norm())
 
 
 def main() -> None:
@@ -127,6 +137,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
+    parser.add_argument("--exact", action="store_true", help="compare with float64")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--piece", type=int, help="tokens of a piece, 0: all; without it both are run, and compared")
@@ -137,15 +149,23 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        files = Path(folder, "pieces"), Path(folder, "whole")
+        results = {}
+
+        def run(name: str, *given: object) -> Any:
+            file = Path(folder, name)
+            found = in_process("benchmarks.pieces", *sys.argv[1:], *given, "--results", file)
+            results[name] = torch.load(file)
+            return found
+
         for _ in range(arguments.rounds):
-            for piece, file in zip((UNITS[arguments.unit][2], 0), files, strict=True):
-                given = "--piece", piece, "--results", file
-                rows.append(in_process("benchmarks.pieces", *sys.argv[1:], *given))
+            for name, piece in (("pieces", UNITS[arguments.unit][2]), ("whole", 0)):
+                rows.append(run(name, "--piece", piece))
                 print(json.dumps(rows[-1]), flush=True)
-        pairs = zip(*map(torch.load, files), strict=True)
-        apart = max(float((one - other).norm() / other.norm()) for one, other in pairs)
-    print(f"results and gradients are {apart:.1e} apart")
+        if arguments.exact:
+            run("exact", "--piece", 0, "--dtype", "float64")
+        right = results.pop("exact" if arguments.exact else "whole")
+        apart = {name: max(map(distance, found, right)) for name, found in results.items()}
+    print(f"results and gradients differ by {apart}")
     command = " ".join(["python -m benchmarks.pieces", *sys.argv[1:]])
     save({**conditions(), "command": command, "apart": apart, "rows": rows}, arguments.output)
 
