@@ -43,6 +43,7 @@ LIMITS: dict[str, list[Case]] = {
     ],
     "Parameters of dtypes in one layer": [
         ("end_to_end/test_mixed_dtypes.py", "test_what_does_not_go_together_is_refused", "do not go together"),
+        ("faults/test_setups.py", "complex_parameters", "view_as_real"),
     ],
     '`state_dtype="8bit"` with `gs_compile.Muon`': [
         ("end_to_end/test_muon_runs.py", "test_settings_out_of_range_are_refused", "torch.float32 or torch.bfloat16"),

@@ -130,6 +130,12 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
     of a multiple.
     """
     dtypes, trained = {spec.dtype for spec in members}, {spec.dtype for spec in members if spec.requires_grad}
+    if complex_ones := sorted(str(dtype) for dtype in trained if dtype.is_complex):
+        raise CaptureError(
+            f"unit {unit} has trained parameters of {', '.join(complex_ones)}, and updates are of real numbers: have "
+            "real and imaginary parts as the parameter, nn.Parameter(torch.view_as_real(value)), and take "
+            "torch.view_as_complex of it in forward"
+        )
     floating = [dtype for dtype in dtypes if dtype.is_floating_point] or dtypes
     found = min(floating, key=lambda dtype: (dtype.itemsize, dtype not in trained, str(dtype)))
     wide = {torch.float32} if found.itemsize == 2 else set()
