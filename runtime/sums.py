@@ -60,6 +60,7 @@ class Sums:
         for value, start, first, numel in self._stretches(unit, place):
             self._write(value, start, self._read(value, start, numel).add_(flat[first : first + numel]))
         self.has_outside = True
+        record.idle -= {place}
         self._uncounted.add(place.unit)
         record.squares[place.unit] = cache(partial(self.square, place.unit))
 

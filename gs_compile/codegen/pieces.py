@@ -231,7 +231,7 @@ class InPieces(Differentiated):
         """Of each part, the results that have a gradient where these values have one."""
         names = set(seeds)
         if (key := frozenset(seeds)) not in self._taken:
-            self._taken[key] = found = list[tuple[int, ...]]()
+            found = self._taken.setdefault(key, [])
             for part in reversed(self._parts):
                 found.insert(0, taken := part.part.taken_of(names))
                 if taken:

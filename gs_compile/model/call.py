@@ -20,14 +20,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gs_compile.capture.graph import output_values
-from gs_compile.capture.internals import attribute, changes, wants_all, watches_gradient
-from gs_compile.capture.reached import made_of
+from gs_compile.capture.internals import attribute, changes, wants_all
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, Step
-from gs_compile.errors import MemoryBudgetError, OptimizerError, OutputGradientError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.engine import KEPT, Engine
 from gs_compile.model.first_step import begin_again
-from gs_compile.model.in_memory import averaged
+from gs_compile.model.in_memory import averaged_of_any
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
 from gs_compile.model.residency import (
@@ -235,40 +233,11 @@ class Call:
 
     def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of parameters in memory over all ranks, None where none has one, and others as they are."""
-        split = self.models[0].split
-        ever = split.reached(frozenset(range(len(split.made))))
-        own = [
-            place
-            for place, (index, arg) in enumerate(self._trained.items())
-            if isinstance(arg, torch.nn.Parameter) and index in ever
-        ]
-        counts = torch.tensor([gradients[place] is not None for place in own], dtype=torch.int32)
-        if len(split.made) > 1:  # else the one that there is leads to all of them
-            ranks.sum(counts, "which parameters have gradients")
-        own = [place for place, number in zip(own, counts.tolist(), strict=True) if number]
-        given = [gradients[place] for place in own]
-        whole = [torch.zeros_like(self.trained[p]) if g is None else g for p, g in zip(own, given, strict=True)]
-        means = dict(zip(own, averaged(ranks, whole), strict=True))
-        return [means.get(place, each) for place, each in enumerate(gradients)]
-
-    def refuse_watched(self, gradients: Gradients) -> None:
-        """Raise `OutputGradientError` where an output wants to see its gradient, and one comes to others made of it."""
-        watched = [number for number, each in enumerate(self.returned) if watches_gradient(each())]
-        if not watched:
-            return
-        pairs = zip(output_values(self.compilation.captured.module), self.models[0].split.outputs, strict=True)
-        nodes = [node for node, output in pairs if output.spec is not None]
-        for number in watched:
-            if any(
-                g is not None and node is not nodes[number] and nodes[number] in made_of([node])
-                for node, g in zip(nodes, gradients, strict=True)
-            ):
-                raise OutputGradientError(
-                    f"output `{nodes[number].name}` of the model has a hook on its gradient, or retains it, and a "
-                    "gradient comes to another output that is made of it: what flows between the two is not seen "
-                    "outside of the call. Compute what is made of it outside of the model, or run this step without "
-                    "the backend; nothing was updated"
-                )
+        ever = self.outputs.ever_reached
+        own = [isinstance(arg, torch.nn.Parameter) and index in ever for index, arg in self._trained.items()]
+        return averaged_of_any(
+            ranks, gradients, [arg if is_own else None for arg, is_own in zip(self.trained, own, strict=True)]
+        )
 
     def tap(self, gradients: Gradients) -> None:
         """Where a gradient has arrived for what a layer or the embedding makes, have the epilogue return that.
@@ -444,7 +413,7 @@ class _Step(torch.autograd.Function):
                 "all of them. Leave inputs= out; freeze what is not to be trained (requires_grad_(False)) before the "
                 "model's first call; or use a torch.optim optimizer. Nothing was updated"
             )
-        call.refuse_watched(gradients)
+        call.outputs.refuse_watched([each() for each in call.returned], gradients, call.compilation.captured)
         asked = call.compilation.options.deterministic
         with nullcontext() if call.engine is None else call.engine.turn, told(call.ranks), deterministic(asked):
             call.look_at_parameters()

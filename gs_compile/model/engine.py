@@ -16,7 +16,7 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -28,13 +28,14 @@ from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
-from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers
+from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
+from gs_compile.model.idle import Idle
 from gs_compile.model.late_settings import begun_again
 from gs_compile.model.moving import let_go, move_in, take_up
 from gs_compile.model.open_calls import Call, OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
-from gs_compile.model.residency import forget_gradients, is_offloaded, residency_of
+from gs_compile.model.residency import forget_gradients, residency_of
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, StepShape, Unit, Value
@@ -101,9 +102,8 @@ class Engine(ParameterStore):
         plan = self.planning.planned.facts
         self.durable = Durable(self._optimizer, tiers, stored, plan) if tiers.commits else None
         spans = {args[index]: span for index, span in arrangement.spans.items()}
-        self.num_parameters, idle = len(spans), models[0].split.idle
-        found = arrangement.spans.items()
-        self._trained = frozenset(span for index, span in found if args[index].requires_grad and index not in idle)
+        self.num_parameters = len(spans)
+        self._idle = Idle(arrangement.spans, args, models[0].split.idle, ranks, self.durable)
         if self.durable is not None and self.durable.former is not None:
             give_back_rest(optimizer, take_up(self, spans, stored))
         else:
@@ -192,7 +192,7 @@ class Engine(ParameterStore):
         tied = tied_units(models[0].split, spans)
         shape = replace(self.planning.shape(models[0], tied, training=shape.training), outside=shape.outside)
         if shape.training:
-            _refuse_inputs(args, units.micro_batches[0].inputs)
+            refuse_inputs(args, units.micro_batches[0].inputs)
             if self.reporter is not None:
                 self.reporter.begin()
         placement = self.planning.sized(models, shape)
@@ -240,7 +240,7 @@ class Engine(ParameterStore):
                 f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
                 f"or give it both batches as one. {KEPT}"
             )
-        self._refuse_idle(self._trained.difference(reached))
+        self._idle.refuse(reached)
         executor.record = self._begin_record(losses, reached, zeroed=zeroed)
         self.num_backwards += 1
 
@@ -254,10 +254,7 @@ class Engine(ParameterStore):
             forget_gradients(optimizer.group_of)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
-        record.idle = self._trained.difference(reached)
-        if self.ranks is None:
-            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.missed.items())
-            record.missed = {span: number for span, number in places if span is not None}
+        self._idle.note(record, reached, optimizer.missed, self.trained_span)
         if self.record is not None and not zeroed:
             record.adds, record.losses = True, [*self.record.losses, *record.losses]
             record.idle &= self.record.idle
@@ -309,7 +306,6 @@ class Engine(ParameterStore):
         """Add a gradient from outside to the sums of the step."""
         assert self.record is not None
         self.sums.add(span, gradient, self.record)
-        self.record.idle -= {span}
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""
@@ -424,18 +420,6 @@ class Engine(ParameterStore):
                 "which has one step at a time: train it from one thread, or hold a lock until optimizer.step()"
             )
 
-    def _refuse_idle(self, idle: Collection[Slice]) -> None:
-        """Raise `OptimizerError` for parameters without a gradient, where nobody keeps what steps they have missed."""
-        if idle and (self.ranks is not None or self.durable is not None):
-            first = min(idle, key=str)
-            raise OptimizerError(
-                f"no gradient comes to {len(idle)} of the parameters that are trained, as one of shape {first.shape} "
-                f"in unit {first.unit}, and {'on several ranks' if self.ranks else 'in a durable run'} each step "
-                "updates all of them. Freeze what is never trained (requires_grad_(False)) before the model's first "
-                "call; or add 0.0 * output.sum() of the output that they are for to the loss, which gives them zeros: "
-                "they have weight decay then. Nothing was updated"
-            )
-
     def _refuse_unfinished(self) -> None:
         self.tiers.check()
         if self.record is not None and not self.accumulates:
@@ -444,14 +428,4 @@ class Engine(ParameterStore):
                 "optimizer.step() first. The first step of this run had one backward, so updates run beside it: give "
                 'the model the whole batch in one call, or give options={"accumulate": True}, with which updates wait '
                 "for optimizer.step(), and begin the run anew"
-            )
-
-
-def _refuse_inputs(args: Sequence[Any], batch: Container[int]) -> None:
-    """Raise `OptimizerError` for inputs that require a gradient, but those of the batch: by their index, in `batch`."""
-    for index, arg in enumerate(args):
-        if isinstance(arg, Tensor) and arg.requires_grad and not is_offloaded(arg) and index not in batch:
-            raise OptimizerError(
-                f"an input of shape {tuple(arg.shape)} requires a gradient, and has no row for each sample of the "
-                "batch: detach it, or use a torch.optim optimizer, which leaves parameters in memory"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -309,3 +309,13 @@ def _param_groups(
             )
     idle = model.split.idle
     return {i: (group_of[args[i]], optimizer.missed.get(args[i], 0), i in idle) for i in read}
+
+
+def refuse_inputs(args: Sequence[Any], batch: Container[int]) -> None:
+    """Raise `OptimizerError` for inputs that require a gradient, but those of the batch: by their index, in `batch`."""
+    for index, arg in enumerate(args):
+        if isinstance(arg, Tensor) and arg.requires_grad and not is_offloaded(arg) and index not in batch:
+            raise OptimizerError(
+                f"an input of shape {tuple(arg.shape)} requires a gradient, and has no row for each sample of the "
+                "batch: detach it, or use a torch.optim optimizer, which leaves parameters in memory"
+            )

@@ -155,6 +155,23 @@ def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def averaged_of_any(
+    ranks: Ranks, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The mean over all ranks of each gradient whose parameter is given, None where no rank has one; others unchanged.
+
+    Who has none where another rank has one gives zeros, as with DistributedDataParallel's `find_unused_parameters`.
+    """
+    own = {place: parameter for place, parameter in enumerate(parameters) if parameter is not None}
+    counts = torch.tensor([gradients[place] is not None for place in own], dtype=torch.int32)
+    ranks.sum(counts, "which parameters have gradients")
+    own = {place: own[place] for place, number in zip(own, counts.tolist(), strict=True) if number}
+    pairs = ((gradients[place], parameter) for place, parameter in own.items())
+    whole = [torch.zeros_like(parameter) if gradient is None else gradient for gradient, parameter in pairs]
+    means = dict(zip(own, averaged(ranks, whole), strict=True))
+    return [means.get(place, gradient) for place, gradient in enumerate(gradients)]
+
+
 def begin_alike(ranks: Ranks, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
     """Give parameters in memory, and buffers by name, the first rank's values.
 

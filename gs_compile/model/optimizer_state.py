@@ -71,6 +71,11 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
 
 
+def settings_read(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a group that JSON has kept, which has lists for tuples."""
+    return {key: tuple(each) if isinstance(each, list) else each for key, each in settings_of(group).items()}
+
+
 def are_alike(own: Groups, given: Groups) -> bool:
     """Whether each group has the parameters of the one in its place, so that it can take that one's settings."""
     pairs = zip(own, given, strict=False)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.graph import OutputSpec, layer_name
+from gs_compile.capture.graph import Captured, OutputSpec, layer_name, output_values
+from gs_compile.capture.internals import watches_gradient
+from gs_compile.capture.reached import made_of
 from gs_compile.capture.specialize import OfBatch
 from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.errors import OutputGradientError
@@ -52,6 +54,11 @@ class Outputs:
             outputs.append(given if output.spec is None else next(computed))
         return outputs
 
+    @property
+    def ever_reached(self) -> frozenset[int]:
+        """The trained arguments that a gradient comes to where one comes for each output, by index."""
+        return self.models[0].split.reached(frozenset(range(len(self.made))))
+
     # Gradients -------------------------------------------------------------------------------------------------------
 
     def loss_gradient(self, gradients: Gradients) -> Tensor | None:
@@ -67,6 +74,25 @@ class Outputs:
         if not is_head_apart and all(output.kind == "loss" for output in arrived):
             return frozenset()
         return frozenset({EPILOGUE} | {output.unit for output in arrived if output.kind == "x"})
+
+    def refuse_watched(self, returned: Sequence[Tensor | None], gradients: Gradients, captured: Captured) -> None:
+        """Raise `OutputGradientError` where an output wants to see its gradient, and one comes to others made of it.
+
+        returned: the outputs as the user has them, as far as they live.
+        """
+        if not (watched := [number for number, each in enumerate(returned) if watches_gradient(each)]):
+            return
+        pairs = zip(output_values(captured.module), self.models[0].split.outputs, strict=True)
+        nodes = [node for node, output in pairs if output.spec is not None]
+        given = [node for node, gradient in zip(nodes, gradients, strict=True) if gradient is not None]
+        for node in (nodes[number] for number in watched):
+            if node in made_of(other for other in given if other is not node):
+                raise OutputGradientError(
+                    f"output `{node.name}` of the model has a hook on its gradient, or retains it, and a gradient comes"
+                    " to another output that is made of it: what flows between the two is not seen outside of the "
+                    "call. Compute what is made of it outside of the model, or run this step without the backend; "
+                    "nothing was updated"
+                )
 
     def untapped(self, gradients: Gradients) -> frozenset[int]:
         """The outputs, by number, that get a gradient, and are made inside a layer or the embedding.

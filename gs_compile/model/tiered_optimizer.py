@@ -30,6 +30,7 @@ from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParamete
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
+from gs_compile.model.idle import miss
 from gs_compile.model.offloaded import StoredState
 from gs_compile.model.residency import are_dropped, end_gradient, is_offloaded, residency_of, take_given
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
@@ -86,7 +87,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             check_parameter(parameter)
             residency_of(parameter).optimizer = weakref.ref(self)
-            self._show_state(parameter)
+            self.show_state(parameter)
 
     @property
     def num_steps(self) -> int:
@@ -107,6 +108,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @missed.setter
     def missed(self, missed: Mapping[torch.Tensor, int]) -> None:
         self._missed = {parameter: number for parameter, number in missed.items() if number}
+        self._shown_steps = {n: shown for n, shown in self._shown_steps.items() if n in {0, *missed.values()}}
 
     def note_missed(self, parameters: Iterable[torch.Tensor]) -> None:
         """These are trained from the next step on, with the state that they had when they were frozen, if any."""
@@ -194,23 +196,13 @@ class TieredOptimizer(torch.optim.Optimizer):
                 end_gradient(parameter, dropped=record.is_dropped)
             if finished is not None:  # steps of parameters in memory alone are theirs
                 self.num_skipped += record.skipped
-                if record.idle and not record.skipped:
-                    self._note_idle(self.engine, record)
+                miss(self, record)
                 self._count(self._num_steps + (not record.skipped))
             is_bad = record.skipped and not record.is_dropped
             if is_bad and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             self._note(self.engine, record)
         return loss
-
-    def _note_idle(self, engine: Engine, record: StepRecord) -> None:
-        """Parameters that no gradient has come to have missed the step."""
-        idle = [each for each in self._parameters if engine.trained_span(each) in record.idle]
-        self.missed = {**self.missed, **{each: self.missed.get(each, 0) + 1 for each in idle}}
-        for each in idle:
-            self._show_state(each)
-        numbers = {0, *self.missed.values()}
-        self._shown_steps = {number: shown for number, shown in self._shown_steps.items() if number in numbers}
 
     def _note(self, engine: Engine, record: StepRecord) -> None:
         """The step that is closed is the last one, for all who tell of it."""
@@ -277,13 +269,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         Raises ResumeError where these are no settings of its param groups.
         """
-        settings = [
-            {
-                key: tuple(each) if isinstance(each, list) else each
-                for key, each in optimizer_state.settings_of(theirs).items()
-            }
-            for theirs in former.groups
-        ]
+        settings = list(map(optimizer_state.settings_read, former.groups))
         try:
             for mine, theirs in zip(self.param_groups, settings, strict=True):
                 self._check({**mine, **theirs})
@@ -437,14 +423,14 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
                 if not self.engine.num_steps:
                     self.loaded[parameter] = state
-            self._show_state(parameter)
+            self.show_state(parameter)
 
     def show_stored(self) -> None:
         """Show the states on the tiers, in place of those that were loaded: a durable run that goes on has its own."""
         for parameter in filter(self._is_trained, self._parameters):
-            self._show_state(parameter)
+            self.show_state(parameter)
 
-    def _show_state(self, parameter: torch.Tensor) -> None:
+    def show_state(self, parameter: torch.Tensor) -> None:
         like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
         shown = dict.fromkeys(self.components_of(parameter), like.as_subclass(StoredState))
         self.state[parameter] = {"step": self._shown_step(parameter), **shown}

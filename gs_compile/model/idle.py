@@ -1,0 +1,66 @@
+"""idle: parameters that are trained and that no gradient comes to in a step, as of a head that the step does not train.
+
+Updates leave them as they are, as torch does. Their own numbers of steps, by which moments are corrected, fall behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gs_compile.errors import OptimizerError
+from gs_compile.runtime.spans import Slice
+from gs_compile.runtime.step_record import StepRecord
+
+Tensor = torch.Tensor
+
+
+class Idle:
+    """Those of one engine, by their places.
+
+    spans, never: of all parameters, and which of them never get a gradient and are left out here, by input index.
+    ranks, durable: where there are any, nobody keeps how many steps a parameter has missed.
+    """
+
+    def __init__(
+        self, spans: Mapping[int, Slice], args: Sequence[Any], never: Collection[int], ranks: Any, durable: Any
+    ) -> None:
+        trained = (span for index, span in spans.items() if args[index].requires_grad and index not in never)
+        self._trained = frozenset(trained)
+        self._place = "on several ranks" if ranks else "in a durable run" if durable else ""
+
+    def refuse(self, reached: Collection[Slice]) -> None:
+        """Raise `OptimizerError` where a backward does not reach all, and nobody keeps what steps they have missed."""
+        if self._place and (idle := self._trained.difference(reached)):
+            first = min(idle, key=str)
+            raise OptimizerError(
+                f"no gradient comes to {len(idle)} of the parameters that are trained, as one of shape {first.shape} "
+                f"in unit {first.unit}, and {self._place} each step updates all of them. Freeze what is never trained "
+                "(requires_grad_(False)) before the model's first call; or add 0.0 * output.sum() of the output that "
+                "they are for to the loss, which gives them zeros: they have weight decay then. Nothing was updated"
+            )
+
+    def note(
+        self,
+        record: StepRecord,
+        reached: Collection[Slice],
+        missed: Mapping[Tensor, int],
+        span_of: Callable[[Tensor], Slice | None],
+    ) -> None:
+        """Have in the record of a backward what it does not reach, and what steps parameters have missed before it."""
+        record.idle = self._trained.difference(reached)
+        if not self._place:
+            places = ((span_of(parameter), number) for parameter, number in missed.items())
+            record.missed = {span: number for span, number in places if span is not None}
+
+
+def miss(optimizer: Any, record: StepRecord) -> None:
+    """What no gradient has come to has missed this step, which others have taken."""
+    if record.idle and not record.skipped:
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        idle = [each for each in parameters if optimizer.engine.trained_span(each) in record.idle]
+        optimizer.missed = {**optimizer.missed, **{each: optimizer.missed.get(each, 0) + 1 for each in idle}}
+        for each in idle:
+            optimizer.show_state(each)
