@@ -63,10 +63,8 @@ class Place(Protocol):
     def write(self, parameter: Tensor, values: Tensor) -> None:
         """Give the parameter another value, of its shape."""
 
-    def add_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Have the next update use a gradient that a backward outside of the compiled model has come to, too, and what
-        somebody has put in `.grad`; None: that alone.
-        """
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Have the next update use a gradient that a backward outside of the compiled model has come to, too."""
 
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """Have the model compute with the parameter in another dtype or on another device."""

@@ -183,7 +183,7 @@ class Residency:
         if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
             self._show(shown)
 
-    def add_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient from outside of the compiled model to that model's own, and with it what is given in `.grad`.
 
         Raises `ReleasedParameterError` where updates do not wait for it, or there are none.
@@ -194,12 +194,11 @@ class Residency:
                 "call the model first, or compute this under torch.no_grad()"
             )
         owner = self.optimizer() if self.optimizer is not None else None
-        zeroed, given = is_zeroed([parameter]), given_gradient(parameter)
-        self.tiered[0].begin_sums(zeroed=zeroed and (owner is None or is_zeroed(owner.group_of)))
+        take_given([parameter])
+        zeroed = is_zeroed([parameter]) and (owner is None or is_zeroed(owner.group_of))
+        self.tiered[0].begin_sums(zeroed=zeroed)
         store, span = self.tiered  # the run may have begun again
-        for each in (given, gradient):
-            if each is not None:
-                store.add_gradient(span, each)
+        store.add_gradient(span, gradient)
         mark_gradient_unavailable(parameter)
 
     @property
@@ -368,9 +367,11 @@ def given_gradient(parameter: Tensor) -> Tensor | None:
 
 def take_given(parameters: Iterable[Tensor]) -> None:
     """Have what is given in `.grad` of parameters among these added to the sums of the step, as by `add_gradient`."""
-    for parameter in parameters:
-        if given_gradient(parameter) is not None:
-            residency_of(parameter).add_gradient(parameter, None)
+    given = {parameter: grad for parameter in parameters if (grad := given_gradient(parameter)) is not None}
+    for parameter in given:
+        parameter.grad = None
+    for parameter, gradient in given.items():
+        residency_of(parameter).add_gradient(parameter, gradient)
 
 
 def refuse_left(parameters: Iterable[Tensor]) -> None:
