@@ -123,6 +123,7 @@ class _Cut:
         self.separated = separated
         self.graph = separated.module.graph
         self.batch = captured.names("batch")
+        self.parameters = captured.names("parameter")
         self.wanted = [value for value in separated.outputs if isinstance(value, fx.Node)]
         self.readers = needed_by(self.wanted, self.graph)
         *_, last = self.readers
@@ -142,7 +143,7 @@ class _Cut:
             self.block_cut, self.num_layers = block_cut, len(block_cut.names) * self.num_layers
             self.carried = self._carried()
         wholes = {node: refusal for node, refusal in separated.wholes.items() if node in self.readers}
-        self.whole = self._cut_out(wholes, captured) if wholes else None
+        self.whole = self._cut_out(wholes) if wholes else None
         self.sides = self._sides()
         self.emitted: dict[int, list[fx.Node]] = defaultdict(list)  # by unit, what it makes for the outputs alone
         self.main: fx.Node | None = None  # the loss
@@ -177,6 +178,7 @@ class _Cut:
     def _carried(self) -> list[fx.Node]:
         """x0 ... xL: what goes from each unit to the next."""
         self._refuse_shared_memory(self._crossing())
+        self._copy_entries()
         self.origins = {at: self._begun(at, origin) for at, origin in self.origins.items()}
         for at in filter(None, self.origins):
             self._given_on(at)
@@ -197,6 +199,14 @@ class _Cut:
             carried += on
             self.taps += taps
         return carried
+
+    def _copy_entries(self) -> None:
+        """Let units read copies of what another makes as a view of a parameter, whose memory ends with that unit."""
+        memory = {storage_of(node) for node in self.readers if node.name in self.parameters} - {None}
+        for node, readers in self._crossing().items():
+            if storage_of(node) in memory:
+                copied = self._copied_at(self.at[node], node, readers)
+                self.origins = {at: copied if each is node else each for at, each in self.origins.items()}
 
     def _begun(self, at: int, origin: fx.Node) -> fx.Node:
         """What a unit that begins a stack hands on to its first layer; made elsewhere, or an input, it is copied."""
@@ -238,13 +248,13 @@ class _Cut:
         self.wanted = [copies.get(value, value) for value in self.wanted]
         self.readers = needed_by(self.wanted, self.graph)
 
-    def _cut_out(self, wholes: Mapping[fx.Node, str], captured: Captured) -> Whole:
+    def _cut_out(self, wholes: Mapping[fx.Node, str]) -> Whole:
         """Have the epilogue read what is made of all samples at once, and leave out how that is made."""
-        fit, parameters = self.separated.samples.intersection(self.taps), captured.names("parameter")
+        fit = self.separated.samples.intersection(self.taps)
         found = dict[str, int]()
         for node, refusal in wholes.items():
             taps, inputs = made_of(node.all_input_nodes[0], self.at, range(1, self.num_layers + 1))
-            is_fit = fit.issuperset(taps) and parameters.isdisjoint(each.name for each in inputs)
+            is_fit = fit.issuperset(taps) and self.parameters.isdisjoint(each.name for each in inputs)
             if not is_fit or is_changed(node.all_input_nodes[0]):
                 raise SeparationError(refusal)
             found |= {tap.name: self.taps.index(tap) for tap in taps}

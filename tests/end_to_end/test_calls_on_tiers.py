@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 import torch
 from learner import distance
 from tiered import LENGTH, VOCABULARY, gpt2, options, step, tokens
+from torch import nn
 from zoo import VOCAB, WIDTH, small
 
 import gs_compile
@@ -107,6 +109,45 @@ def test_terms_beside_the_loss(separate, tmp_path):
             update.step()
             update.zero_grad()
     assert distance(model.state_dict(), reference.state_dict()) < 1e-7
+    optimizer.engine.tiers.close()
+
+
+class Entries(nn.Module):
+    """Layers that share a vector of scales and a table of shifts, of which each has its entry."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scales, self.shifts = nn.Parameter(torch.linspace(0.5, 1.5, 3)), nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, input_ids):
+        x = self.words(input_ids)
+        for number, block in enumerate(self.blocks):
+            x = x * self.scales[number]
+            x = x + block(x + self.shifts[number]).tanh()
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:the model's blocks are of . kinds:gs_compile.errors.UniformityWarning")
+def test_entries_of_parameters_that_layers_share(tmp_path):
+    """They are copied: the memory of the embedding's parameters has others, once the layers run."""
+    torch.manual_seed(0)
+    model = Entries()
+    reference = copy.deepcopy(model)
+    optimizer, theirs = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    model.compile(backend="greedysnake", options={**options(tmp_path), "outputs": "all"})
+    for number in range(2):
+        ids = tokens(number) % VOCAB
+        with torch.no_grad():
+            assert distance({"logits": model(ids)}, {"logits": reference(ids)}) < 1e-6
+        for each, update in ((model, optimizer), (reference, theirs)):
+            for _ in range(2):
+                each(ids).logsumexp(-1).mean().backward()
+            update.step()
+            update.zero_grad()
+    assert distance(model.state_dict(), reference.state_dict()) < 1e-6
+    assert "checkpoint:         float32[2, " in str(gs_compile.inspect(model)), "of samples, not an entry"
     optimizer.engine.tiers.close()
 
 
