@@ -62,8 +62,6 @@ class Optimizer(OptimizerLike, Protocol):
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
 
-    @property
-    def missed(self) -> Mapping[Tensor, int]: ...
     def begin_step(self) -> StepRecord: ...
     def as_set(self) -> StepRecord: ...
 
@@ -240,7 +238,6 @@ class Engine(ParameterStore):
                 f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
                 f"or give it both batches as one. {KEPT}"
             )
-        self._idle.refuse(reached)
         executor.record = self._begin_record(losses, reached, zeroed=zeroed)
         self.num_backwards += 1
 
@@ -254,7 +251,7 @@ class Engine(ParameterStore):
             forget_gradients(optimizer.group_of)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
-        self._idle.note(record, reached, optimizer.missed, self.trained_span)
+        self._idle.note(record, reached, optimizer.missed, self.trained_span, is_alone=not self.accumulates)
         if self.record is not None and not zeroed:
             record.adds, record.losses = True, [*self.record.losses, *record.losses]
             record.idle &= self.record.idle
@@ -325,6 +322,7 @@ class Engine(ParameterStore):
             raise StepOrderError(
                 "gradients have come from outside of the compiled model alone: a step needs a backward of the model"
             )
+        self._idle.refuse(record)
         if record is not None and (other := begun_again(self, record, dropped=dropped)) is not None:
             return other.finish(dropped=dropped)
         self.record = None

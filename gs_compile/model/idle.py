@@ -21,25 +21,27 @@ class Idle:
     """Those of one engine, by their places.
 
     spans, never: of all parameters, and which of them never get a gradient and are left out here, by input index.
-    ranks, durable: where there are any, nobody keeps how many steps a parameter has missed.
+    durable: nobody keeps how many steps a parameter has missed. On several ranks, which may differ in what they train,
+    what has no gradient has zeros.
     """
 
     def __init__(
         self, spans: Mapping[int, Slice], args: Sequence[Any], never: Collection[int], ranks: Any, durable: Any
     ) -> None:
         trained = (span for index, span in spans.items() if args[index].requires_grad and index not in never)
-        self._trained = frozenset(trained)
-        self._place = "on several ranks" if ranks else "in a durable run" if durable else ""
+        self._trained = frozenset(() if ranks else trained)
+        self._keeps_numbers, self._is_durable = not ranks, bool(durable)
 
-    def refuse(self, reached: Collection[Slice]) -> None:
-        """Raise `OptimizerError` where a backward does not reach all, and nobody keeps what steps they have missed."""
-        if self._place and (idle := self._trained.difference(reached)):
-            first = min(idle, key=str)
+    def refuse(self, record: StepRecord | None) -> None:
+        """Raise `OptimizerError` where a step leaves out parameters, and a run that goes on would not know of it."""
+        if self._is_durable and record is not None and record.idle:
+            first = min(record.idle, key=str)
             raise OptimizerError(
-                f"no gradient comes to {len(idle)} of the parameters that are trained, as one of shape {first.shape} "
-                f"in unit {first.unit}, and {self._place} each step updates all of them. Freeze what is never trained "
-                "(requires_grad_(False)) before the model's first call; or add 0.0 * output.sum() of the output that "
-                "they are for to the loss, which gives them zeros: they have weight decay then. Nothing was updated"
+                f"no gradient comes to {len(record.idle)} of the parameters that are trained, as one of shape "
+                f"{first.shape} in unit {first.unit}, and in a durable run each step updates all of them. Freeze what "
+                "is never trained (requires_grad_(False)) before the model's first call; or add 0.0 * output.sum() of "
+                "the output that they are for to the loss, which gives them zeros: they have weight decay then. "
+                "Nothing was updated"
             )
 
     def note(
@@ -48,12 +50,19 @@ class Idle:
         reached: Collection[Slice],
         missed: Mapping[Tensor, int],
         span_of: Callable[[Tensor], Slice | None],
+        *,
+        is_alone: bool,
     ) -> None:
-        """Have in the record of a backward what it does not reach, and what steps parameters have missed before it."""
+        """Have in the record of a backward what it does not reach, and what steps parameters have missed before it.
+
+        is_alone: the step has no other backward.
+        """
         record.idle = self._trained.difference(reached)
-        if not self._place:
+        if self._keeps_numbers:
             places = ((span_of(parameter), number) for parameter, number in missed.items())
             record.missed = {span: number for span, number in places if span is not None}
+        if is_alone:
+            self.refuse(record)
 
 
 def miss(optimizer: Any, record: StepRecord) -> None:
