@@ -19,10 +19,10 @@ GPU_ARGS ?= --minutes 60
 RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow oldest newest lint types dist plug race zoo gpu site clean
+.PHONY: help demo test slow oldest newest lint types dist plug race zoo gpu site release clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS='-n 2 -k snake' goes to pytest, PLUG_ARGS to plug, RACE_ARGS to the race, ZOO_ARGS to the zoo, GPU_ARGS to gpu."
 
@@ -71,6 +71,9 @@ gpu: $(STAMP) ## on a CUDA device: two minutes of smoke, its tests, rates of lan
 
 site: $(DOCS)/.installed ## build the documentation into site/, and fail at a broken link or an undocumented name
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+release: $(STAMP) ## all checks, the slow ones too; wheel and site; a commit and a tag; VERSION=1.0.0
+	$(BIN)/python .ci/release.py $(VERSION)
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) $(PEERS) $(OLDEST) $(NEWEST) $(ZOO) $(DOCS) site build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

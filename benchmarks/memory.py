@@ -6,17 +6,20 @@ for one micro-batch, which for the embedding is as large as the embedding. Peaks
 after the first step, which traces and moves the parameters home.
 
     python -m benchmarks.memory --size gpt2-medium --host-memory 1GiB --precision model --storage /path/on/a/drive
+    python -m benchmarks.memory --config benchmarks/models/qwen3-4b.json --host-memory 8GiB
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import gs_compile
 from benchmarks.common import conditions, memory_nbytes, parser_of, reset_peak, save, setting_of, step
@@ -27,7 +30,9 @@ from gs_compile.machine import format_bytes, parse_bytes
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     idle = memory_nbytes("VmRSS")
     torch.manual_seed(0)
-    model = gs_compile.init_on_storage(lambda: build(arguments.size, arguments.sequence), storage=arguments.storage)
+    start = time.perf_counter()
+    model = cast("PreTrainedModel", gs_compile.init_on_storage(lambda: built(arguments), storage=arguments.storage))
+    building = time.perf_counter() - start
     numel = sum(parameter.numel() for parameter in model.parameters())
     after_building = memory_nbytes("VmHWM")
     options = {
@@ -43,7 +48,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     seconds, losses = [], []
     for number in range(arguments.steps):
-        ids = torch.randint(50257, (arguments.micro_batches, arguments.sequence), generator=generator)
+        ids = torch.randint(model.config.vocab_size, (arguments.micro_batches, arguments.sequence), generator=generator)
         start = time.perf_counter()
         loss = step(model, optimizer, ids)
         seconds.append(time.perf_counter() - start)
@@ -59,6 +64,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     lanes = {lane: {"seconds": t.seconds, "bytes": t.nbytes} for lane, t in optimizer.last_step.lanes.items()}
     return {
         "parameters": numel,
+        "building_seconds": building,
         "budget_bytes": parse_bytes(arguments.host_memory),
         "idle_bytes": idle,
         "peak_while_building_bytes": after_building,
@@ -74,9 +80,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def built(arguments: argparse.Namespace) -> PreTrainedModel:
+    """A model of a size, or of a config, with values as they are drawn."""
+    if arguments.config is None:
+        return build(arguments.size, arguments.sequence)
+    config = AutoConfig.for_model(**json.loads(arguments.config.read_text()), use_cache=False)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="gpt2-medium")
+    parser.add_argument("--config", type=Path, help="a model by a config of transformers, in the place of --size")
     parser.add_argument("--host-memory", default="1GiB")
     parser.add_argument("--precision", choices=("model", "bf16"), default="model")
     parser.add_argument("--compiler", choices=("auto", "inductor", "eager"), default="eager")

@@ -1,9 +1,12 @@
-"""The head and its loss in pieces of tokens beside all tokens at a time: memory and time of one forward and backward.
+"""The head and its loss, or a layer, in pieces of tokens beside all tokens at a time: memory and time of a backward.
 
-Each measurement is a process of its own: what is alive at most beyond the head's parameters, their gradient and x, as
-the kernel counts it, beside what a plan counts; and processor seconds. The gradients of both have to agree.
+Each measurement is a process of its own: what is alive at most beyond what is given to the code (parameters, x, a
+layer's dy) and the parameters' gradient, as the kernel counts it, beside what a plan counts; and seconds. The head runs
+forward and backward in one go, a layer its forward again and its backward. What both give is compared, or with
+`--exact` each with what the whole gives in float64.
 
     python -m benchmarks.pieces --tokens 8192 --output benchmarks/results/pieces.json
+    python -m benchmarks.pieces --unit layer --tokens 32768 --threads 2 --output benchmarks/results/pieces-layer.json
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from torch import nn
+from torch.nn import functional
 
 from benchmarks.common import conditions, in_process, memory_nbytes, parser_of, reset_peak, save
 from gs_compile.capture.call import captured_call
@@ -24,45 +30,75 @@ from gs_compile.capture.off_meta import off_meta
 from gs_compile.codegen.compiled import Compilation
 from gs_compile.codegen.pieces import LEAST, InPieces
 from gs_compile.options import Options
+from gs_compile.planner.in_pieces import SIZES
 
 MIB = 2**20
+HEAD = 64  # elements of a head of attention
+UNITS = {"head": (-1, "both", LEAST), "layer": (1, "backward", min(SIZES))}  # which, its function, tokens of a piece
+
+
+class Layer(nn.Module):
+    """A layer as GPT-2's; no mask of all pairs of tokens is an input of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.read, self.write = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.read(self.before(x)).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4).unbind()
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.write(mixed.transpose(1, 2).flatten(-2))
+        inner: torch.Tensor = self.down(functional.gelu(self.up(self.after(x)), approximate="tanh"))
+        return x + inner
+
+
+class Model(nn.Module):
+    """Two layers and a head."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(vocabulary, width), nn.RMSNorm(width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def code_of(arguments: argparse.Namespace) -> InPieces:
-    """The code of the head of a Llama, its x [1, tokens, width]."""
-    config = transformers.LlamaConfig(
-        hidden_size=arguments.width,
-        intermediate_size=4 * arguments.width,
-        num_hidden_layers=2,
-        num_attention_heads=arguments.width // 64,
-        num_key_value_heads=arguments.width // 64,
-        vocab_size=arguments.vocabulary,
-        max_position_embeddings=arguments.tokens,
-        use_cache=False,
-    )
+    """The code of a unit, its x [1, tokens, width]."""
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
+        model = Model(arguments.width, arguments.vocabulary).to(getattr(torch, arguments.dtype))
         ids = torch.zeros(2, arguments.tokens, dtype=torch.long)
-    captured, sizes = captured_call(model, {"input_ids": ids, "labels": ids})
+    captured, sizes = captured_call(model, {"ids": ids})
     compilation = Compilation(captured, Options.of({"outputs": "loss"}))
     units = compilation.specialized(1, sizes, alone=False).split.units
     generator = Generator(arguments.compiler)
-    return InPieces(off_meta(units[-1]), generator, None, (), arguments.piece)
+    return InPieces(off_meta(units[UNITS[arguments.unit][0]]), generator, None, (), arguments.piece)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """In this process: one call to warm up on a part of the memory it takes, and one that counts."""
     torch.set_num_threads(arguments.threads)
     code = code_of(arguments)
-    function = code.function("both")
+    name = UNITS[arguments.unit][1]
+    function = code.function(name)
     torch.manual_seed(0)
     inputs = []
-    for spec in code.unit.specs:
+    given = [code.unit.result_specs[index] for index in code.unit.differentiated] if name == "backward" else []
+    for spec in (*code.unit.specs, *given):
         if spec.dtype.is_floating_point:
-            inputs.append(torch.randn(spec.shape) * 0.02 if spec.shape else torch.tensor(float(arguments.tokens)))
+            values = torch.randn(spec.shape) * 0.02 if spec.shape else torch.tensor(float(arguments.tokens))
+            inputs.append(values.to(spec.dtype))
         else:
             inputs.append(torch.randint(0, arguments.vocabulary, spec.shape))
-    results = code.unit.results
+    num_results = 0 if given else len(code.unit.results)
     before = memory_nbytes("VmRSS")
     reset_peak()
     wall, start = time.perf_counter(), time.process_time()
@@ -72,41 +108,66 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     wall = time.perf_counter() - wall
     gradients = [
         gradient.nbytes
-        for index, gradient in zip(code.unit.differentiable, outcome[len(results) :], strict=True)
+        for index, gradient in zip(code.unit.differentiable, outcome[num_results:], strict=True)
         if code.unit.sources[index].kind == "input"
     ]
-    planned = code.cost("both").nbytes
+    x = next(i for i, index in enumerate(code.unit.differentiable) if code.unit.sources[index].kind == "x")
+    planned = code.cost(name).nbytes
+    if arguments.results:
+        torch.save(outcome, arguments.results)
     return {
         "tokens_per_piece": code.tokens_per_piece,
         "peak_mib": (memory_nbytes("VmHWM") - before - sum(gradients)) / MIB,
+        "dx_mib": outcome[num_results:][x].nbytes / MIB,  # a result: in the peak, and not in what is planned
         "planned_mib": (planned - sum(gradients)) / MIB,
         "cpu_seconds": seconds,
         "seconds": wall,
-        "loss": float(outcome[0]),
-        "norms": [float(each.double().norm()) for each in outcome[1:]],
     }
+
+
+def distance(found: torch.Tensor, right: torch.Tensor) -> float:
+    """The relative error in the 2-norm."""
+    return float((found.double() - right.double()).norm() / right.double().norm())
 
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--unit", choices=UNITS, default="head")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
+    parser.add_argument("--exact", action="store_true", help="compare with float64")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--piece", type=int, help="tokens of a piece, 0: all; without it both are run")
+    parser.add_argument("--piece", type=int, help="tokens of a piece, 0: all; without it both are run, and compared")
+    parser.add_argument("--results", type=Path, help="a file for all that was computed")
     arguments = parser.parse_args()
     if arguments.piece is not None:
         print(json.dumps(measure(arguments)))
         return
     rows = []
-    for _ in range(arguments.rounds):
-        for piece in (LEAST, 0):
-            rows.append(in_process("benchmarks.pieces", *sys.argv[1:], "--piece", piece))
-            print(json.dumps(rows[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        results = {}
+
+        def run(name: str, *given: object) -> Any:
+            file = Path(folder, name)
+            found = in_process("benchmarks.pieces", *sys.argv[1:], *given, "--results", file)
+            results[name] = torch.load(file)
+            return found
+
+        for _ in range(arguments.rounds):
+            for name, piece in (("pieces", UNITS[arguments.unit][2]), ("whole", 0)):
+                rows.append(run(name, "--piece", piece))
+                print(json.dumps(rows[-1]), flush=True)
+        if arguments.exact:
+            run("exact", "--piece", 0, "--dtype", "float64")
+        right = results.pop("exact" if arguments.exact else "whole")
+        apart = {name: max(map(distance, found, right)) for name, found in results.items()}
+    print(f"results and gradients differ by {apart}")
     command = " ".join(["python -m benchmarks.pieces", *sys.argv[1:]])
-    save({**conditions(), "command": command, "rows": rows}, arguments.output)
+    save({**conditions(), "command": command, "apart": apart, "rows": rows}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gs_compile.runtime.stream import has_own_memory
+
 ALIGNMENT = 64  # of each stored tensor, in bytes
 BLOCK = 64  # elements of 4 bits with one scale
 SCALES = 256  # of these with one scale of their own
@@ -233,7 +235,7 @@ def dense(values: Tensor | Encoded) -> Tensor:
 
 def _at_a_time(device: torch.device) -> int:
     """Elements that are decoded at a time."""
-    return CHUNK if device.type == "cpu" else LAUNCHED * CHUNK
+    return LAUNCHED * CHUNK if has_own_memory(device) else CHUNK
 
 
 # Blocks of one dimension ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import configparser
 import email
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,22 @@ assert "transformers" not in sys.modules
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_a_release_writes_its_version_wherever_one_stands(tmp_path):
+    release = runpy.run_path(str(ROOT / ".ci" / "release.py"))
+    for name in release["PLACES"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    found = {path.name: text for path, text in release["written"](tmp_path, "7.8.9", "2030-01-02").items()}
+    changed = {name: text.count("7.8.9") for name, text in found.items()}
+    assert changed == {"pyproject.toml": 1, "version.py": 1, "CITATION.cff": 1, "CHANGELOG.md": 1}
+    assert "## 7.8.9 (2030-01-02)\n" in found["CHANGELOG.md"]
+    with pytest.raises(ValueError, match="is no version"):
+        release["written"](tmp_path, "v1", "2030-01-02")
+    (tmp_path / "CHANGELOG.md").write_text(found["CHANGELOG.md"])
+    with pytest.raises(ValueError, match="has 0 places for a version"):
+        release["written"](tmp_path, "8.0.0", "2030-01-02")
 
 
 def test_the_version_is_one():

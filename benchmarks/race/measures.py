@@ -131,18 +131,15 @@ def add_bounds(results: dict[str, dict[str, Any]], profile: Profile) -> None:
     """Enters for every contestant that was timed the least seconds its step could take, and what share it reaches.
 
     compute_seconds: of the fastest that moves nothing and has the same compiler: our own step with everything in host
-        memory, or plain PyTorch; none where neither was in the race. Of one that raced in another group, as it would be
-        at the machine's pace in these minutes, by plain's seconds in both.
+        memory, or plain PyTorch; none where neither was in the race.
     io_seconds: of the bytes that the contestant itself has moved, by the operating system's count.
     share: of the roofline, the larger of both, in the seconds it took.
     """
     right = {name: found for name, found in results.items() if found["verdict"] == "right"}
     timed = {name: found for name, found in right.items() if "median_seconds" in found}
-    plain = timed["plain"]["median_seconds"] if "plain" in timed else 1.0
-    paces = {name: found.get("times_plain", found["median_seconds"] / plain) for name, found in timed.items()}
-    for name, found in timed.items():
-        others = IN_MEMORY["inductor" if is_compiled(found["settings"]) else "eager"]
-        computed = [paces[other] / paces[name] * found["median_seconds"] for other in others if other in timed]
+    for found in timed.values():
+        names = IN_MEMORY["inductor" if is_compiled(found["settings"]) else "eager"]
+        computed = [timed[name]["median_seconds"] for name in names if name in timed]
         found["io_seconds"] = io_seconds(found["read_bytes"], found["write_bytes"], profile)
         if computed:
             found["compute_seconds"] = min(computed)

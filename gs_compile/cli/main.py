@@ -152,16 +152,25 @@ def probe(
 
 @app.command()
 @plans
-def plan(model: str, request: Request, as_json: Json = False) -> None:
+def plan(
+    model: str,
+    request: Request,
+    longest: Annotated[bool, option("Find the longest sequence too, which takes longer.", ..., "--longest")] = False,
+    as_json: Json = False,
+) -> None:
     """Show where everything of a model's step would live, how fast it would run, and why.
 
     Neither the model's weights nor the machine are needed.
     """
-    from gs_compile.cli.plan import make_plan
+    from gs_compile.cli.plan import find_longest, make_plan
     from gs_compile.cli.report.explain import as_dict, report
 
     found = make_plan(model, request)
-    typer.echo(json.dumps(as_dict(found), indent=2) if as_json else report(found))
+    most = find_longest(model, request) if longest else None
+    if as_json:
+        typer.echo(json.dumps(as_dict(found) | ({"longest_sequence": most} if longest else {}), indent=2))
+    else:
+        typer.echo(report(found) + (f"\nThe longest sequence of which a sample fits: {most} tokens" if longest else ""))
 
 
 @app.command()

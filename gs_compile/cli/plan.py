@@ -45,6 +45,14 @@ def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
         return fit(model, request, longest=longest)
 
 
+def find_longest(model: str, request: Request) -> int:
+    """Ask for the longest sequence of which a sample fits; raises the errors of `planner.plan.plan`."""
+    with busy(f"looking for the longest sequence of {model}"):
+        from gs_compile.planner.fit import longest_sequence
+
+        return longest_sequence(model, request)
+
+
 @contextmanager
 def busy(words: str) -> Iterator[None]:
     """Say on a terminal what takes longer than a second, and what the planner logs meanwhile; elsewhere say nothing."""

@@ -91,6 +91,17 @@ def fit(
     return found
 
 
+def longest_sequence(model: str | Path | PretrainedConfig, request: Request) -> int:
+    """The longest of which a sample fits, in tokens: the request's own times a power of two.
+
+    Raises `PlanError` where not even that one fits, or model or request are wrong.
+    """
+    door = door_of(model, request)
+    problem, _ = door.searched()[0]
+    counted = {problem.layer_updates: problem.formulas.counted}
+    return _longest(model, door.request, _largest(door, problem.workload.micro_batch_size, counted))
+
+
 def ways(request: Request) -> Iterator[tuple[str, Request]]:
     rank, codec = request.lora or RANK, request.frozen or "nf4"
     yield "in full", replace(request, lora=None, frozen=None)

@@ -42,6 +42,13 @@ def test_what_is_not_given_is_the_planners_choice(asked):
     assert asked == [("gpt-65b", Request())]
 
 
+def test_the_longest_sequence_is_told(asked, monkeypatch):
+    monkeypatch.setattr("gs_compile.planner.fit.longest_sequence", lambda model, request: 4096)
+    shown = printed("plan", "--model", "gpt-65b", "--longest")
+    assert shown.endswith("The longest sequence of which a sample fits: 4096 tokens\n")
+    assert json.loads(printed("plan", "--model", "gpt-65b", "--longest", "--json"))["longest_sequence"] == 4096
+
+
 def test_what_is_given_is_kept(asked):
     arguments = (
         "--model llama --machine a100.json --sequence 512 --batch-size 64 --micro-batch-size 2 --micro-batches 32 "

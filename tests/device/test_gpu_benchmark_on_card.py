@@ -35,6 +35,7 @@ def setting(tmp_path, monkeypatch):
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+@pytest.mark.slow
 def test_its_parts_on_a_device(setting, tmp_path, monkeypatch):
     """Each row finds the device as the first one did, and tells what the allocator has reserved."""
     found_by_rows, timed = [], gpu.Run.__enter__

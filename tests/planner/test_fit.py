@@ -90,6 +90,8 @@ def test_the_longest_sequence(config, found, doors, monkeypatch, most):
     model, known = (config, [*doors]) if most else (zoo.configuration("llama", **WIDER), None)
     (one,) = fit(model, **ASKED, **SMALL, longest=True, doors=known)
     assert one.longest == most or one.largest_micro_batch * 64 / 4 < one.longest <= one.largest_micro_batch * 64
+    if not most:
+        assert module.longest_sequence(model, Request(**{**ASKED, **SMALL, "lora": None})) == one.longest
 
 
 def test_what_does_not_fit_says_what_is_missing(config, found, doors, monkeypatch):

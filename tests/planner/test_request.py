@@ -93,6 +93,22 @@ def test_a_plan_that_saves_nothing_and_something_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"alpha": 0.3}, r"expert.alpha is 0.3, but a step that accumulates"),
+        ({"clip": "speculative"}, r'expert.clip is "speculative", but a step that accumulates'),
+        ({"schedule": "horizontal"}, r'expert.schedule is "horizontal": a step that accumulates'),
+    ],
+)
+def test_what_a_loop_that_accumulates_cannot_have_is_refused_where_the_user_says_both(given, complaint):
+    """A loop that turns out to accumulate goes on without."""
+    with pytest.raises(OptionError, match=complaint):
+        Request.of(Options.of({"accumulate": True, "expert": given}), clip=True)
+    if "schedule" not in given:
+        assert Request.of(Options.of({"expert": given}), clip=True, accumulate=True).alphas == (1.0,)
+
+
+@pytest.mark.parametrize(
     ("clip", "clipping", "alpha", "alphas", "speculative"),
     [
         (False, None, 0.2, (0.2,), False),

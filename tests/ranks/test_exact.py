@@ -141,7 +141,6 @@ PLACES = [  # the first of each norm is what the others are compared with
     (CLIPPED, {"clip": "speculative", "alpha": 0.0, **ON_DEVICE}),
     (CLIPPED, {"clip": "speculative", "alpha": 0.5, **SPLIT}),
 ]
-FEWER_PLACES = [PLACES[0], PLACES[1], PLACES[3], PLACES[5]]
 MORE_PLACES = [  # of slow tests
     *PLACES,
     (None, {"alpha": 0.3, **SPLIT}),
@@ -202,7 +201,6 @@ def places(info, tmp_path, precision, state_dtype, of, optimizer):
     ("precision", "state_dtype", "of", "optimizer"),
     [
         ("mixed", None, PLACES, adamw),  # bf16, with norms in fp32
-        ("mixed", None, FEWER_PLACES, muon),
         *(
             pytest.param(*types, MORE_PLACES, optimizer, marks=pytest.mark.slow)
             for types, optimizer in (
