@@ -52,6 +52,9 @@ LIMITS: dict[str, list[Case]] = {
     "The parameters of one model in two optimizers": [
         ("faults/test_setups.py", "two_optimizers_that_share_a_model", "belong to 2 gs_compile optimizers"),
     ],
+    "Optimizers of this package made for lazy modules": [
+        ("model/test_optim.py", "test_a_parameter_without_a_shape_is_refused", "its module is lazy"),
+    ],
     "Parameters outside of the compiled model": [
         ("model/test_parameters_in_memory.py", "test_a_head_of_low_precision_is_refused", "convert it to float32"),
         (

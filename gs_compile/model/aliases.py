@@ -7,6 +7,7 @@ a state dict that was made before, show the parameter's value from then on (`Ali
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -62,25 +63,27 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
         return []
     own = {id(each) for each in known}
     places, stale = [], []
-    for other in [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]:
+    found = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
+    for other in found:
         if id(other) in own or not _is_plain(other) or _address(other) not in shared:
             continue
         start, end = _span(other)
         for parameter, values in leaving.items():
             first, last = _span(values)
-            if not (first < end and start < last and other.numel()):
-                continue
+            if not (first < end and start < last and other.numel() and other.dtype == values.dtype):
+                continue  # bytes are of writes, as of those of a first call that has failed
             follows = first <= start and end <= last and _may_follow(other, parameter, values)
+            if not follows or _is_of_array(other, found):
+                stale.append(other)
             if follows:
                 places.append(Alias.Place(other, parameter, (start - first) // values.itemsize))
-            if not follows or not other.untyped_storage().resizable():  # an array has the memory, too
-                stale.append(other)
             break
     if stale:
         warnings.warn(
             f"{len(stale)} tensors or arrays, the first of shape {tuple(stale[0].shape)}, share memory with parameters "
-            "that go to the tiers now, and keep the values of before training: an array, a tensor of another dtype or "
-            "one that several parameters are parts of cannot follow. Make it again when it is used",
+            "that go to the tiers now, and keep the values of before training: an array, a tensor that several "
+            "parameters are parts of, or one of a parameter that gets another dtype cannot follow. Make it again when "
+            "it is used",
             SharedMemoryWarning,
             stacklevel=2,
         )
@@ -89,8 +92,16 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
 
 def _may_follow(other: Tensor, parameter: Tensor, values: Tensor) -> bool:
     """Whether a tensor in a parameter's memory may be made an `Alias`."""
-    is_alike = other.dtype == values.dtype == parameter.dtype and values.is_contiguous()
+    is_alike = other.dtype == parameter.dtype and values.is_contiguous()
     return is_alike and type(other) is Tensor and not other.requires_grad
+
+
+def _is_of_array(other: Tensor, found: list[Tensor]) -> bool:
+    """Whether nobody has a tensor but a numpy array that was made of it, which the garbage collector does not know."""
+    known = (found, sys._getframe(), sys._getframe(1))
+    return not other.untyped_storage().resizable() and all(
+        any(each is one for one in known) for each in gc.get_referrers(other)
+    )
 
 
 def _in_memory(arg: Any) -> Tensor | None:
