@@ -153,6 +153,15 @@ def test_what_a_step_cannot_do_is_refused(harness, tmp_path):
             optimizer.step()
 
 
+def test_gradients_are_zeroed_all_together(harness, tmp_path):
+    """Before another backward of the step, too."""
+    with harness.fresh(sgd, options(tmp_path, accumulate=True)):
+        loss_of(harness.model, tokens(0)).backward()
+        harness.model.lm_head.weight.grad = None
+        with pytest.raises(StepOrderError, match=r"those of others were not: .* call optimizer\.zero_grad"):
+            loss_of(harness.model, tokens(1)).backward()
+
+
 def test_gradients_that_are_left_are_refused(harness, tmp_path):
     """torch adds to them. Where updates wait a loop may still drop them, as one of two models that learn in turn does."""
     for number, place in enumerate([{"alpha": 0.5}, {"accumulate": True}]):
