@@ -67,7 +67,7 @@ class Oracle:
                     yield begun
                 yield self.env.timeout(self.op_seconds)
                 yield from self._make_room(program, op)
-                former = self._former(op)
+                former = self._former(op) + [over] * (op.lane in ("h2d", "net"))
                 if op.verb == "alias":
                     yield self.env.all_of(former)
                 if op.lane == "memory":

@@ -2,9 +2,9 @@
 
 This is the executor's bookkeeping with numbers in place of tickets. An operation that reads a value waits for the
 operation that made it; one that changes a value in place also for all that use it (`placement.users`); one that writes
-a new value into host memory also for those who use what the plan had there before. Memory verbs pass on what they would
-wait for; the one that copies a checkpoint waits itself. As a lane is first-in-first-out, its last operation stands for
-all before it.
+a new value into host memory also for those who use what the plan had there before. What comes to the device waits for
+the computation before, which has used memory there. Memory verbs pass on what they would wait for; the one that copies
+a checkpoint waits itself. As a lane is first-in-first-out, its last operation stands for all before it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gs_compile.program.ir import LANES, Op, Program, Value
 
 MEMORY = -1  # the lane of what happens in the issue loop itself
 COMPUTE = LANES.index("compute")
+BEHIND_COMPUTE = frozenset(map(LANES.index, ("h2d", "net")))  # lanes that write memory of the device
 LANE = {"memory": MEMORY} | {name: place for place, name in enumerate(LANES)}
 
 
@@ -82,7 +83,8 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
             found.previous.append(last[lane])
             found.computed.append(last[COMPUTE])
             found.users.append(waits.free(row) if row.verb == "free" else waits.begin(row))
-            found.after.append(() if row.verb == "free" else waits.enter(index, row, found.users[-1]))
+            former = [*found.users[-1], *([last[COMPUTE]] if lane in BEHIND_COMPUTE and last[COMPUTE] >= 0 else ())]
+            found.after.append(() if row.verb == "free" else waits.enter(index, row, former))
             last[lane] = index
     return found
 
