@@ -40,10 +40,15 @@ def _is_passed_on(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> b
 def train_others(engine: Engine, call: Call) -> Engine:
     """Another engine, for a call for which `requires_grad` of some parameters is not what it was, or their optimizer.
 
-    Raises `StepOrderError` within a step, `OptimizerError` where the run cannot change, and `MemoryBudgetError` where
-    the new one does not fit; then the engine is as it was.
+    Raises `StepOrderError` within a step, `OptimizerError` where the run cannot change or nothing would be trained, and
+    `MemoryBudgetError` where the new one does not fit; then the engine is as it was.
     """
     given = call.compilation, call.models, call.args, engine.ranks
+    if not any(call.args[index].requires_grad for index in engine.spans_of(call.args)):
+        raise OptimizerError(
+            "this call asks for gradients of the model's inputs, and all parameters that were trained are frozen: "
+            "leave them trained, and drop what the backward leaves for them, with zero_grad() and without step()"
+        )
     spans = _spans_to_move(engine, call.args)
     optimizer, reason = next(optimizers_of(spans), None), _reason(engine, spans)
     if not isinstance(optimizer, TieredOptimizer):

@@ -177,6 +177,33 @@ def test_what_is_trained_in_memory_is_what_the_forward_has_found():
         torch.testing.assert_close(found[name], grad)
 
 
+class Judge(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def test_gradients_of_inputs_alone_are_refused_ahead_of_the_backward(tmp_path):
+    """As where a discriminator is frozen for the generator's turn; the run goes on."""
+    model, fake = Judge(), torch.randn(4, 8, requires_grad=True)
+    optimizer = adamw(list(model.parameters()))
+    model.compile(backend="greedysnake", options=options(tmp_path, outputs="all"))
+    for _ in range(2):
+        freeze(model, "")
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        freeze(model, "nothing")
+        with pytest.raises(OptimizerError, match=r"all parameters that were trained are frozen: leave them trained"):
+            model(fake)
+    assert optimizer.num_steps == 2
+
+
 def test_a_plan_that_does_not_fit_leaves_the_run_as_it_was(tmp_path):
     model = gpt2(width=64)
     optimizer = adamw(list(model.parameters()))
