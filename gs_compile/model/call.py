@@ -159,8 +159,9 @@ class Call:
             return found if self.ranks is None else self._averaged(self.ranks, found)
         assert isinstance(executor, TieredExecutor)
         self.engine.end_backward(executor, self, gradients)
-        for parameter in self.trained:
-            mark_gradient_unavailable(parameter)
+        for number in self.trained_numbers:
+            if number in reached:
+                mark_gradient_unavailable(self.args[number])
         return found
 
     def look_at_parameters(self) -> None:

@@ -85,6 +85,7 @@ def test_what_is_captured_for_each_number_says_so_beyond_dynamos_limit(tmp_path)
             for p in (0.1, 0.2):
                 model(batch()[0], p).backward()
                 optimizer.step()
+                optimizer.zero_grad()
             if make is gs_compile.SGD:
                 with pytest.raises(ReleasedParameterError, match=words):
                     model(batch()[0], 0.3).backward()
