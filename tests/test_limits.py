@@ -69,6 +69,17 @@ LIMITS: dict[str, list[Case]] = {
     "Steps that read other parameters": [
         (HERE, "test_a_call_that_reads_other_parameters", "call the model the same way")
     ],
+    "In durable runs, steps in which a trained parameter gets no gradient": [
+        ("end_to_end/test_chosen_outputs.py", "test_a_durable_run_refuses_what_it_would_not_know_again", "to 2 of the"),
+    ],
+    "Hooks on the gradient of an output": [
+        (
+            "end_to_end/test_chosen_outputs.py",
+            "test_gradients_of_outputs_are_seen_where_they_come_from_outside",
+            "has a hook on its gradient",
+        ),
+    ],
+    "Where the highest hidden state": [("end_to_end/test_chosen_outputs.py", "hidden_state", "[2].square()")],
     "An evaluation between a forward and its backward": [
         (
             "end_to_end/test_tiers_memory.py",

@@ -64,7 +64,7 @@ def test_killed_between_two_backwards(harness, tmp_path, known, place):
 
 def test_a_run_that_goes_on_begins_its_first_step_again_from_the_commit(harness, tmp_path, monkeypatch):
     """The commit is of a run that has not shown yet what its loop does."""
-    given = options(tmp_path / "run", durability="step")
+    given = options(tmp_path / "run", durability="step", alpha=None)
     torch.manual_seed(1)
     with harness.fresh(adamw, given) as optimizer:
         train(harness, optimizer, between=lambda number, backwards: None)

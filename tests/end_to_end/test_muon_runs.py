@@ -242,7 +242,7 @@ def test_what_the_compiled_model_does_not_read(tmp_path):
     reference.grad = gradient
     torch.optim.Muon([reference], lr=0.02).step()
     torch.testing.assert_close(head.weight.detach(), reference.detach(), rtol=1e-12, atol=1e-14)
-    assert set(optimizer.state[head.weight]) == {"momentum_buffer"}
+    assert set(optimizer.state[head.weight]) == {"momentum_buffer", "step"}
 
 
 def test_a_commit_is_exported_by_name(harness, tmp_path):

@@ -72,5 +72,7 @@ def test_a_large_vocabulary_is_in_pieces_unasked(outputs, storage):
     codes = [each.codes["h"] for c in compilations_of[next(model.parameters())] for each in c.models.values()]
     assert {code.tokens_per_piece for code in codes} == {LEAST}
     assert f"the head runs on {LEAST} tokens at a time" in str(gs_compile.inspect(model))
-    assert {len(common.codes) for code in codes for common in code.common.pieces.parts.values()} == {1}
+    parts = [common for code in codes for common in code.common.pieces.parts.values()]
+    every = [common for part in parts for common in (part, *part.taking.values())]
+    assert {len(common.codes) for common in every if common.codes} == {1}
     optimizer.engine.tiers.close()

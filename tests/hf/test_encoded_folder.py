@@ -17,7 +17,7 @@ from zoo import small
 import gs_compile
 from gs_compile.hf import encoded
 from gs_compile.hf.encoded import FOLDER, INDEX, UNFINISHED, EncodedFolder
-from gs_compile.runtime.codecs import Int8, Nf4
+from gs_compile.runtime.codecs import FourBits, Int8
 
 MATRICES = 14  # of two layers
 
@@ -26,7 +26,7 @@ MATRICES = 14  # of two layers
 def encodings(monkeypatch):
     """The shapes of what is encoded."""
     found = []
-    for codec in (Nf4, Int8):
+    for codec in (FourBits, Int8):
 
         def counted(own, values, quantized=codec.quantized):
             found.append(tuple(values.shape))
@@ -110,7 +110,7 @@ def test_what_is_cut_short_is_not_taken(source, encodings):
 
 def test_of_a_run_that_fails_nothing_stays(source, encodings, monkeypatch):
     """Of one that is killed the next one removes it."""
-    quantized = Nf4.quantized
+    quantized = FourBits.quantized
 
     def fails(own, values):
         if len(encodings) == 5:
@@ -118,7 +118,7 @@ def test_of_a_run_that_fails_nothing_stays(source, encodings, monkeypatch):
         return quantized(own, values)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Nf4, "quantized", fails)
+        patched.setattr(FourBits, "quantized", fails)
         with pytest.raises(RuntimeError):
             read(source)
     assert folders(source) == []
