@@ -122,8 +122,7 @@ def test_layers_that_do_not_fit_run_in_pieces(tmp_path, monkeypatch):
     asked = {**options(tmp_path / "cpu", layer_tokens=7, **head), "micro_batch_size": 20}
     expected = harness_on("cpu", **sizes).train(adamw, asked, 3, batch_size=number)
     given = options(tmp_path / "card", device_memory=400_000, alpha=None, **head)
-    given |= {"machine": "rtx4090", "micro_batch_size": 20}
-    with model_on("card:0", given, **sizes) as (model, optimizer):
+    with model_on("card:0", {**given, "machine": "rtx4090", "micro_batch_size": 20}, **sizes) as (model, optimizer):
         losses = [step(model, optimizer, tokens(each, number)) for each in range(3)]
         plan, choice = optimizer.engine.planning.planned.plan, optimizer.engine.placement.decision.layer_tokens
         found = outcome(model, optimizer, losses, expected.norms)
