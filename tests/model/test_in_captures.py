@@ -104,6 +104,7 @@ OTHERWISE = {  # what a capture has otherwise of a parameter on the tiers, and w
     "override torch.Tensor._grad.__get__": "the same",
     "override torch.Tensor._base.__get__": "a parameter is no view",
     "override torch.Tensor.register_hook": "refused: its gradient goes to its update alone",
+    "override torch.nn.init.kaiming_uniform_": "refused: a forward that draws a parameter anew trains nothing",
     "override torch.Tensor._clear_non_serializable_cached_data": "Dynamo fails on it in either case, in other words",
 }
 
