@@ -391,7 +391,7 @@ class Engine(ParameterStore):
     def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
         """An optimizer's state; a step whose backward has not begun is given up."""
         self.flush()
-        if self.open:
+        if self.open.undone:  # given-up ones too, which could be repeated otherwise; an engine that begins has none
             self.open.abandon("a state of the optimizer was loaded")
         super().load_state(span, state)
 
