@@ -245,12 +245,12 @@ def _in_blocks(values: Tensor, table: Tensor, block: int) -> tuple[Tensor, Tenso
     """For every element the nearest entry of a table, in units of its block's largest magnitude; and these."""
     codes, scales = [], []
     entries, order = table.sort(stable=True)
-    middles = (entries[:-1] + entries[1:]) / 2
+    middles, order = (entries[:-1] + entries[1:]) / 2, order.to(torch.uint8)
     for flat in values.detach().reshape(-1).split(CHUNK):
         rows = torch.nn.functional.pad(flat.float(), (0, -len(flat) % block)).view(-1, block)
         absmax = rows.abs().amax(-1)
         rows = rows.mul((1.0 / absmax.clamp(min=TINY)).unsqueeze(-1)).clamp_(-1, 1)
-        nearest = order.to(torch.uint8).index_select(0, torch.bucketize(rows, middles, out_int32=True).view(-1))
+        nearest = order.index_select(0, torch.bucketize(rows, middles, out_int32=True).view(-1))
         codes.append(nearest[: len(flat)])
         scales.append(absmax)
     return torch.cat(codes), torch.cat(scales)

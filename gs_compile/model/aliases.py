@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -65,7 +65,7 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
     places, stale = [], []
     found = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
     for other in found:
-        if id(other) in own or not _is_plain(other) or _address(other) not in shared:
+        if id(other) in own or not is_plain(other) or _address(other) not in shared:
             continue
         start, end = _span(other)
         for parameter, values in leaving.items():
@@ -107,7 +107,7 @@ def _is_of_array(other: Tensor, found: list[Tensor]) -> bool:
 def _in_memory(arg: Any) -> Tensor | None:
     """The tensor in whose memory an argument's value is, if it is in memory."""
     values = residency_of(arg).stash if is_offloaded(arg) else arg
-    return values if isinstance(values, Tensor) and _is_plain(values) else None
+    return values if is_plain(values) else None
 
 
 def _leaving(arg: Any) -> Tensor | None:
@@ -115,9 +115,12 @@ def _leaving(arg: Any) -> Tensor | None:
     return _in_memory(arg) if is_offloaded(arg) and residency_of(arg).folder is None else None
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own kind: not fake, sparse or a wrapper of others."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with memory of its own: not fake, sparse or a wrapper of others."""
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return False
+    assert isinstance(value, Tensor)
+    return value.layout == torch.strided and not value.is_meta
 
 
 def _address(tensor: Tensor) -> int:

@@ -89,12 +89,7 @@ class Call:
     @property
     def trained(self) -> list[torch.Tensor]:
         """These."""
-        return list(self._trained.values())
-
-    @property
-    def _trained(self) -> dict[int, torch.Tensor]:
-        """The same by their number."""
-        return {number: self.args[number] for number in self.trained_numbers}
+        return [self.args[number] for number in self.trained_numbers]
 
     def run(self) -> list[Any]:
         """The model's outputs, tied to a backward where this call is a training step."""
@@ -235,10 +230,9 @@ class Call:
     def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of parameters in memory over all ranks, None where none has one, and others as they are."""
         ever = self.outputs.ever_reached
-        own = [isinstance(arg, torch.nn.Parameter) and index in ever for index, arg in self._trained.items()]
-        return averaged_of_any(
-            ranks, gradients, [arg if is_own else None for arg, is_own in zip(self.trained, own, strict=True)]
-        )
+        trained = zip(self.trained_numbers, self.trained, strict=True)
+        own = [arg if isinstance(arg, torch.nn.Parameter) and number in ever else None for number, arg in trained]
+        return averaged_of_any(ranks, gradients, own)
 
     def tap(self, gradients: Gradients) -> None:
         """Where a gradient has arrived for what a layer or the embedding makes, have the epilogue return that.

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
 from gs_compile.errors import InitialisationError, RankError
-from gs_compile.model.aliases import overlapping
+from gs_compile.model.aliases import is_plain, overlapping
 from gs_compile.model.files import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, shared, trim
 from gs_compile.model.residency import is_offloaded, residency_of, stash
 from gs_compile.options import Options
@@ -185,11 +185,8 @@ def _refuse_resize(operation: Any, args: tuple[Any, ...]) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """A tensor with memory of its own on the CPU: not fake, sparse or a wrapper of others."""
-    if type(value) not in (torch.Tensor, nn.Parameter):
-        return False
-    assert isinstance(value, torch.Tensor)
-    return is_in_host_memory(value) and value.layout == torch.strided
+    """A tensor with memory of its own on the CPU."""
+    return is_plain(value) and is_in_host_memory(value)
 
 
 def _in_file(tensor: torch.Tensor) -> bool:
