@@ -47,20 +47,20 @@ def arrange(
     types_by: Callable[[torch.dtype], Types],
     groups: Mapping[int, tuple[int, int, bool]] | None = None,
     *,
-    rank: int = 0,
-    world: int = 1,
+    share: tuple[int, int] = (0, 1),
     codecs: Mapping[int, str] | None = None,
     matrices: Mapping[int, Matrices] | None = None,
 ) -> Arrangement:
     """The layout of a captured model.
 
     types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
-    the optimizer's steps before its first, and whether it is idle (`Run`); None: they are all alike; rank, world: which
-    of how many that share each unit; codecs: of frozen parameters, by input index; matrices: what is orthogonalized, by
-    input index; None: nothing ever is. Raises `CaptureError` for a unit with dtypes that do not go together.
+    the optimizer's steps before its first, and whether it is idle (`Run`); None: they are all alike; share: the rank,
+    and how many have each unit together; codecs: of frozen parameters, by input index; matrices: what is orthogonalized,
+    by input index; None: nothing ever is. Raises `CaptureError` for a unit with dtypes that do not go together.
     """
     codecs = codecs or {}
     specs, owners = _owned(split, captured)
+    rank, world = share
     spans, runs = dict[int, Slice](), dict[Unit, list[Run]]()
     types, sizes = dict[Unit, Types](), list[UnitSize]()
 

@@ -1,6 +1,6 @@
 """runs: the runs of this user that go on on this machine, each with an entry in a folder of the machine's own.
 
-    $XDG_RUNTIME_DIR/greedysnake/PID-START-NUMBER.json     or in /tmp/greedysnake-UID
+    $XDG_RUNTIME_DIR/greedysnake/PID-START-MOMENT.json     or in /tmp/greedysnake-UID
 
 An entry is a link to the run's status file, or that file itself where the run has no other place for it. It goes with
 the run; of a process that was killed, with the next look.
@@ -11,15 +11,12 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
 from gs_compile.errors import StatusError
 from gs_compile.status.file import process_start
-
-_numbers = count(1)  # of the runs of this process
-
 
 def folder() -> Path:
     """The folder of the entries, made if it is not there; OSError where it cannot be, or is not this user's alone."""
@@ -36,7 +33,7 @@ def entry() -> Path | None:
     """The entry of a new run of this process, where nothing is yet; None: there is no place for one."""
     with suppress(OSError):
         pid = os.getpid()
-        return folder() / f"{pid}-{process_start(pid)}-{next(_numbers)}.json"
+        return folder() / f"{pid}-{process_start(pid)}-{time.monotonic_ns()}.json"
     return None
 
 

@@ -153,7 +153,7 @@ class ModelSpec:
         captured = self.compilation.captured
         codecs = encoded(specialized.split, captured, self.frozen)
         matrices = self._matrices(specialized)
-        layout = arrange(specialized.split, captured, types, world=world, codecs=codecs, matrices=matrices)
+        layout = arrange(specialized.split, captured, types, share=(0, world), codecs=codecs, matrices=matrices)
         tied = tied_units(specialized.split, layout.spans)
         key = micro_batch_size, layer_tokens
         if key not in self.costs:
