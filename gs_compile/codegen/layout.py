@@ -55,8 +55,9 @@ def arrange(
 
     types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
     the optimizer's steps before its first, and whether it is idle (`Run`); None: they are all alike; share: the rank,
-    and how many have each unit together; codecs: of frozen parameters, by input index; matrices: what is orthogonalized,
-    by input index; None: nothing ever is. Raises `CaptureError` for a unit with dtypes that do not go together.
+    and how many have each unit together; codecs: of frozen parameters, by input index; matrices: what is
+    orthogonalized, by input index; None: nothing ever is. Raises `CaptureError` for a unit with dtypes that do not go
+    together.
     """
     codecs = codecs or {}
     specs, owners = _owned(split, captured)

@@ -18,6 +18,7 @@ from pathlib import Path
 from gs_compile.errors import StatusError
 from gs_compile.status.file import process_start
 
+
 def folder() -> Path:
     """The folder of the entries, made if it is not there; OSError where it cannot be, or is not this user's alone."""
     given = os.environ.get("XDG_RUNTIME_DIR")
