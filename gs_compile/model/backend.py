@@ -42,6 +42,7 @@ from gs_compile.model.freezing import train_others, trains_others
 from gs_compile.model.materialize import evaluating
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
+from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.options import Options
 from gs_compile.runtime.random_state import random_state, set_random_state
@@ -94,7 +95,7 @@ def greedysnake(
             if isinstance(error, CaptureError):
                 refuse(error)
             raise
-        if is_last and isinstance(call, Call) and call.engine is None:  # else a backward says so
+        if is_last and type(call) is Call:  # else a backward says so
             is_last = False
             watch().tell_of_limit()
         return call.run()
@@ -143,20 +144,21 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     engine = _engine_for(compilation, models, args, ranks)
     if engine is not None:
         _refuse_other_layers(engine, models[0], training=training)
-    if engine is not None and not training:
-        args = list(map(_as_buffer, args))
-    if engine is not None and training and trains_others(engine, args):
-        engine = train_others(engine, Call(compilation, models, args, CompiledUnits(parts, seed, whole), training))
-    if engine is not None and engine.durable is not None and found is not None:
-        if (before := engine.durable.goes_on()) is not None:
-            set_random_state(found := dict(before))
-            seed = _seed(models, whole)
-        engine.durable.random = found
-    if engine is not None and ranks is not None:
-        refuse_uneven(ranks, compilation.options.expert.schedule, models)
+        if not training:
+            args = list(map(_as_buffer, args))
+        elif trains_others(engine, args):
+            engine = train_others(engine, compilation, models, args)
+        if engine.durable is not None and found is not None:
+            if (before := engine.durable.goes_on()) is not None:
+                set_random_state(found := dict(before))
+                seed = _seed(models, whole)
+            engine.durable.random = found
+        if ranks is not None:
+            refuse_uneven(ranks, compilation.options.expert.schedule, models)
     if seed is not None and ranks is not None:
         seed ^= ranks.place << 48  # each rank draws its own
-    return Call(compilation, models, args, CompiledUnits(parts, seed, whole), training, engine, ranks)
+    given = compilation, models, args, CompiledUnits(parts, seed, whole), training, ranks
+    return Call(*given) if engine is None else TieredCall(*given, engine)
 
 
 def _as_buffer(arg: Any) -> Any:

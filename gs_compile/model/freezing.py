@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_call import plan_tiers
-from gs_compile.model.first_step import Call, begin
+from gs_compile.model.first_step import begin
 from gs_compile.model.residency import bring_out, hand_back, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer, optimizers_of
 from gs_compile.progress import stage
@@ -37,19 +38,21 @@ def _is_passed_on(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> b
     return next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer
 
 
-def train_others(engine: Engine, call: Call) -> Engine:
+def train_others(
+    engine: Engine, compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]
+) -> Engine:
     """Another engine, for a call for which `requires_grad` of some parameters is not what it was, or their optimizer.
 
     Raises `StepOrderError` within a step, `OptimizerError` where the run cannot change or nothing would be trained, and
     `MemoryBudgetError` where the new one does not fit; then the engine is as it was.
     """
-    given = call.compilation, call.models, call.args, engine.ranks
-    if not any(call.args[index].requires_grad for index in engine.spans_of(call.args)):
+    given = compilation, models, args, engine.ranks
+    if not any(args[index].requires_grad for index in engine.spans_of(args)):
         raise OptimizerError(
             "this call asks for gradients of the model's inputs, and all parameters that were trained are frozen: "
             "leave them trained, and drop what the backward leaves for them, with zero_grad() and without step()"
         )
-    spans = _spans_to_move(engine, call.args)
+    spans = _spans_to_move(engine, args)
     optimizer, reason = next(optimizers_of(spans), None), _reason(engine, spans)
     if not isinstance(optimizer, TieredOptimizer):
         raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
