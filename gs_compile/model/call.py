@@ -86,12 +86,12 @@ class Call:
         """The outputs that the step makes, in the order of `Outputs.made`."""
         is_first = self.compilation.latest is None
         self.units.of_batch = Accumulator()
-        executor = self._begin()
+        executor = self.executor = self._begin()
         executor.wanted = self.outputs.inner
         if is_first:
             report(self.compilation)
         with without_autocast():  # the units' code has it in it
-            self._run_forward(executor)
+            self._run_forward()
         made = self.outputs.collect({**executor.env, **executor.returned})
         executor.returned.clear()
         # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
@@ -99,7 +99,6 @@ class Call:
         self.losses = [content.detach() for content, output in pairs if output.kind == "loss"]
         for value in [v for v in executor.env if v.kind in ("y", "loss")]:
             del executor.env[value]
-        self.executor = executor
         return made
 
     @property
@@ -108,49 +107,10 @@ class Call:
         return nullcontext()
 
     def check(self, node: Any, gradients: Gradients) -> None:
-        """Raise for what a backward that has come to this call's node cannot give."""
+        """Raise for what a backward that has come to the call's autograd node cannot give."""
         self.outputs.refuse_watched([each() for each in self.returned], gradients, self.compilation.captured)
 
     def prepare(self, gradients: Gradients) -> None:
-        """Have a forward that a backward of these gradients can follow: it may run once more."""
-        self._tap(gradients)
-
-    def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The gradients of the trained arguments, in order, given those of `made`; once, as it uses up the step."""
-        executor, outside = self.executor, self._outside(gradients)
-        with without_autocast():
-            if outside:
-                executor = self._from_outside(executor, gradients, outside)
-            else:
-                self._scale(executor, gradients)
-            executor.backward()
-        found = self._argument_gradients(executor, gradients)
-        return found if self.ranks is None else self._averaged(self.ranks, found)
-
-    def _outside(self, gradients: Gradients) -> frozenset[Unit]:
-        """The units whose outputs get a gradient that the program's heads have not made: see `Outputs.outside`."""
-        return self.outputs.outside(gradients, is_head_apart=EPILOGUE in self.shape.outside)
-
-    def _scale(self, executor: Executor, gradients: Gradients) -> None:
-        """Multiply what the head's backward has made by the gradient of the loss: it has assumed that this is 1."""
-        factor = self.outputs.loss_gradient(gradients)
-        assert factor is not None
-        if float(factor) != 1.0:
-            executor.scale(factor)
-
-    def _argument_gradients(self, executor: Executor, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Those of the trained arguments, of a backward that has run."""
-        reached = self.outputs.reached(gradients)
-        return self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
-
-    def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of parameters in memory over all ranks, None where none has one, and others as they are."""
-        ever = self.outputs.ever_reached
-        trained = zip(self.trained_numbers, self.trained, strict=True)
-        own = [arg if isinstance(arg, torch.nn.Parameter) and number in ever else None for number, arg in trained]
-        return averaged_of_any(ranks, gradients, own)
-
-    def _tap(self, gradients: Gradients) -> None:
         """Where a gradient has arrived for what a layer or the embedding makes, have the epilogue return that.
 
         This step's forward runs once more; later ones know.
@@ -169,6 +129,37 @@ class Call:
             vars(self).pop(name, None)
         self._forward_again(gradients)
 
+    def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """The gradients of the trained arguments, in order, given those of `made`; once, as it uses up the step."""
+        executor, outside = self.executor, self._outside(gradients)
+        with without_autocast():
+            if outside:
+                executor = self._from_outside(executor, gradients, outside)
+            else:
+                self._scale(gradients)
+            executor.backward()
+        reached = self.outputs.reached(gradients)
+        found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
+        return found if self.ranks is None else self._averaged(self.ranks, found)
+
+    def _outside(self, gradients: Gradients) -> frozenset[Unit]:
+        """The units whose outputs get a gradient that the program's heads have not made: see `Outputs.outside`."""
+        return self.outputs.outside(gradients, is_head_apart=EPILOGUE in self.shape.outside)
+
+    def _scale(self, gradients: Gradients) -> None:
+        """Multiply what the head's backward has made by the gradient of the loss: it has assumed that this is 1."""
+        factor = self.outputs.loss_gradient(gradients)
+        assert factor is not None
+        if float(factor) != 1.0:
+            self.executor.scale(factor)
+
+    def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of parameters in memory over all ranks, None where none has one, and others as they are."""
+        ever = self.outputs.ever_reached
+        trained = zip(self.trained_numbers, self.trained, strict=True)
+        own = [arg if isinstance(arg, torch.nn.Parameter) and number in ever else None for number, arg in trained]
+        return averaged_of_any(ranks, gradients, own)
+
     def _forward_again(self, gradients: Gradients) -> None:
         """Run the forward once more, for a backward of these gradients."""
         with torch.no_grad():
@@ -185,8 +176,8 @@ class Call:
         for specialized in {id(each): each for each in models}.values():  # of most micro-batches the same
             specialized.compile_code(self.shape, levels)
 
-    def _run_forward(self, executor: Executor) -> None:
-        executor.forward()
+    def _run_forward(self) -> None:
+        self.executor.forward()
 
     def _inputs(self) -> dict[Value, Any]:
         """The batch by micro-batch, and what each unit reads beside."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import OptimizerError, StepOrderError
+from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_call import plan_tiers
-from gs_compile.model.first_step import begin
+from gs_compile.model.first_step import FirstStep
 from gs_compile.model.residency import bring_out, hand_back, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer, optimizers_of
 from gs_compile.progress import stage
@@ -38,28 +38,25 @@ def _is_passed_on(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> b
     return next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer
 
 
-def train_others(
-    engine: Engine, compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]
-) -> Engine:
+def train_others(engine: Engine, call: Call) -> Engine:
     """Another engine, for a call for which `requires_grad` of some parameters is not what it was, or their optimizer.
 
     Raises `StepOrderError` within a step, `OptimizerError` where the run cannot change or nothing would be trained, and
     `MemoryBudgetError` where the new one does not fit; then the engine is as it was.
     """
-    given = compilation, models, args, engine.ranks
-    if not any(args[index].requires_grad for index in engine.spans_of(args)):
+    if not any(call.args[index].requires_grad for index in engine.spans_of(call.args)):
         raise OptimizerError(
             "this call asks for gradients of the model's inputs, and all parameters that were trained are frozen: "
             "leave them trained, and drop what the backward leaves for them, with zero_grad() and without step()"
         )
-    spans = _spans_to_move(engine, args)
+    spans = _spans_to_move(engine, call.args)
     optimizer, reason = next(optimizers_of(spans), None), _reason(engine, spans)
     if not isinstance(optimizer, TieredOptimizer):
         raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
     missed = optimizer.missed
     optimizer.note_missed(each for each in spans if each.requires_grad and not residency_of(each).is_trained)
     try:
-        prepared = plan_tiers(optimizer, *given, engine.planning.run.whole_nbytes)
+        prepared = plan_tiers(optimizer, call, engine.planning.run.whole_nbytes)
     except BaseException:
         optimizer.missed = missed
         raise
@@ -78,7 +75,7 @@ def train_others(
     engine.end(reason)
     for parameter in spans:
         hand_back(parameter)
-    return begin(optimizer, *given, prepared)
+    return FirstStep().begin(optimizer, call, prepared)
 
 
 def _reason(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> str:

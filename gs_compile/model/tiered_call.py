@@ -1,7 +1,4 @@
-"""tiered_call: a call of a model whose parameters are on the tiers. Their gradients go to updates, and to no one else.
-
-In the first step of a run a call may show that its steps need another plan (`first_step`).
-"""
+"""tiered_call: a call of a model whose parameters are on the tiers: their gradients go to updates, and nowhere else."""
 
 from __future__ import annotations
 
@@ -20,19 +17,10 @@ from gs_compile.capture.internals import attribute, changes, wants_all
 from gs_compile.codegen.compiled import Step
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.call import Call
-from gs_compile.model.engine import KEPT, Engine
-from gs_compile.model.first_step import begin_again
+from gs_compile.model.engine import Engine
 from gs_compile.model.outputs import Gradients
-from gs_compile.model.residency import (
-    forget_gradients,
-    is_offloaded,
-    is_zeroed,
-    mark_gradient_unavailable,
-    refuse_left,
-    take_given,
-)
+from gs_compile.model.residency import is_offloaded, is_zeroed, mark_gradient_unavailable, refuse_left, take_given
 from gs_compile.program.ir import StepShape, Value
-from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.stream import without_autocast
 
@@ -53,9 +41,7 @@ class TieredCall(Call):
         shape = super().shape
         return replace(shape, outside=self.engine.outside or shape.outside) if self.training else shape
 
-    # Forward ---------------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> Executor:
+    def _begin(self) -> TieredExecutor:
         executor = self._executor()
         placement = executor.placement
         models = [model.in_pieces(placement.decision.layer_tokens) for model in self.models]
@@ -67,27 +53,13 @@ class TieredCall(Call):
         return executor
 
     def _executor(self) -> TieredExecutor:
-        """That of this call. In the first step it may show that a step has several, or that several need memory."""
-        engine = self.engine
-        may_begin_again = engine.may_begin_again and engine.is_of_this_thread
-        if engine.record is not None and not engine.accumulates and may_begin_again:
-            if is_zeroed(self.args):
-                engine.done.clear()
-                forget_gradients(engine.optimizer.group_of if engine.optimizer else ())
-            engine = self.engine = begin_again(engine, self, accumulates=True, num_calls=engine.num_calls)
+        """That of the engine, which may be another one from now on: see `first_step`."""
+        self.engine = self.engine.first_step.engine_for_forward(self)
         try:
-            return self._executor_of(engine)
+            return self.engine.begin(self, self._inputs())
         except MemoryBudgetError as error:
-            if not (engine.open and may_begin_again):
-                raise
-            try:
-                self.engine = begin_again(engine, self, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)
-            except MemoryBudgetError:
-                raise error from None
-        return self._executor_of(self.engine)
-
-    def _executor_of(self, engine: Engine) -> TieredExecutor:
-        return engine.begin(self.models, self.args, self.units, self._inputs(), self.shape)
+            self.engine = self.engine.first_step.engine_with_room(self, error)
+        return self.engine.begin(self, self._inputs())
 
     def _inputs(self) -> dict[Value, Any]:
         """The batch by micro-batch, and what each unit reads that is not on the tiers."""
@@ -98,17 +70,14 @@ class TieredCall(Call):
                 inputs[value] = {index: arg for index, arg in read.items() if not isinstance(arg, torch.nn.Parameter)}
         return inputs
 
-    def _run_forward(self, executor: Executor) -> None:
-        assert isinstance(executor, TieredExecutor)
+    def _run_forward(self) -> None:
         self.changes = self._changes
-        self.engine.forward(executor, self)
+        self.engine.forward(self.executor, self)
 
     @property
     def _changes(self) -> list[int]:
         """How often each argument that is no parameter was changed in place."""
         return [changes(arg) for arg in self.args if isinstance(arg, torch.Tensor) and not is_offloaded(arg)]
-
-    # Backward --------------------------------------------------------------------------------------------------------
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
@@ -125,39 +94,38 @@ class TieredCall(Call):
 
     def prepare(self, gradients: Gradients) -> None:
         self._look_at_parameters()
-        self._find_engine()
+        if (engine := self.engine.first_step.engine_for_backward(self)) is not self.engine:
+            self.move_to(engine)
         super().prepare(gradients)
 
     def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        self._refuse_scaled(gradients)
         outside, reached = self._outside(gradients), self.outputs.reached(gradients)
-        if self.executor in self.engine.open and outside != self.shape.outside:
-            log.info("a gradient has arrived for another output than the loss, so this step's forward runs once more")
-            self._forward_again(gradients)
-        executor = self.executor
-        zeroed = self.engine.record is not None and is_zeroed(self.trained)
-        losses = () if self.outputs.loss_gradient(gradients) is None else self.losses
-        spans = self.engine.spans_of(self.args).items()
-        self.engine.backward(executor, losses, [span for index, span in spans if index in reached], zeroed=zeroed)
-        with without_autocast():
-            if outside:
-                for value, content in self.outputs.cut(gradients, outside).items():
-                    executor.values.define(value, content)
-            else:
-                self._scale(executor, gradients)
-            executor.backward()
-        found = self._argument_gradients(executor, gradients)
-        self.engine.end_backward(executor, self, gradients)
-        for number in self.trained_numbers:
-            if number in reached:
-                mark_gradient_unavailable(self.args[number])
+        with self.engine.tiers.failure.issued():
+            self._refuse_scaled(gradients)
+            if self.executor in self.engine.open and outside != self.shape.outside:
+                log.info("a gradient has arrived for another output than the loss: this step's forward runs once more")
+                self._forward_again(gradients)
+            engine, executor = self.engine, self.executor
+            zeroed = engine.record is not None and is_zeroed(self.trained)
+            losses = () if self.outputs.loss_gradient(gradients) is None else self.losses
+            spans = [span for index, span in engine.spans_of(self.args).items() if index in reached]
+            engine.backward(executor, losses, spans, zeroed=zeroed)
+            with without_autocast():
+                if outside:
+                    for value, content in self.outputs.cut(gradients, outside).items():
+                        executor.values.define(value, content)
+                else:
+                    self._scale(gradients)
+                executor.backward()
+            found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
+            engine.end_backward(executor, self, gradients)
+            for number in self.trained_numbers:
+                if number in reached:
+                    mark_gradient_unavailable(self.args[number])
         return found
 
     def _forward_again(self, gradients: Gradients) -> None:
-        """By a program whose backward waits for those of the gradients that come from outside.
-
-        The head's backward has run with the forward, for the loss alone.
-        """
+        """By a program whose head has its backward later than its forward: it waits for gradients from outside."""
         self.engine.open.give_up(self.executor)
         self.engine.outside = self._outside(gradients)
         del self.shape
@@ -200,38 +168,7 @@ class TieredCall(Call):
             )
         self.engine.accepted_factor = factor
 
-    # The first step --------------------------------------------------------------------------------------------------
-
-    def _find_engine(self) -> None:
-        """Begin again where the backward under way shows that a step has several, or go where somebody has.
-
-        Raises `StepOrderError` where that is too late.
-        """
-        engine = self.engine
-        number, is_given_up = engine.open.number_in_backward, self.executor not in engine.open
-        is_several = number > 1 or (is_given_up and engine.open.may_be_repeated)
-        if is_several and engine.may_begin_again and (is_given_up or not engine.accumulates):
-            self.begin_again(engine)
-        elif number > 1 and not engine.accumulates and engine.successor is None:
-            raise StepOrderError(
-                f"this backward comes to {number} calls of the model. The first step of this run had one backward of "
-                f"one call, so updates run beside it; nothing was updated. {KEPT}: begin the run anew"
-            )
-        while engine.successor is not None:
-            engine = engine.successor
-        if engine is not self.engine:
-            self._move_to(engine)
-
-    def begin_again(self, engine: Engine) -> None:
-        """Have another engine in the place of one whose steps have one backward, or fewer calls at a time."""
-        begin_again(engine, self, accumulates=True, num_calls=max(engine.open.number, engine.num_calls))
-
-    def repeat(self, gradients: Gradients, engine: Engine) -> None:
-        """Run forward and backward once more, on another engine."""
-        self._move_to(engine)
-        self.backward(gradients)
-
-    def _move_to(self, engine: Engine) -> None:
+    def move_to(self, engine: Engine) -> None:
         """Run the forward once more, on another engine; raises `StepOrderError` where its inputs have changed."""
         if self.changes != self._changes:
             raise StepOrderError(
