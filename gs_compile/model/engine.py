@@ -196,6 +196,15 @@ class Engine(ParameterStore):
             self._opened_by = threading.current_thread()
         self.first_step.let_go()
 
+    def refuse_given_up(self, executor: TieredExecutor) -> None:
+        """Raise `StepOrderError` where the call of a backward was given up."""
+        self.tiers.check()
+        if executor not in self.open:
+            raise StepOrderError(
+                f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
+                f"or give it both batches as one. {KEPT}"
+            )
+
     def backward(
         self, executor: TieredExecutor, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool = False
     ) -> None:
@@ -204,12 +213,6 @@ class Engine(ParameterStore):
         losses: that it is of; reached: the parameters that it brings gradients. zeroed: what earlier backwards of the
         step have left was dropped.
         """
-        self.tiers.check()
-        if executor not in self.open:
-            raise StepOrderError(
-                f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
-                f"or give it both batches as one. {KEPT}"
-            )
         executor.record = self._begin_record(losses, reached, zeroed=zeroed)
         self.num_backwards += 1
 

@@ -146,7 +146,7 @@ class FirstStep:
         words = ["updates wait for step(), as several backwards or settings come before it"] if accumulates else []
         words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
         log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
-        engine.end("the run began again")
+        engine.end("optimizer.step() was called")  # until then its calls go where the step goes
         optimizer.state.update(self.states)
         done, self.done = self.done, []
         found = self.begin(optimizer, call, prepared)

@@ -96,13 +96,14 @@ class TieredCall(Call):
         self._look_at_parameters()
         if (engine := self.engine.first_step.engine_for_backward(self)) is not self.engine:
             self.move_to(engine)
+        self.engine.refuse_given_up(self.executor)
         super().prepare(gradients)
 
     def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
         outside, reached = self._outside(gradients), self.outputs.reached(gradients)
         with self.engine.tiers.failure.issued():
             self._refuse_scaled(gradients)
-            if self.executor in self.engine.open and outside != self.shape.outside:
+            if outside != self.shape.outside:
                 log.info("a gradient has arrived for another output than the loss: this step's forward runs once more")
                 self._forward_again(gradients)
             engine, executor = self.engine, self.executor
