@@ -15,12 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import (
-    absorb_libraries,
-    capture,
-    guard_model,
-    refuse,
-)
+from gs_compile.capture.dynamo import absorb_libraries, capture, guard_model, refuse
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.limit import is_last_compile, note_last_compile
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
@@ -37,11 +32,12 @@ from gs_compile.errors import (
 )
 from gs_compile.model.call import Call, whole_batch
 from gs_compile.model.engine import Engine
-from gs_compile.model.first_step import begin
+from gs_compile.model.first_step import FirstStep
 from gs_compile.model.freezing import train_others, trains_others
 from gs_compile.model.materialize import evaluating
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
+from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.options import Options
 from gs_compile.runtime.random_state import random_state, set_random_state
@@ -94,7 +90,7 @@ def greedysnake(
             if isinstance(error, CaptureError):
                 refuse(error)
             raise
-        if is_last and isinstance(call, Call) and call.engine is None:  # else a backward says so
+        if is_last and type(call) is Call:  # else a backward says so
             is_last = False
             watch().tell_of_limit()
         return call.run()
@@ -139,24 +135,31 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
         _refuse_a_loss(models[0])
     found = random_state() if compilation.options.durability else None
     whole = whole_batch(compilation, models, args)
-    seed = _seed(models, whole)
-    engine = _engine_for(compilation, models, args, ranks)
-    if engine is not None:
-        _refuse_other_layers(engine, models[0], training=training)
-    if engine is not None and not training:
-        args = list(map(_as_buffer, args))
-    if engine is not None and training and trains_others(engine, args):
-        engine = train_others(engine, Call(compilation, models, args, CompiledUnits(parts, seed, whole), training))
-    if engine is not None and engine.durable is not None and found is not None:
+    units = CompiledUnits(parts, _seed(models, whole), whole)
+    call = Call(compilation, models, args, units, training, ranks)
+    if (engine := _engine_for(call)) is not None:
+        call = _on_tiers(call, engine, found)
+    if units.seed is not None and ranks is not None:
+        units.seed ^= ranks.place << 48  # each rank draws its own
+    return call
+
+
+def _on_tiers(call: Call, engine: Engine, found: Mapping[str, str] | None) -> TieredCall:
+    """The same of a model whose parameters an engine has; found: the random state that the call has found."""
+    models, ranks = call.models, call.ranks
+    _refuse_other_layers(engine, models[0], training=call.training)
+    if not call.training:
+        call.args = list(map(_as_buffer, call.args))
+    elif trains_others(engine, call.args):
+        engine = train_others(engine, call)
+    if engine.durable is not None and found is not None:
         if (before := engine.durable.goes_on()) is not None:
             set_random_state(found := dict(before))
-            seed = _seed(models, whole)
+            call.units.seed = _seed(models, call.units.whole)
         engine.durable.random = found
-    if engine is not None and ranks is not None:
-        refuse_uneven(ranks, compilation.options.expert.schedule, models)
-    if seed is not None and ranks is not None:
-        seed ^= ranks.place << 48  # each rank draws its own
-    return Call(compilation, models, args, CompiledUnits(parts, seed, whole), training, engine, ranks)
+    if ranks is not None:
+        refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
+    return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine)
 
 
 def _as_buffer(arg: Any) -> Any:
@@ -252,11 +255,9 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     return changed
 
 
-def _engine_for(
-    compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any], ranks: Ranks | None
-) -> Engine | None:
+def _engine_for(call: Call) -> Engine | None:
     """The engine of the parameters that a call reads, made at the first call; None where they are the user's."""
-    parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
+    parameters = [arg for arg in call.args if isinstance(arg, torch.nn.Parameter)]
     _refuse_materialized(parameters)
     if not any(is_offloaded(parameter) for parameter in parameters):
         return None
@@ -267,7 +268,7 @@ def _engine_for(
         assert isinstance(engine, Engine)
         _refuse_moved(engine, parameters)
         return engine
-    if not optimizers and compilation.options.precision == "bf16":
+    if not optimizers and call.compilation.options.precision == "bf16":
         raise OptionError(
             'precision="bf16" keeps fp32 masters, so it needs an optimizer of gs_compile, made before the call'
         )
@@ -278,7 +279,7 @@ def _engine_for(
         )
     (optimizer,) = optimizers
     if optimizer.engine is None or optimizer.engine.failed_at_start:
-        return begin(optimizer, compilation, models, args, ranks)
+        return FirstStep().begin(optimizer, call)
     return optimizer.engine
 
 

@@ -24,25 +24,24 @@ from typing import Any, Protocol
 import torch
 
 from gs_compile.capture.dynamo import last_given_up
-from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
+from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.idle import Idle
-from gs_compile.model.late_settings import begun_again
-from gs_compile.model.moving import let_go, move_in, take_up
-from gs_compile.model.open_calls import Call, OpenCalls
+from gs_compile.model.late_settings import are_too_late
+from gs_compile.model.moving import move_in, take_up
+from gs_compile.model.open_calls import OpenCalls
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
 from gs_compile.model.residency import forget_gradients, residency_of
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.simulate.simulator import Simulation
-from gs_compile.program.ir import Program, StepShape, Unit, Value
+from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.kernels import Rule
-from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.sums import Sums
@@ -69,44 +68,32 @@ class Optimizer(OptimizerLike, Protocol):
 class Engine(ParameterStore):
     """One model's parameters, and the updates of them."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        compilation: Compilation,
-        models: Sequence[SpecializedModel],
-        args: Sequence[Any],
-        ranks: Ranks | None = None,
-        prepared: Prepared | None = None,
-    ) -> None:
-        """prepared: by `plan_tiers`, where that is done."""
+    def __init__(self, optimizer: Optimizer, call: Call, first_step: Any, prepared: Prepared | None = None) -> None:
+        """first_step: the `FirstStep` that makes this one; prepared: by `plan_tiers`, where that is done."""
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
-        self.options, self.ranks = compilation.options, ranks
+        self.options, self.ranks, self.first_step = call.compilation.options, call.ranks, first_step
         self.open = OpenCalls()
         self._opened_by = threading.current_thread()  # the latest of these
         self.record: StepRecord | None = None  # of backwards that optimizer.step() has not closed yet
         self.num_backwards = 0  # of the step under way
-        self.done: list[tuple[Call, Any]] = []  # calls of the first step that had their backward, and its gradients
-        self.successor: Engine | None = None  # that does so
         self.snapshots: tuple[Program, ...] = ()  # of the program of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
-        prepared = prepared or plan_tiers(optimizer, compilation, models, args, ranks)
-        arrangement, stored, self.planning = prepared
+        arrangement, stored, self.planning = prepared or plan_tiers(optimizer, call)
         self.latest = self.planning.placement, self.planning.first_shape  # of the latest call
         tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components)
         self.turn, self.sums = optimizer.turn, Sums(tiers)
         plan = self.planning.planned.facts
         self.durable = Durable(self._optimizer, tiers, stored, plan) if tiers.commits else None
-        spans = {args[index]: span for index, span in arrangement.spans.items()}
+        spans = {call.args[index]: span for index, span in arrangement.spans.items()}
         self.num_parameters = len(spans)
-        self._idle = Idle(arrangement.spans, args, models[0].split.idle, ranks, self.durable)
+        self._idle = Idle(arrangement.spans, call.args, call.models[0].split.idle, call.ranks, self.durable)
         if self.durable is not None and self.durable.former is not None:
             give_back_rest(optimizer, take_up(self, spans, stored))
         else:
             move_in(self, spans, self.planning.run.whole_nbytes, self.options.storage[0])
-        self._first = weakref.WeakSet(map(residency_of, spans))  # whose first values are there
         self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
         weakref.finalize(self, self.tiers.close).atexit = False
 
@@ -140,12 +127,6 @@ class Engine(ParameterStore):
         return self.planning.run.num_calls
 
     @property
-    def may_begin_again(self) -> bool:
-        """Whether the first step is under way, and all is there that it began with."""
-        is_under_way = not (self.num_steps or self.sums.has_outside or self.closed)
-        return is_under_way and self.ranks is None and self.placement.schedule == "vertical"
-
-    @property
     def is_of_this_thread(self) -> bool:
         """Whether the step under way was begun by it; autograd may run backwards in others."""
         return self._opened_by is threading.current_thread()
@@ -164,19 +145,10 @@ class Engine(ParameterStore):
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        models: Sequence[SpecializedModel],
-        args: Sequence[Any],
-        units: Any,
-        inputs: Mapping[Value, Any],
-        shape: StepShape,
-    ) -> TieredExecutor:
-        """The executor of one call, its program chosen; raises `StepOrderError` where a step is still to be closed.
-
-        models: of every micro-batch; units: their computations; shape: of the step if its parameters were in memory.
-        """
+    def begin(self, call: Call, inputs: Mapping[Value, Any]) -> TieredExecutor:
+        """The executor of one call, its program chosen; raises `StepOrderError` where a step is still to be closed."""
         self._refuse_unfinished()
+        models, args, units, shape = call.models, call.args, call.units, call.shape
         spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()
@@ -222,7 +194,16 @@ class Engine(ParameterStore):
         if shape.training:
             self.open.add(executor, call)
             self._opened_by = threading.current_thread()
-        self._forget_first()
+        self.first_step.let_go()
+
+    def refuse_given_up(self, executor: TieredExecutor) -> None:
+        """Raise `StepOrderError` where the call of a backward was given up."""
+        self.tiers.check()
+        if executor not in self.open:
+            raise StepOrderError(
+                f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
+                f"or give it both batches as one. {KEPT}"
+            )
 
     def backward(
         self, executor: TieredExecutor, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool = False
@@ -232,12 +213,6 @@ class Engine(ParameterStore):
         losses: that it is of; reached: the parameters that it brings gradients. zeroed: what earlier backwards of the
         step have left was dropped.
         """
-        self.tiers.check()
-        if executor not in self.open:
-            raise StepOrderError(
-                f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
-                f"or give it both batches as one. {KEPT}"
-            )
         executor.record = self._begin_record(losses, reached, zeroed=zeroed)
         self.num_backwards += 1
 
@@ -266,8 +241,8 @@ class Engine(ParameterStore):
         self.sums.counted()
         if self.record is not None:
             self.record.num_tokens += call.num_tokens
-        if self.may_begin_again:
-            self.done.append((call, gradients))
+        if self.first_step.may_begin_again:
+            self.first_step.done.append((call, gradients))
 
     @in_turn
     def begin_sums(self, *, zeroed: bool) -> None:
@@ -279,8 +254,8 @@ class Engine(ParameterStore):
                 "compiled model, or in p.grad: compute this under torch.no_grad(), or inside of the model's forward"
             )
         if not self.accumulates:
-            calls = [*self.open.undone, *(call for call, _ in self.done)]
-            if not (calls and self.may_begin_again):
+            calls = [*self.open.undone, *(call for call, _ in self.first_step.done)]
+            if not (calls and self.first_step.may_begin_again):
                 raise ReleasedParameterError(
                     "a gradient has come to a parameter that lives on the tiers from a computation outside of the "
                     "compiled model, or in p.grad, and the first step of this run had none, so the parameter gets its "
@@ -289,10 +264,8 @@ class Engine(ParameterStore):
                     "run anew" + last_given_up()
                 )
             if zeroed:
-                self.done.clear()
-            calls[0].begin_again(self)
-            assert self.successor is not None
-            self.successor.begin_sums(zeroed=zeroed)
+                self.first_step.done.clear()
+            self.first_step.begin_again(self, calls[0]).begin_sums(zeroed=zeroed)
         elif self.record is None or zeroed:
             self.flush()
             self.sums.clear()
@@ -323,8 +296,9 @@ class Engine(ParameterStore):
                 "gradients have come from outside of the compiled model alone: a step needs a backward of the model"
             )
         self._idle.refuse(record)
-        if record is not None and (other := begun_again(self, record, dropped=dropped)) is not None:
-            return other.finish(dropped=dropped)
+        if record is not None and are_too_late(self, record, dropped=dropped):
+            successor: Engine = self.first_step.begin_again(self, self.first_step.done[0][0])
+            return successor.finish(dropped=dropped)
         self.record = None
         if record is not None:
             record.predicted_seconds = self._predicted_seconds
@@ -333,7 +307,7 @@ class Engine(ParameterStore):
             if self.num_steps == 1:
                 tell_what_calls_cost(self.num_backwards, self.snapshots[-1], self.latest[0])
             self.num_backwards = 0
-            self.done.clear()
+            self.first_step.close()
             self.open.abandon("optimizer.step() was called")
             if self.placement.has_late:
                 self.tiers.leave(record)
@@ -373,12 +347,7 @@ class Engine(ParameterStore):
         """Return when all updates are done and written; raises `StepOrderError` where a step is still to be closed."""
         self.flush()
         super().synchronize()
-        self._forget_first()
-
-    def _forget_first(self) -> None:
-        """Let go of first values, once the updates of a step are known to have succeeded."""
-        if self.num_steps and self._first:
-            let_go(self._first)
+        self.first_step.let_go()
 
     @in_turn
     def write(self, span: Slice, values: Tensor) -> None:

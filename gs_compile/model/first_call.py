@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from gs_compile.capture.graph import Captured
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.capture.split import Split
-from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.layout import Arrangement, arrange, encoded, of_layers, stored_types, tied_units
 from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
+from gs_compile.model.call import Call
 from gs_compile.model.commits import OptimizerLike, check_alike
 from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.residency import is_offloaded, residency_of
@@ -53,38 +53,32 @@ class Prepared(NamedTuple):
     planning: StepPrograms
 
 
-def plan_tiers(
-    optimizer: OptimizerLike,
-    compilation: Compilation,
-    models: Sequence[SpecializedModel],
-    args: Sequence[Any],
-    ranks: Ranks | None = None,
-    host_nbytes: int | None = None,
-) -> Prepared:
-    """Plan the steps of a model whose parameters go to the tiers.
+def plan_tiers(optimizer: OptimizerLike, call: Call, host_nbytes: int | None = None) -> Prepared:
+    """Plan the steps of a model whose parameters go to the tiers, as a call has it.
 
     host_nbytes: the budget of host memory, where it is known.
 
     Masters of parameters in bf16 are split or whole, as the plan says where nobody does; ranks have split ones.
     """
-    options, split = compilation.options, models[0].split
+    args, ranks, options, split = call.args, call.ranks, call.compilation.options, call.models[0].split
+    captured = call.compilation.captured
     how: dict[str, Any] = {
-        "matrices": _matrices(compilation, models[0], args, optimizer, ranks),
-        "groups": _param_groups(compilation, models[0], args, optimizer),
-        "codecs": codecs_of(split, compilation.captured, options, args),
+        "matrices": _matrices(call, optimizer),
+        "groups": _param_groups(call, optimizer),
+        "codecs": codecs_of(split, captured, options, args),
         "share": (ranks.rank, ranks.number) if ranks else (0, 1),
     }
     kinds = _kinds_of_masters(options, args, ranks)
     types = {masters: stored_types(optimizer.moments, pairs=masters != "whole") for masters in kinds}
-    arrangements = {masters: arrange(split, compilation.captured, types[masters], **how) for masters in kinds}
+    arrangements = {masters: arrange(split, captured, types[masters], **how) for masters in kinds}
     first = arrangements[kinds[0]]
-    stored = stored_parameters(compilation, first, args)
+    stored = stored_parameters(call, first)
     former = {} if ranks else former_plan(options, stored, optimizer)
     run = Run(
         ModelAtHand(
             options=options,
             sizes={masters: each.sizes for masters, each in arrangements.items()},
-            layouts=models,
+            layouts=call.models,
             tied=tied_units(split, first.spans),
             where=where_of([args[index] for index in first.spans]),
             clip=optimizer.max_grad_norm is not None,
@@ -239,18 +233,16 @@ def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: 
     return {}
 
 
-def stored_parameters(
-    compilation: Compilation, arrangement: Arrangement, args: Sequence[Any]
-) -> tuple[StoredParameter, ...]:
+def stored_parameters(call: Call, arrangement: Arrangement) -> tuple[StoredParameter, ...]:
     """Where each parameter is in its unit, as commits say it, in the order of the arrangement."""
-    names = [entry.path for entry in compilation.captured.inputs]
+    names = [entry.path for entry in call.compilation.captured.inputs]
     return tuple(
         StoredParameter(
             names[index],
             span.unit,
             span.offset,
             tuple(span.shape),
-            bool(args[index].requires_grad),
+            bool(call.args[index].requires_grad),
             str(span.dtype or "").removeprefix("torch."),
             span.codec,
             span.components,
@@ -260,19 +252,13 @@ def stored_parameters(
     )
 
 
-def _matrices(
-    compilation: Compilation,
-    model: SpecializedModel,
-    args: Sequence[Any],
-    optimizer: OptimizerLike,
-    ranks: Ranks | None,
-) -> dict[int, Matrices] | None:
+def _matrices(call: Call, optimizer: OptimizerLike) -> dict[int, Matrices] | None:
     """What updates orthogonalize, by input index; None: nothing ever."""
     if not optimizer.orthogonalizes:
         return None
-    if ranks:
-        ranks.open_updates()
-    split, captured = model.split, compilation.captured
+    if call.ranks:
+        call.ranks.open_updates()
+    args, split, captured = call.args, call.models[0].split, call.compilation.captured
     own, inputs = of_layers(split, captured), captured.inputs
     trained = (index for graph in split.units for index in graph.parameters(captured) if args[index].requires_grad)
     found = {
@@ -282,15 +268,14 @@ def _matrices(
     return {index: each for index, each in found.items() if each is not None}
 
 
-def _param_groups(
-    compilation: Compilation, model: SpecializedModel, args: Sequence[Any], optimizer: OptimizerLike
-) -> dict[int, tuple[int, int, bool]]:
+def _param_groups(call: Call, optimizer: OptimizerLike) -> dict[int, tuple[int, int, bool]]:
     """Of each trained parameter, by input index, the param group, the steps that it has missed, and whether it is idle.
 
     Raises `OptimizerError` for none, and for a hook.
     """
-    captured, group_of = compilation.captured, optimizer.group_of
-    read = {index for graph in model.split.units for index in graph.parameters(captured) if args[index].requires_grad}
+    args, split = call.args, call.models[0].split
+    captured, group_of = call.compilation.captured, optimizer.group_of
+    read = {index for graph in split.units for index in graph.parameters(captured) if args[index].requires_grad}
     for index in read:
         if args[index] not in group_of:
             raise OptimizerError(
@@ -307,8 +292,7 @@ def _param_groups(
                 f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called: a "
                 "parameter on the tiers gives its gradient to its update alone. Remove the hook"
             )
-    idle = model.split.idle
-    return {i: (group_of[args[i]], optimizer.missed.get(args[i], 0), i in idle) for i in read}
+    return {i: (group_of[args[i]], optimizer.missed.get(args[i], 0), i in split.idle) for i in read}
 
 
 def refuse_inputs(args: Sequence[Any], batch: Container[int]) -> None:

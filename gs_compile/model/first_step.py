@@ -1,9 +1,17 @@
-"""first_step: an engine is made at a model's first call, and once more where the first step has several backwards.
+"""first_step: the first step of a run shows how its steps are to be planned, and begins again where they were not so.
 
-Nobody says how many backwards come before `optimizer.step()`, or that the learning rate is set after them. So updates
-run beside the first one, and when the first step has another, or settings after it, the run begins again with updates
-that wait: first values are there until a step has ended, and the backwards so far run once more, with the same inputs,
-random numbers and gradients. What the first step has settled holds from then on.
+Nobody says how many backwards come before `optimizer.step()`, how many calls wait for theirs at a time, or that
+settings change after them. So updates run beside the first backward, and one call has memory, until there is
+
+[1] a call after a backward
+[2] a backward of several calls, or of one that was given up for another
+[3] a gradient from outside of the model (`Engine.begin_sums`)
+[4] another setting, or no gradient, at `optimizer.step()` (`Engine.finish`)
+[5] a call that has no room beside those that wait.
+
+Then another engine takes the place of the one so far: updates wait for `optimizer.step()`, or as many calls have
+memory. First values and states are there until the step has ended, and the backwards so far run once more, with the
+same inputs, random numbers and gradients. What the first step has settled holds from then on.
 """
 
 from __future__ import annotations
@@ -11,93 +19,153 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.errors import MemoryBudgetError, OptimizerError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.aliases import aliases_of, refuse_overlaps
-from gs_compile.model.engine import Engine
+from gs_compile.model.call import Call
+from gs_compile.model.engine import KEPT, Engine
+from gs_compile.model.files import trim
 from gs_compile.model.first_call import Prepared, plan_tiers
 from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
+from gs_compile.model.outputs import Gradients
+from gs_compile.model.residency import Residency, forget_gradients, is_zeroed, residency_of
+from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import TieredOptimizer
-from gs_compile.runtime.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 
-class Call(Protocol):
-    """What an engine is made for: the arguments of a captured model, cut into micro-batches."""
+class FirstStep:
+    """What it began with, what it has done so far, and the engine that does it.
 
-    compilation: Compilation
-    models: Sequence[SpecializedModel]
-    args: Sequence[Any]
-
-
-def begin(
-    optimizer: TieredOptimizer,
-    compilation: Compilation,
-    models: Sequence[SpecializedModel],
-    args: Sequence[Any],
-    ranks: Ranks | None,
-    prepared: Prepared | None = None,
-) -> Engine:
-    """The engine of an optimizer, with the state that this has loaded or that a durable run has left.
-
-    prepared: as of `Engine`.
+    under way   `engine()` is that: it may begin again
+    closed      by `optimizer.step()`: first values stay until its updates are known to have succeeded
+    over        nothing of it is kept
     """
-    with torch.inference_mode(False):  # what is made lives longer than this call
-        if ranks is not None:
-            agree(ranks, compilation, models[0], args, optimizer)
-        refuse_overlaps(compilation.captured.inputs, args)
-        aliases = aliases_of(args)
-        optimizer.first_group_of = optimizer.group_of
-        optimizer.engine = engine = Engine(optimizer, compilation, models, args, ranks, prepared)
-        if engine.durable is None or engine.durable.former is None:
-            try:
-                optimizer.load_into_engine()
-            except OptimizerError as error:
-                engine.tiers.fail(error)
-                raise
-        else:
-            optimizer.show_stored()
-            if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
-                optimizer.go_on(engine.durable.former)
-                optimizer.kept.step = engine.durable.former.step
-    for each in aliases:
-        Alias.follow(each)
-    # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
-    weakref.finalize(optimizer, gc.collect).atexit = False
-    return engine
 
+    def __init__(self) -> None:
+        self.engine: Callable[[], Engine | None] = lambda: None  # weakly held
+        self.states: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()  # of the optimizer, that were loaded
+        self.done: list[tuple[TieredCall, Gradients]] = []  # calls that have had their backward
+        self._values: weakref.WeakSet[Residency] = weakref.WeakSet()  # whose first values are there
 
-def begin_again(engine: Engine, call: Call, *, accumulates: bool, num_calls: int) -> Engine:
-    """Another engine for the rest of the first step, with what the step has done so far.
+    def begin(self, optimizer: TieredOptimizer, call: Call, prepared: Prepared | None = None) -> Engine:
+        """The engine of an optimizer, with the state that this has loaded or that a durable run has left."""
+        with torch.inference_mode(False):  # what is made lives longer than this call
+            if call.ranks is not None:
+                agree(call.ranks, call, optimizer)
+            refuse_overlaps(call.compilation.captured.inputs, call.args)
+            aliases = aliases_of(call.args)
+            optimizer.first_group_of = optimizer.group_of
+            optimizer.engine = engine = Engine(optimizer, call, self, prepared)
+            self.engine = weakref.ref(engine)
+            self._values.update(residency_of(call.args[index]) for index in engine.spans_of(call.args))
+            if engine.durable is None or engine.durable.former is None:
+                try:
+                    optimizer.load_into_engine()
+                except OptimizerError as error:
+                    engine.tiers.fail(error)
+                    raise
+            else:
+                optimizer.show_stored()
+                if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
+                    optimizer.go_on(engine.durable.former)
+                    optimizer.kept.step = engine.durable.former.step
+        for each in aliases:
+            Alias.follow(each)
+        # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
+        weakref.finalize(optimizer, gc.collect).atexit = False
+        return engine
 
-    call: one of the step. accumulates: steps have several backwards. num_calls: that have memory at a time. Raises
-    `MemoryBudgetError` where there is no room for that, and leaves the engine as it is.
-    """
-    optimizer, done = engine.optimizer, engine.done
-    assert isinstance(optimizer, TieredOptimizer)
-    given = call.compilation, call.models, call.args, engine.ranks
-    before = optimizer.accumulates, optimizer.num_calls
-    optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
-    try:
-        prepared = plan_tiers(optimizer, *given, engine.planning.run.whole_nbytes)
-    except MemoryBudgetError:
-        optimizer.accumulates, optimizer.num_calls = before
-        raise
-    words = ["updates wait for step(), as several backwards or settings come before it"] if accumulates else []
-    words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
-    log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
-    engine.end("the run began again")
-    optimizer.state.update(optimizer.loaded)
-    engine.successor = found = begin(optimizer, *given, prepared)
-    if found.durable is not None:
-        found.durable.goes_on()  # random numbers do already
-    for other, gradients in done:
-        other.repeat(gradients, found)
-    return found
+    # Where it shows another plan -------------------------------------------------------------------------------------
+
+    def engine_for_forward(self, call: TieredCall) -> Engine:
+        """The engine that runs the forward of a call [1]."""
+        engine = call.engine
+        if engine.record is None or engine.accumulates or not (self.may_begin_again and engine.is_of_this_thread):
+            return engine
+        if is_zeroed(call.args):
+            self.done.clear()
+            forget_gradients(engine.optimizer.group_of if engine.optimizer else ())
+        return self.begin_again(engine, call, engine.num_calls)
+
+    def engine_for_backward(self, call: TieredCall) -> Engine:
+        """The engine that runs the backward of a call [2]; raises `StepOrderError` where the step is closed by then."""
+        engine, latest = call.engine, self.engine()
+        if latest is not None and latest is not engine:
+            return latest
+        number, is_given_up = engine.open.number_in_backward, call.executor not in engine.open
+        is_several = number > 1 or (is_given_up and engine.open.may_be_repeated)
+        if is_several and self.may_begin_again and (is_given_up or not engine.accumulates):
+            return self.begin_again(engine, call)
+        if number > 1 and not (engine.accumulates or engine.closed):
+            raise StepOrderError(
+                f"this backward comes to {number} calls of the model. The first step of this run had one backward of "
+                f"one call, so updates run beside it; nothing was updated. {KEPT}: begin the run anew"
+            )
+        return engine
+
+    def engine_with_room(self, call: TieredCall, error: MemoryBudgetError) -> Engine:
+        """An engine with memory for one call more [5]; raises the error where that cannot be."""
+        engine = call.engine
+        if engine.open and self.may_begin_again and engine.is_of_this_thread:
+            with suppress(MemoryBudgetError):
+                return self.begin_again(engine, call, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)
+        raise error
+
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether it is under way, and all is there that it began with."""
+        if (engine := self.engine()) is None or engine.sums.has_outside or engine.closed:
+            return False
+        return engine.ranks is None and engine.placement.schedule == "vertical"
+
+    def begin_again(self, engine: Engine, call: Call, num_calls: int = 0, *, accumulates: bool = True) -> Engine:
+        """Another engine in the place of one, with what the step has done so far.
+
+        call: one of the step. num_calls: that have memory at a time; 0: all that have had no backward. accumulates:
+        updates wait. Raises `MemoryBudgetError` where there is no room for that, and leaves the engine as it is.
+        """
+        optimizer = engine.optimizer
+        assert isinstance(optimizer, TieredOptimizer)
+        num_calls = num_calls or max(len(engine.open.undone), engine.num_calls)
+        before = optimizer.accumulates, optimizer.num_calls
+        optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
+        try:
+            prepared = plan_tiers(optimizer, call, engine.planning.run.whole_nbytes)
+        except MemoryBudgetError:
+            optimizer.accumulates, optimizer.num_calls = before
+            raise
+        words = ["updates wait for step(), as several backwards or settings come before it"] if accumulates else []
+        words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
+        log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
+        engine.end("optimizer.step() was called")  # until then its calls go where the step goes
+        optimizer.state.update(self.states)
+        done, self.done = self.done, []
+        found = self.begin(optimizer, call, prepared)
+        if found.durable is not None:
+            found.durable.goes_on()  # random numbers do already
+        for other, gradients in done:
+            other.move_to(found)
+            other.backward(gradients)
+        return found
+
+    def close(self) -> None:
+        """`optimizer.step()` has closed it."""
+        self.engine = lambda: None
+        self.states.clear()
+        self.done.clear()
+
+    def let_go(self) -> None:
+        """First values end, once the updates of the step are known to have succeeded: nobody goes back to them."""
+        if self.engine() is None and self._values:
+            while self._values:
+                self._values.pop().stash = None
+            trim()

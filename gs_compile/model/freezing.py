@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from gs_compile.errors import OptimizerError, StepOrderError
+from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_call import plan_tiers
-from gs_compile.model.first_step import Call, begin
+from gs_compile.model.first_step import FirstStep
 from gs_compile.model.residency import bring_out, hand_back, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer, optimizers_of
 from gs_compile.progress import stage
@@ -43,7 +44,6 @@ def train_others(engine: Engine, call: Call) -> Engine:
     Raises `StepOrderError` within a step, `OptimizerError` where the run cannot change or nothing would be trained, and
     `MemoryBudgetError` where the new one does not fit; then the engine is as it was.
     """
-    given = call.compilation, call.models, call.args, engine.ranks
     if not any(call.args[index].requires_grad for index in engine.spans_of(call.args)):
         raise OptimizerError(
             "this call asks for gradients of the model's inputs, and all parameters that were trained are frozen: "
@@ -56,7 +56,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
     missed = optimizer.missed
     optimizer.note_missed(each for each in spans if each.requires_grad and not residency_of(each).is_trained)
     try:
-        prepared = plan_tiers(optimizer, *given, engine.planning.run.whole_nbytes)
+        prepared = plan_tiers(optimizer, call, engine.planning.run.whole_nbytes)
     except BaseException:
         optimizer.missed = missed
         raise
@@ -75,7 +75,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
     engine.end(reason)
     for parameter in spans:
         hand_back(parameter)
-    return begin(optimizer, *given, prepared)
+    return FirstStep().begin(optimizer, call, prepared)
 
 
 def _reason(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> str:

@@ -7,31 +7,25 @@ again.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from gs_compile.errors import StepOrderError
 from gs_compile.runtime.step_record import StepRecord
 
-AnEngine = TypeVar("AnEngine", bound=Any)
 
-
-def begun_again(engine: AnEngine, record: StepRecord, *, dropped: bool) -> AnEngine | None:
-    """The engine of the step begun again, where its updates have run with what does not hold any more; else None.
+def are_too_late(engine: Any, record: StepRecord, *, dropped: bool) -> bool:
+    """Whether the first step is to begin again, as its updates have run with what does not hold any more.
 
     dropped: the gradients were, and nothing is to be updated. Updates that have waited take up that, and settings that
     have changed. Raises StepOrderError where they have not waited, and the step cannot begin again.
     """
-    optimizer, placement = engine.optimizer, engine.placement
-    if optimizer is None:
-        return None
+    optimizer, placement, may_begin_again = engine.optimizer, engine.placement, engine.first_step.may_begin_again
     now = optimizer.as_set()
-    changed = _changed(record, now, anew=engine.may_begin_again)
+    changed = _changed(record, now, anew=may_begin_again)
     if not (changed or dropped):
-        return None
-    if placement.has_early and engine.may_begin_again:
-        engine.done[0][0].begin_again(engine)  # a call of the step
-        successor: AnEngine = engine.successor
-        return successor
+        return False
+    if placement.has_early and may_begin_again:
+        return True
     is_norm_kept = record.max_grad_norm == now.max_grad_norm
     rolls_back = placement.rolls_back(confirmed=record.confirmed) and (is_norm_kept or dropped)
     waits = not placement.has_early or rolls_back
@@ -46,7 +40,7 @@ def begun_again(engine: AnEngine, record: StepRecord, *, dropped: bool) -> AnEng
     if not is_norm_kept:
         record.max_grad_norm, record.scale = now.max_grad_norm, 1.0
         record.clip()
-    return None
+    return False
 
 
 def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import NoBatchInputError, RankError
+from gs_compile.model.call import Call
 from gs_compile.model.in_memory import begin_alike, parameters_in_memory, ranks_that_average
 from gs_compile.model.residency import is_offloaded
 from gs_compile.model.saving import gather_when_saved
@@ -58,20 +59,18 @@ def meet(args: Sequence[Any], options: Options, compilation: Compilation | None)
     return ranks_that_average(trained, _buffers(compilation, args) if compilation else {}, options)
 
 
-def agree(
-    ranks: Ranks, compilation: Compilation, model: SpecializedModel, args: Sequence[Any], optimizer: TieredOptimizer
-) -> None:
+def agree(ranks: Ranks, call: Call, optimizer: TieredOptimizer) -> None:
     """Raise `RankError` on all ranks where they have different options, models, inputs, optimizers or versions.
 
     Parameters that stay in memory beside the model, and its buffers, get the first rank's values. This thread's number
     of threads is corrected before anything is timed on it.
     """
     correct_thread_count()
-    facts = chain(_of_options(compilation.options), _of_optimizer(optimizer), _of_model(compilation, model, args))
+    facts = chain(_of_options(call.compilation.options), _of_optimizer(optimizer), _of_model(call))
     ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
     gather_when_saved()
     resident = [parameter for _, parameter in parameters_in_memory(optimizer.param_groups)]
-    begin_alike(ranks, resident, _buffers(compilation, args))
+    begin_alike(ranks, resident, _buffers(call.compilation, call.args))
 
 
 def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
@@ -127,11 +126,12 @@ def _of_optimizer(optimizer: TieredOptimizer) -> Facts:
         yield f"param group {number}", {name: value for name, value in group.items() if name != "params"}
 
 
-def _of_model(compilation: Compilation, model: SpecializedModel, args: Sequence[Any]) -> Facts:
-    for entry, arg in zip(compilation.captured.inputs, args, strict=True):
+def _of_model(call: Call) -> Facts:
+    captured = call.compilation.captured
+    for entry, arg in zip(captured.inputs, call.args, strict=True):
         if entry.role == "batch":
             yield f"the dtype of {entry.path}", arg.dtype
-    for graph in model.split.units:
-        specs = graph.parameters(compilation.captured).values()
+    for graph in call.models[0].split.units:
+        specs = graph.parameters(captured).values()
         words = (f"{spec.dtype} {tuple(spec.shape)}{'' if spec.requires_grad else ' frozen'}" for spec in specs)
         yield f"what unit {graph.unit} has", ", ".join(words)

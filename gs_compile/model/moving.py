@@ -8,7 +8,7 @@ So whatever ends the first step, the model has its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from gs_compile.machine import available_memory
 from gs_compile.model.files import copied, directory, leave_memory, trim, whole
 from gs_compile.model.parameter_store import ParameterStore, pieces_of
-from gs_compile.model.residency import Residency, adopt, hand_back, is_offloaded, residency_of, stash
+from gs_compile.model.residency import adopt, hand_back, is_offloaded, residency_of, stash
 from gs_compile.progress import stage
 from gs_compile.runtime.former import FormerHomes
 from gs_compile.runtime.rest import read_rest
@@ -111,13 +111,6 @@ def _take_up_piece(tiers: Tiers, former: FormerHomes, piece: Slice, source: Slic
         own = number + tiers.has_master(piece)
         if tiers.setting.ranks or tiers.is_changed(piece, own):
             tiers.write_state(piece, own, former.read_state(source, number + former.has_master(source)))
-
-
-def let_go(places: MutableSet[Residency]) -> None:
-    """First values end: a step has ended, and nobody goes back to them."""
-    while places:
-        places.pop().stash = None
-    trim()
 
 
 def _first_value(values: Tensor, folder: Path | None) -> Tensor:

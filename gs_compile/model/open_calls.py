@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import weakref
 from itertools import count
-from typing import Any, Protocol
 
 from gs_compile.capture.internals import comes_to
+from gs_compile.model.call import Call
 from gs_compile.runtime.issue import TieredExecutor
 
 
-class Call(Protocol):
-    """A call lives as long as its autograd node does, and so as its loss: who drops that has given it up."""
-
-    node: weakref.ref[Any] | None
-
-    @property
-    def num_tokens(self) -> int:
-        """Of its batch, padding too; samples, where a layer's input has no dimension of tokens."""
-
-    def begin_again(self, engine: Any) -> None:
-        """Have another engine in the place of one whose steps have one backward."""
-
-    def repeat(self, gradients: Any, engine: Any) -> None:
-        """Run forward and backward once more, on another engine."""
-
-
 class OpenCalls:
-    """Executors by the call that each is of."""
+    """Executors by the call that each is of.
+
+    A call lives as long as its autograd node does, and so as its loss: who drops that has given it up.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[TieredExecutor, weakref.ref[Call]] = {}
@@ -54,11 +41,6 @@ class OpenCalls:
     def undone(self) -> list[Call]:
         """The calls whose loss is there and has not had its backward, also if they were given up."""
         return list(self._undone)
-
-    @property
-    def number(self) -> int:
-        """How many `undone` are."""
-        return len(self._undone)
 
     @property
     def number_in_backward(self) -> int:

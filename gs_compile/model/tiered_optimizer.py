@@ -72,7 +72,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.kept = Kept()
         self.accumulates = False  # steps have several backwards: the first one has shown it
         self.num_calls = 1  # that are between forward and backward at a time
-        self.loaded: dict[torch.Tensor, Any] = {}  # the states that the first step began with, until it has ended
         super().__init__(params, defaults)
         absorb_libraries()  # the model is built, so its libraries are there: Dynamo need not meet a break first
         watch()
@@ -190,7 +189,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         finished = self.engine.finish(dropped=are_dropped(self._parameters))
         record = finished or self._step_in_memory()
         if record is not None:
-            self.loaded.clear()
             in_memory.update(self, self._resident, record)
             for parameter in self._parameters:
                 end_gradient(parameter, dropped=record.is_dropped)
@@ -422,7 +420,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             if self._has_values(parameter) or not state:  # none: it begins at zeros
                 self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
                 if not self.engine.num_steps:
-                    self.loaded[parameter] = state
+                    self.engine.first_step.states[parameter] = state
             self.show_state(parameter)
 
     def show_stored(self) -> None:

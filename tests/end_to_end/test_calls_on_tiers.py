@@ -13,10 +13,11 @@ from torch import nn
 from zoo import VOCAB, WIDTH, small
 
 import gs_compile
-from gs_compile.errors import OptimizerError
+from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.planner import programs
 from gs_compile.planner.simulate.measured import measured
 from gs_compile.program.ir import LANES
+from gs_compile.runtime.issue import TieredExecutor
 
 
 class Pair:
@@ -88,16 +89,19 @@ def test_a_first_call_in_inference_mode(pair):
 
 
 TERMS = [
-    lambda found: found.loss + found.logits.square().mean(),
     lambda found: found.loss + sum(each.keys.square().mean() for each in found.past_key_values.layers),
+    lambda found: found.loss + found.logits.square().mean(),
     lambda found: found.loss,
     lambda found: found.loss + found.hidden_states[1].square().mean(),
 ]
 
 
 @pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_terms_beside_the_loss(separate, tmp_path):
-    """They come and go."""
+def test_terms_beside_the_loss(separate, tmp_path, monkeypatch):
+    """They come and go. A forward runs once more where its program has not known of them."""
+    forwards = []
+    real = TieredExecutor.forward
+    monkeypatch.setattr(TieredExecutor, "forward", lambda self: forwards.append(number) or real(self))
     model, reference = small("gpt2"), small("gpt2")
     optimizer, theirs = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
     given = options(tmp_path, alpha=0.5, separate_device=separate)
@@ -109,6 +113,10 @@ def test_terms_beside_the_loss(separate, tmp_path):
             update.step()
             update.zero_grad()
     assert distance(model.state_dict(), reference.state_dict()) < 1e-7
+    assert forwards == [0, 0, 1, 2, 3, 3]
+    old, _ = (model(input_ids=ids, labels=ids) for _ in range(2))
+    with pytest.raises(StepOrderError, match="given up when the model was called again"):
+        (old.loss + sum(each.values.sum() for each in old.past_key_values.layers)).backward()
     optimizer.engine.tiers.close()
 
 

@@ -1,0 +1,183 @@
+"""tiered_call: a call of a model whose parameters are on the tiers: their gradients go to updates, and nowhere else."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from gs_compile.capture.internals import attribute, changes, wants_all
+from gs_compile.codegen.compiled import Step
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+from gs_compile.model.call import Call
+from gs_compile.model.engine import Engine
+from gs_compile.model.outputs import Gradients
+from gs_compile.model.residency import is_offloaded, is_zeroed, mark_gradient_unavailable, refuse_left, take_given
+from gs_compile.program.ir import StepShape, Value
+from gs_compile.runtime.issue import TieredExecutor
+from gs_compile.runtime.stream import without_autocast
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class TieredCall(Call):
+    """A call whose parameters are in an engine."""
+
+    engine: Engine
+    executor: TieredExecutor = field(init=False, repr=False)
+    changes: Sequence[int] = field(init=False, default=())  # in place, of the arguments, when the forward ran
+
+    @cached_property
+    def shape(self) -> StepShape:
+        """The parts of the step, with the gradients from outside that the latest step had."""
+        shape = super().shape
+        return replace(shape, outside=self.engine.outside or shape.outside) if self.training else shape
+
+    def _begin(self) -> TieredExecutor:
+        executor = self._executor()
+        placement = executor.placement
+        models = [model.in_pieces(placement.decision.layer_tokens) for model in self.models]
+        parts = zip(self.units.micro_batches, models, strict=True)
+        self.units.micro_batches = [replace(part, codes=model.codes) for part, model in parts]
+        describe = partial(self.engine.planning.describe, executor.program)
+        self.compilation.latest = Step(models[0], self.shape, self.engine.snapshots, describe)
+        self._compile(models, placement.levels_in_use)
+        return executor
+
+    def _executor(self) -> TieredExecutor:
+        """That of the engine, which may be another one from now on: see `first_step`."""
+        self.engine = self.engine.first_step.engine_for_forward(self)
+        try:
+            return self.engine.begin(self, self._inputs())
+        except MemoryBudgetError as error:
+            self.engine = self.engine.first_step.engine_with_room(self, error)
+        return self.engine.begin(self, self._inputs())
+
+    def _inputs(self) -> dict[Value, Any]:
+        """The batch by micro-batch, and what each unit reads that is not on the tiers."""
+        inputs = super()._inputs()
+        for value in [value for value in inputs if value.kind == "w"]:
+            read = inputs.pop(value)
+            if value.unit not in self.engine.placement.by_unit:
+                inputs[value] = {index: arg for index, arg in read.items() if not isinstance(arg, torch.nn.Parameter)}
+        return inputs
+
+    def _run_forward(self) -> None:
+        self.changes = self._changes
+        self.engine.forward(self.executor, self)
+
+    @property
+    def _changes(self) -> list[int]:
+        """How often each argument that is no parameter was changed in place."""
+        return [changes(arg) for arg in self.args if isinstance(arg, torch.Tensor) and not is_offloaded(arg)]
+
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        return self.engine.turn
+
+    def check(self, node: Any, gradients: Gradients) -> None:
+        if not wants_all(node):
+            raise OptimizerError(
+                "backward(inputs=...) leaves out parameters that the optimizer trains: on the tiers a backward updates "
+                "all of them. Leave inputs= out; freeze what is not to be trained (requires_grad_(False)) before the "
+                "model's first call; or use a torch.optim optimizer. Nothing was updated"
+            )
+        super().check(node, gradients)
+
+    def prepare(self, gradients: Gradients) -> None:
+        self._look_at_parameters()
+        if (engine := self.engine.first_step.engine_for_backward(self)) is not self.engine:
+            self.move_to(engine)
+        self.engine.refuse_given_up(self.executor)
+        super().prepare(gradients)
+
+    def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        outside, reached = self._outside(gradients), self.outputs.reached(gradients)
+        with self.engine.tiers.failure.issued():
+            self._refuse_scaled(gradients)
+            if outside != self.shape.outside:
+                log.info("a gradient has arrived for another output than the loss: this step's forward runs once more")
+                self._forward_again(gradients)
+            engine, executor = self.engine, self.executor
+            zeroed = engine.record is not None and is_zeroed(self.trained)
+            losses = () if self.outputs.loss_gradient(gradients) is None else self.losses
+            spans = [span for index, span in engine.spans_of(self.args).items() if index in reached]
+            engine.backward(executor, losses, spans, zeroed=zeroed)
+            with without_autocast():
+                if outside:
+                    for value, content in self.outputs.cut(gradients, outside).items():
+                        executor.values.define(value, content)
+                else:
+                    self._scale(gradients)
+                executor.backward()
+            found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
+            engine.end_backward(executor, self, gradients)
+            for number in self.trained_numbers:
+                if number in reached:
+                    mark_gradient_unavailable(self.args[number])
+        return found
+
+    def _forward_again(self, gradients: Gradients) -> None:
+        """By a program whose head has its backward later than its forward: it waits for gradients from outside."""
+        self.engine.open.give_up(self.executor)
+        self.engine.outside = self._outside(gradients)
+        del self.shape
+        super()._forward_again(gradients)
+
+    def _look_at_parameters(self) -> None:
+        """Add what somebody has put in `.grad`, as torch adds to it.
+
+        Raises `StepOrderError` where a parameter was frozen since the forward, and as `refuse_left` where updates would
+        run before anybody could zero what is left.
+        """
+        for parameter in self.trained:
+            if is_offloaded(parameter) and not attribute(parameter, "requires_grad"):
+                raise StepOrderError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen between the forward and its backward, "
+                    "which updates all that the forward has found to be trained: call requires_grad_(False) before the "
+                    "model is called, or after optimizer.step(). Nothing was updated"
+                )
+        if self.engine.placement.has_early:
+            refuse_left(self.trained)
+        take_given(self.trained)
+
+    def _refuse_scaled(self, gradients: Gradients) -> None:
+        """Raise `OptimizerError` for gradients of which updates cannot be made.
+
+        A GradScaler multiplies the loss, and updates run before it could divide again. A scaled loss looks like any
+        other that the user has multiplied, or computed outside of the model. So where the factor may be a scale, which
+        is more than 1, the scalers are looked up among all objects; once for each factor.
+        """
+        gradient = self.outputs.loss_gradient(gradients)
+        factor = math.inf if gradient is None else float(gradient)
+        if factor <= 1 or factor in self.engine.accepted_factors:
+            return
+        scalers = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
+        if any(scaler.is_enabled() and scaler.get_scale() > 1 for scaler in scalers):
+            raise OptimizerError(
+                "a torch.amp.GradScaler is in use, and multiplies the loss: with parameters on the tiers updates run "
+                "during the backward, before it can divide the gradients. Put gs_compile.LossScaler(optimizer) in its "
+                "place, or train in bf16 or fp32, which need no loss scale; nothing was updated"
+            )
+        self.engine.accepted_factor = factor
+
+    def move_to(self, engine: Engine) -> None:
+        """Run the forward once more, on another engine; raises `StepOrderError` where its inputs have changed."""
+        if self.changes != self._changes:
+            raise StepOrderError(
+                "the first step of this run has several backwards, and the inputs of its first call were changed in "
+                'place since then, so it cannot be done again: give options={"accumulate": True}, or each call tensors '
+                "of its own"
+            )
+        self.engine = engine
+        vars(self).pop("shape", None)
+        with torch.no_grad():
+            self.forward()
