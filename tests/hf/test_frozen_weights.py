@@ -19,6 +19,7 @@ from zoo import small
 
 import gs_compile
 from gs_compile.errors import OptionError
+from gs_compile.hf import frozen
 from gs_compile.model import storage_init
 from gs_compile.model.residency import residency_of
 from gs_compile.runtime.codecs import CODECS
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
 ]
 EAGER = {"compiler": "eager"}
+EXPERTS = ("gate_up_proj", "down_proj")
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 IN_WORDS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
 BY_BITSANDBYTES = {
@@ -129,7 +131,7 @@ def by_bitsandbytes(source, folder, config):
     return model
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*BY_BITSANDBYTES, "fp8"])
 def test_quantized_checkpoints_are_read_as_they_are(codec, tmp_path):
     """Their own libraries decode them to the same bits."""
     source, folder = wide().bfloat16(), tmp_path / "saved"
@@ -151,7 +153,6 @@ def test_quantized_checkpoints_are_read_as_they_are(codec, tmp_path):
                 state = functional.QuantState.from_dict(state, torch.device("cpu"))
                 theirs[weight] = functional.dequantize_4bit(tensors[weight], state)
     model = read(folder, tmp_path / "storage")
-    assert model.greedysnake_options["frozen"] == codec
     found = dict(model.named_parameters())
     encoded = [name for name, each in found.items() if is_encoded(name, each)]
     assert len(encoded) == 14
@@ -184,17 +185,39 @@ def test_a_checkpoint_is_decoded_by_transformers_where_that_is_asked_for(tmp_pat
     }
 
 
-def test_experts_that_are_put_together_are_refused_or_decoded(tmp_path):
-    """Their scales are of each expert, and the parameter is of all."""
-    source = small("mixtral", hidden_size=128, intermediate_size=128).bfloat16()
-    of_fp8(source, tmp_path / "saved")
-    with pytest.raises(OptionError, match=r"of model.layers.0.*w1.weight and 23 more the model has no parameter alone"):
-        read(tmp_path / "saved", tmp_path / "storage")
+def experts_in_fp8(folder, **sizes):
+    """Experts one by one; transformers puts them together."""
+    of_fp8(small("mixtral", **{"hidden_size": 128, "intermediate_size": 128} | sizes).bfloat16(), folder)
+
+
+def test_experts_that_are_put_together_stay_in_fp8(tmp_path):
+    """Their scales are put together as they are; a checkpoint that is saved later has each by itself again."""
+    experts_in_fp8(tmp_path / "saved")
     config = transformers.FineGrainedFP8Config(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config)
-    model = read(tmp_path / "saved", tmp_path / "storage", quantization_config=config)
-    found = dict(model.named_parameters())
-    assert all(torch.equal(found[name].detach().clone(), each) for name, each in theirs.named_parameters())
+    model = read(tmp_path / "saved", tmp_path / "storage")
+    for name, parameter in model.named_parameters():
+        assert residency_of(parameter).codec == ("fp8" if is_encoded(name, parameter) else ""), name
+        assert torch.equal(parameter.detach().clone(), theirs.get_parameter(name)), name
+    stored = residency_of(model.model.layers[0].mlp.experts.gate_up_proj).stash
+    assert stored.nbytes == CODECS["fp8"].nbytes((4, 256, 128)) == 4 * 2 * 128 * 128 + 64
+    gs_compile.save_pretrained(model, tmp_path / "decoded")
+    names = load_file(tmp_path / "decoded" / "model.safetensors").keys()
+    assert names == {each for each in load_file(tmp_path / "saved" / "model.safetensors") if "scale" not in each}
+
+
+def test_tiles_of_two_experts_are_refused(tmp_path):
+    experts_in_fp8(tmp_path / "saved", intermediate_size=192)
+    with pytest.raises(OptionError, match=r"gate_up_proj is put together of matrices of 192 rows.*dequantize=True"):
+        read(tmp_path / "saved", tmp_path / "storage")
+
+
+def test_scales_without_a_matrix_of_their_own_are_refused(tmp_path, monkeypatch):
+    """As where transformers does more to matrices than to put them together."""
+    monkeypatch.setattr(frozen, "_keeps_tiles", lambda _: False)
+    experts_in_fp8(tmp_path / "saved")
+    with pytest.raises(OptionError, match=r"of model.layers.0.*w1.weight and 23 more the model has no parameter alone"):
+        read(tmp_path / "saved", tmp_path / "storage")
 
 
 def of_mxfp4(folder):
@@ -211,23 +234,42 @@ def of_mxfp4(folder):
         vocab_size=96,
     )
     torch.manual_seed(0)
-    form = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    form = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
     with rewritten(transformers.GptOssForCausalLM(config).bfloat16(), folder, form) as tensors:
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        for name in [name for name in tensors if name.endswith(EXPERTS)]:
             number, columns, rows = tensors.pop(name).shape
             tensors[f"{name}_blocks"] = torch.randint(0, 256, (number, rows, columns // 32, 16), dtype=torch.uint8)
             tensors[f"{name}_scales"] = torch.randint(115, 122, (number, rows, columns // 32), dtype=torch.uint8)
 
 
-def test_experts_in_mxfp4_are_decoded(tmp_path):
+@pytest.mark.filterwarnings("ignore:the model's blocks are of . kinds:gs_compile.errors.UniformityWarning")
+def test_experts_in_mxfp4_stay_so(tmp_path):
+    """In 4.25 bits an element, beside what the checkpoint has not quantized; adapters learn what they learn over the
+    values that transformers makes of them.
+    """
     of_mxfp4(tmp_path / "saved")
     config = transformers.Mxfp4Config(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config)
-    with pytest.raises(OptionError, match=r"quantized \(mxfp4\) in a form that is not read here"):
-        read(tmp_path / "saved", tmp_path / "storage")
-    model = read(tmp_path / "saved", tmp_path / "storage", quantization_config=config)
-    found = dict(model.named_parameters())
-    assert all(torch.equal(found[name].detach().clone(), each) for name, each in theirs.named_parameters())
+    given = {"dtype": torch.float32, "attn_implementation": "eager"}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config, **given)
+    model = read(tmp_path / "saved", tmp_path / "storage", frozen="mxfp4", **given)
+    values = dict(theirs.named_parameters())
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        place = residency_of(parameter)
+        assert place.codec == ("mxfp4" if name.endswith(EXPERTS) else ""), name
+        assert torch.equal(parameter.detach().clone(), values[name]), name
+        if place.codec:
+            assert place.stash.nbytes * 8 == 4.25 * parameter.numel()
+            assert torch.equal(place.stash[: parameter.numel() // 2], tensors[f"{name}_blocks"].view(-1))
+    read_as_decoded = read(tmp_path / "saved", tmp_path / "storage", quantization_config=config)
+    assert not any(residency_of(each).codec for each in read_as_decoded.parameters())
+    model, losses, found = learned(model, storage=model.greedysnake_options)
+    places = {name: residency_of(each).place[1].codec for name, each in model.named_parameters()}
+    assert all(codec == ("mxfp4" if name.endswith(EXPERTS) else "") for name, codec in places.items())
+    _, wanted_losses, wanted = learned(theirs)
+    assert losses == pytest.approx(wanted_losses, rel=1e-6)
+    assert distance(found, wanted) < 1e-5
 
 
 def test_other_forms_are_refused_by_name(tmp_path):
