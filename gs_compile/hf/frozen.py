@@ -193,6 +193,11 @@ class _Read(ConversionOps):  # type: ignore[misc]
         found = _put_together(self.own, input_dict, full_layer_name, given) if self.own else input_dict
         tensors = {name: each[0] if isinstance(each, list) else each for name, each in found.items()}
         if len(tensors) == 1:  # neither
+            if tensors["weight"].dtype.itemsize == 1:
+                raise OptionError(
+                    f"of {full_layer_name} the checkpoint has {tensors['weight'].dtype} and no scales by a name that "
+                    f"is known here. {DECODE}"
+                )
             values = tensors["weight"].to(like.dtype)
         elif config.packed:
             values = torch.empty(like.shape, dtype=like.dtype)
@@ -250,6 +255,8 @@ def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise OptionError(f"the checkpoint has {block} elements in a block with one scale; {BLOCK} are read here")
         found["nested_offset"] = torch.tensor(state.get("nested_offset", 0.0), dtype=torch.float32)
         found["weight"] = found["weight"].view(torch.uint8)  # whatever dtype bnb_4bit_quant_storage has
+    if (scales := found.get("weight_scale_inv")) is not None and scales.dtype == torch.uint8:
+        found["weight_scale_inv"] = scales.view(torch.float8_e8m0fnu)  # exponents
     return found
 
 
@@ -283,8 +290,8 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
 
 def _own(conversion: Any) -> Any:
     """The model's own converter, where this package's has taken its place; None: there is none. To save the model."""
-    (reading,) = [each for each in getattr(conversion, "operations", ()) if isinstance(each, _Read)] or [None]
-    return conversion if reading is None else reading.own
+    readings = [each for each in getattr(conversion, "operations", ()) if isinstance(each, _Read)]
+    return readings[0].own if readings else conversion
 
 
 def known(config: Mapping[str, Any]) -> Frozen | None:
@@ -296,7 +303,8 @@ def known(config: Mapping[str, Any]) -> Frozen | None:
         return "int8"
     if config.get("quant_method") == "mxfp4":
         return "mxfp4"
-    is_fp8 = config.get("quant_method") == "fp8" and config.get("scale_fmt") in (None, "float")
+    is_fp8 = config.get("quant_method") == "fp8" and config.get("expert_dtype") in (None, "fp8")
+    is_fp8 = is_fp8 and config.get("scale_fmt") in (None, "float")
     return "fp8" if is_fp8 and tuple(config.get("weight_block_size") or ()) == (TILE, TILE) else None
 
 

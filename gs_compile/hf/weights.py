@@ -84,8 +84,7 @@ def from_pretrained(
     as_stored = stored if form is None and not is_decoded else None
     if as_stored is not None:
         frozen = _as_stored(name_or_path, as_stored, frozen)
-    meant = {"frozen": frozen, "frozen_skip": frozen_skip} if frozen else {}
-    options = Options.of(own | meant)
+    options = Options.of(own | (meant := {"frozen": frozen, "frozen_skip": frozen_skip} if frozen else {}))
     cache_nbytes, folder = min(CACHE_NBYTES, host_budget(options) // 4), directory(options.storage[0])
     is_encoded = frozen and not is_decoded and as_stored is None
     source = about(model_class, name_or_path, given, frozen, frozen_skip) if is_encoded else None
@@ -101,8 +100,8 @@ def from_pretrained(
     if encoding is not None:
         finish(model, encoding, info["unexpected_keys"])
     offload(model, files, group)
-    own |= meant if as_stored is None else {}  # what such a checkpoint has as it is stays so
-    model.greedysnake_options = {name: getattr(options, name) for name in own}
+    told = own | meant if as_stored is None else own  # what such a checkpoint has as it is stays so
+    model.greedysnake_options = {name: getattr(options, name) for name in told}
     return found if given.get("output_loading_info") else model
 
 
@@ -211,7 +210,7 @@ def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], 
     """The codec of a quantized checkpoint; OptionError for one of none, or of another than is asked for."""
     from gs_compile.hf.frozen import known
 
-    found = known(stored)
+    found = known({**stored, "scale_fmt": None})  # a scale of any dtype is read
     if found is None:
         method = stored.get("quant_method")
         raise OptionError(

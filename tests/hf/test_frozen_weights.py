@@ -12,14 +12,13 @@ import transformers
 import trl
 from datasets import Dataset
 from learner import distance
-from packed_checkpoints import rewritten
+from quantized_checkpoints import EAGER, LORA, is_encoded, learned, of_fp8, read, wide
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from zoo import small
 
 import gs_compile
 from gs_compile.errors import OptionError
-from gs_compile.hf import frozen
 from gs_compile.model import storage_init
 from gs_compile.model.residency import residency_of
 from gs_compile.runtime.codecs import CODECS
@@ -28,8 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # in PEFT
     pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
 ]
-EAGER = {"compiler": "eager"}
-EXPERTS = ("gate_up_proj", "down_proj")
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 IN_WORDS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
 BY_BITSANDBYTES = {
@@ -39,30 +36,6 @@ BY_BITSANDBYTES = {
     "fp4_single": BitsAndBytesConfig(load_in_4bit=True),
     "int8": BitsAndBytesConfig(load_in_8bit=True),
 }
-LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
-
-
-def wide():
-    """Matrices of whole blocks and tiles."""
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
-
-
-def is_encoded(name, values, skipped=()):
-    return ".layers." in name and values.ndim > 1 and not any(f".{each}." in name for each in skipped)
-
-
-def read(folder, storage, **given):
-    return gs_compile.from_pretrained(AutoModelForCausalLM, folder, storage=storage, **given)
 
 
 @pytest.mark.parametrize(
@@ -112,16 +85,6 @@ def test_what_is_read_never_comes_to_storage_in_full(tmp_path, monkeypatch):
     matrices = [each for name, each in model.named_parameters() if is_encoded(name, each)]
     less = sum(each.numel() * 2 - CODECS["nf4"].nbytes(each.shape) for each in matrices)
     assert sum(made) <= plain - less
-
-
-def of_fp8(source, folder):
-    """A checkpoint with blocks of 128 x 128, as DeepSeek's and Qwen's are."""
-    form = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    with rewritten(source, folder, form) as tensors:
-        for name in [name for name, each in tensors.items() if is_encoded(name, each)]:
-            found = CODECS["fp8"].quantized(tensors[name])
-            tensors[name] = found["weight"]
-            tensors[f"{name}_scale_inv"] = found["weight_scale_inv"].reshape(-(-len(tensors[name]) // 128), -1)
 
 
 def by_bitsandbytes(source, folder, config):
@@ -185,93 +148,6 @@ def test_a_checkpoint_is_decoded_by_transformers_where_that_is_asked_for(tmp_pat
     }
 
 
-def experts_in_fp8(folder, **sizes):
-    """Experts one by one; transformers puts them together."""
-    of_fp8(small("mixtral", **{"hidden_size": 128, "intermediate_size": 128} | sizes).bfloat16(), folder)
-
-
-def test_experts_that_are_put_together_stay_in_fp8(tmp_path):
-    """Their scales are put together as they are; a checkpoint that is saved later has each by itself again."""
-    experts_in_fp8(tmp_path / "saved")
-    config = transformers.FineGrainedFP8Config(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config)
-    model = read(tmp_path / "saved", tmp_path / "storage")
-    for name, parameter in model.named_parameters():
-        assert residency_of(parameter).codec == ("fp8" if is_encoded(name, parameter) else ""), name
-        assert torch.equal(parameter.detach().clone(), theirs.get_parameter(name)), name
-    stored = residency_of(model.model.layers[0].mlp.experts.gate_up_proj).stash
-    assert stored.nbytes == CODECS["fp8"].nbytes((4, 256, 128)) == 4 * 2 * 128 * 128 + 64
-    gs_compile.save_pretrained(model, tmp_path / "decoded")
-    names = load_file(tmp_path / "decoded" / "model.safetensors").keys()
-    assert names == {each for each in load_file(tmp_path / "saved" / "model.safetensors") if "scale" not in each}
-
-
-def test_tiles_of_two_experts_are_refused(tmp_path):
-    experts_in_fp8(tmp_path / "saved", intermediate_size=192)
-    with pytest.raises(OptionError, match=r"gate_up_proj is put together of matrices of 192 rows.*dequantize=True"):
-        read(tmp_path / "saved", tmp_path / "storage")
-
-
-def test_scales_without_a_matrix_of_their_own_are_refused(tmp_path, monkeypatch):
-    """As where transformers does more to matrices than to put them together."""
-    monkeypatch.setattr(frozen, "_keeps_tiles", lambda _: False)
-    experts_in_fp8(tmp_path / "saved")
-    with pytest.raises(OptionError, match=r"of model.layers.0.*w1.weight and 23 more the model has no parameter alone"):
-        read(tmp_path / "saved", tmp_path / "storage")
-
-
-def of_mxfp4(folder):
-    """A tiny gpt-oss whose experts are in blocks of 32 elements of 4 bits with a scale of 8, as OpenAI's are."""
-    config = transformers.GptOssConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        vocab_size=96,
-    )
-    torch.manual_seed(0)
-    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    form = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
-    with rewritten(transformers.GptOssForCausalLM(config).bfloat16(), folder, form) as tensors:
-        for name in [name for name in tensors if name.endswith(EXPERTS)]:
-            number, columns, rows = tensors.pop(name).shape
-            tensors[f"{name}_blocks"] = torch.randint(0, 256, (number, rows, columns // 32, 16), dtype=torch.uint8)
-            tensors[f"{name}_scales"] = torch.randint(115, 122, (number, rows, columns // 32), dtype=torch.uint8)
-
-
-@pytest.mark.filterwarnings("ignore:the model's blocks are of . kinds:gs_compile.errors.UniformityWarning")
-def test_experts_in_mxfp4_stay_so(tmp_path):
-    """In 4.25 bits an element, beside what the checkpoint has not quantized; adapters learn what they learn over the
-    values that transformers makes of them.
-    """
-    of_mxfp4(tmp_path / "saved")
-    config = transformers.Mxfp4Config(dequantize=True)
-    given = {"dtype": torch.float32, "attn_implementation": "eager"}
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config, **given)
-    model = read(tmp_path / "saved", tmp_path / "storage", frozen="mxfp4", **given)
-    values = dict(theirs.named_parameters())
-    tensors = load_file(tmp_path / "saved" / "model.safetensors")
-    for name, parameter in model.named_parameters():
-        place = residency_of(parameter)
-        assert place.codec == ("mxfp4" if name.endswith(EXPERTS) else ""), name
-        assert torch.equal(parameter.detach().clone(), values[name]), name
-        if place.codec:
-            assert place.stash.nbytes * 8 == 4.25 * parameter.numel()
-            assert torch.equal(place.stash[: parameter.numel() // 2], tensors[f"{name}_blocks"].view(-1))
-    read_as_decoded = read(tmp_path / "saved", tmp_path / "storage", quantization_config=config)
-    assert not any(residency_of(each).codec for each in read_as_decoded.parameters())
-    model, losses, found = learned(model, storage=model.greedysnake_options)
-    places = {name: residency_of(each).place[1].codec for name, each in model.named_parameters()}
-    assert all(codec == ("mxfp4" if name.endswith(EXPERTS) else "") for name, codec in places.items())
-    _, wanted_losses, wanted = learned(theirs)
-    assert losses == pytest.approx(wanted_losses, rel=1e-6)
-    assert distance(found, wanted) < 1e-5
-
-
 def test_other_forms_are_refused_by_name(tmp_path):
     with pytest.raises(OptionError, match="asks for eetq, of a form not stored here"):
         read(tmp_path, tmp_path, quantization_config=transformers.EetqConfig())
@@ -290,28 +166,6 @@ def test_other_checkpoints_are_refused_by_name(tmp_path):
 
 
 # Training -------------------------------------------------------------------------------------------------------------
-
-
-def learned(model, *, dora=False, storage=None, targets=("q_proj", "down_proj")):
-    """Losses of three steps of adapters, and what they are then. More targets take Dynamo longer."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = peft.get_peft_model(model, peft.LoraConfig(**{**LORA, "target_modules": targets}, use_dora=dora))
-    trained = [each for each in model.parameters() if each.requires_grad]
-    if storage is None:
-        optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
-    else:
-        optimizer = gs_compile.AdamW(trained, lr=1e-2, eps=1e-4)
-        model.compile(backend="greedysnake", options={**storage, "micro_batch_size": 2, "expert": EAGER})
-    losses = []
-    for number in range(3):
-        ids = torch.randint(0, 96, (4, 12), generator=torch.Generator().manual_seed(number))
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model, losses, {name: each.clone() for name, each in peft.get_peft_model_state_dict(model).items()}
 
 
 def decoded(model):
@@ -343,8 +197,8 @@ def test_adapters_learn_what_they_learn_over_decoded_values(kbit, dora, tmp_path
     other = decoded(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32))
     if kbit:
         model = peft.prepare_model_for_kbit_training(model)
-    _, losses, found = learned(model, dora=dora, storage=own)
-    _, wanted_losses, wanted = learned(other, dora=dora)
+    _, losses, found = learned(model, use_dora=dora, storage=own)
+    _, wanted_losses, wanted = learned(other, use_dora=dora)
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
     assert distance(found, wanted) < 1e-5
 
