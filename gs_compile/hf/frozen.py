@@ -205,6 +205,8 @@ class _Read(ConversionOps):  # type: ignore[misc]
                 config.packed.decode(tensors, values.T if isinstance(owner, Conv1D) else values)
         else:
             stored = CODECS[str(config.options.frozen)].packed(_in_codec(tensors), like.shape)
+            for each in tensors.values():
+                leave_memory(each.untyped_storage())
             return {full_layer_name: config.keep(full_layer_name, stored, like)}
         found = {full_layer_name: values}
         is_meant = config.packed and config.options.frozen
@@ -229,7 +231,7 @@ def _put_together(
 
     Raises OptionError where a tile with one scale would be of two of them.
     """
-    dims = [operation.dim - 1 for operation in own.operations if isinstance(operation, Concatenate)]  # of a matrix
+    dims = [operation.dim % 3 - 1 for operation in own.operations if isinstance(operation, Concatenate)]  # of a matrix
     has_scales = any(name + SCALES in tensors for name in own.source_patterns)
     sizes = {each.shape[dim] for name in own.source_patterns for each in tensors[name] for dim in dims if dim >= 0}
     if has_scales and (cut := sorted(size for size in sizes if size % TILE)):

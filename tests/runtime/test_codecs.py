@@ -125,6 +125,14 @@ def test_mxfp4_is_written_as_its_specification_says(size):
         assert torch.equal(codes.view(-1), torch.tensor(wanted[::2]) + 16 * torch.tensor(wanted[1::2]))
 
 
+def test_values_of_mxfp4_are_encoded_to_themselves():
+    """As of a checkpoint that another library has decoded."""
+    codec, shape = CODECS["mxfp4"], (3, 64, 40)
+    stored = torch.randint(8, 248, (codec.nbytes(shape),), generator=torch.Generator().manual_seed(0)).byte()
+    values = codec.decode(stored, shape, torch.bfloat16)
+    assert torch.equal(codec.decode(codec.encode(values), shape, torch.bfloat16), values)
+
+
 def test_what_is_not_finite_is_not_in_mxfp4():
     for given in (float("inf"), -float("inf"), float("nan")):
         codec = CODECS["mxfp4"]
