@@ -18,7 +18,7 @@ from gs_compile.schedules import BASELINE, BY_MICRO_BATCH, Schedule
 T = TypeVar("T")
 Recompute = Literal["auto", "all", "none"]
 Masters = Literal["split", "whole"]
-Frozen = Literal["nf4", "nf4_single", "fp4", "fp4_single", "int8", "fp8"]  # as `runtime.codecs` knows them
+Frozen = Literal["nf4", "nf4_single", "fp4", "fp4_single", "int8", "fp8", "mxfp4"]  # as `runtime.codecs` knows them
 Clipping = Literal["delayed", "speculative"]
 
 ROUNDING = 1e-6  # of ratios that are sums of what a solver gives
@@ -175,7 +175,7 @@ class Options:
         machine's own, measured once for each storage.
     precision: "model" computes in the model's own dtype; "bf16" in bf16, with the parameters kept in fp32 beside it.
     frozen: how matrices of layers are stored and moved that are frozen when the model is first called: "nf4",
-        "nf4_single", "fp4", "fp4_single", "int8" or "fp8"; the device makes values of them. None: as they are.
+        "nf4_single", "fp4", "fp4_single", "int8", "fp8" or "mxfp4"; the device makes values of them. None: as they are.
     frozen_skip: names of modules whose matrices stay as they are, such as ("gate", "down_proj").
     group: the ProcessGroup of the ranks that train one model together. None: all of torch.distributed's, or torchrun's.
     mesh: in the place of a group, a DeviceMesh with the dimension "shard", and "replicate" where several groups hold

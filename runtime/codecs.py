@@ -6,9 +6,12 @@
     fp4     the same with a table of floats of a sign, two bits of exponent and one of fraction; fp4_single
     int8    8 bits, and a scale for each row (LLM.int8(), arXiv 2208.07339, section 3.1)
     fp8     e4m3, and a scale for each block of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3)
+    mxfp4   4 bits, a float of a sign, two bits of exponent and one of fraction, and a power of two in 8 bits for every
+            32 inputs: 4.25 bits an element (OCP Microscaling Formats 1.0, section 5)
 
-Tensors, their order and their values are those of bitsandbytes (nf4, fp4, int8) and of transformers' block-scaled FP8,
-bit for bit; `tests/runtime/test_codecs.py` holds that. A stored matrix is these tensors one after the other, as bytes.
+Tensors, their order and their values are those of bitsandbytes (nf4, fp4, int8) and of transformers' block-scaled FP8
+and MXFP4, bit for bit; `tests/runtime/test_codecs.py` holds that. A stored matrix is these tensors one after the other,
+as bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ ALIGNMENT = 64  # of each stored tensor, in bytes
 BLOCK = 64  # elements of 4 bits with one scale
 SCALES = 256  # of these with one scale of their own
 TILE = 128  # rows and columns with one scale of fp8
+MX = 32  # elements with one scale of mxfp4
 CHUNK = 1 << 18  # elements that are encoded or decoded at a time, a multiple of BLOCK * SCALES: they stay in a cache
 LAUNCHED = 16  # of these at a time on a device that is launched: calls would take it longer than the elements do
 FP8 = torch.float8_e4m3fn
@@ -40,9 +44,16 @@ NF4 = """
     0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
 """
 FP4 = """
-    0.0 0.0625 8.0 12.0 4.0 6.0 2.0 3.0
-    -0.0 -0.0625 -8.0 -12.0 -4.0 -6.0 -2.0 -3.0
+    0.0 0.005208333333333333 0.6666666666666666 1.0
+    0.3333333333333333 0.5 0.16666666666666666 0.25
+    -0.0 -0.005208333333333333 -0.6666666666666666 -1.0
+    -0.3333333333333333 -0.5 -0.16666666666666666 -0.25
 """
+E2M1 = """
+    0.0 1.0 2.0 3.0 4.0 6.0 8.0 12.0
+    -0.0 -1.0 -2.0 -3.0 -4.0 -6.0 -8.0 -12.0
+"""
+BIAS = 128  # of mxfp4's scales: 127, and 1 as the entries above are twice its values, so that no scale overflows
 
 Shape = Sequence[int]
 
@@ -201,6 +212,49 @@ class Fp8(Codec):
                 there.copy_(codes.float().mul_(scale))
 
 
+@dataclass(frozen=True)
+class Mxfp4(Codec):
+    """Blocks of inputs: along the rows of a matrix [outputs, inputs], as of `nn.Linear`, and along the columns of
+    matrices [experts, inputs, outputs], as gpt-oss has them.
+    """
+
+    name = "mxfp4"
+
+    def specs(self, shape: Shape) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        *several, rows, columns = (*shape[:-2], shape[-1], shape[-2]) if len(shape) > 2 else shape
+        blocks = (*several, rows, _ceil(columns, MX))
+        return {"blocks": (torch.uint8, (*blocks, MX // 2)), "scales": (torch.uint8, blocks)}
+
+    def quantized(self, values: Tensor) -> Mapping[str, Tensor]:
+        """The scale is the power of two below the largest, by the 4 in the largest entry; elements are rounded to the
+        nearest entry, of two to the one with an even code, and to 6 beyond it (the specification's section 6.3).
+        """
+        blocks, scales, middles = [], [], _middles(E2M1, values.device)
+        for matrix in _by_inputs(values.detach()):
+            for rows in matrix.split(max(1, CHUNK // matrix.shape[-1])):
+                found = torch.nn.functional.pad(rows.contiguous().float(), (0, -rows.shape[-1] % MX))
+                found = found.unflatten(-1, (-1, MX))
+                most = found.abs().amax(-1)
+                scale = (most.frexp().exponent + BIAS - 4).clamp_(0, 254)  # at least 8 of its halves, less than 16
+                scale = torch.where(most.isfinite(), scale, 255).to(torch.uint8)
+                found = found.div(_powers(scale).unsqueeze(-1))
+                codes = torch.bucketize(found.abs(), middles, out_int32=True).to(torch.uint8)
+                codes = codes.bitwise_or_(found.signbit().to(torch.uint8).bitwise_left_shift_(3))
+                blocks.append(codes[..., 1::2].bitwise_left_shift(4).bitwise_or_(codes[..., ::2]))  # lower half first
+                scales.append(scale)
+        return {"blocks": torch.cat(blocks), "scales": torch.cat(scales)}
+
+    def dequantized(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        pairs, places = _pairs(E2M1, out.device, upper_first=False), _by_inputs(out)
+        step = max(1, _at_a_time(out.device) // places.shape[-1])
+        blocks, scales = (tensors[name].view(*places.shape[:2], -1) for name in ("blocks", "scales"))
+        for place, codes, of in zip(places, blocks, scales, strict=True):
+            for rows, some, scale in zip(place.split(step), codes.split(step), of.split(step), strict=True):
+                values = pairs.index_select(0, some.reshape(-1).int()).view(torch.float32).view(-1, MX)
+                values.mul_(_powers(scale).view(-1, 1))
+                rows.copy_(values.view(len(rows), -1)[:, : rows.shape[-1]])
+
+
 CODECS: Mapping[str, Codec] = {
     codec.name: codec
     for codec in (
@@ -210,6 +264,7 @@ CODECS: Mapping[str, Codec] = {
         FourBits("fp4_single", FP4, nested=False),
         Int8(),
         Fp8(),
+        Mxfp4(),
     )
 }
 
@@ -265,6 +320,11 @@ def _scaled(values: Tensor, scales: Tensor, out: Tensor, block: int = BLOCK) -> 
             out[some].view(len(of), -1).copy_(values[some].view(len(of), -1).mul_(of))
 
 
+def _by_inputs(values: Tensor) -> Tensor:
+    """Matrices [number, outputs, inputs], where those of one dimension more have inputs before outputs."""
+    return values.reshape(-1, *values.shape[-2:]).mT if values.ndim > 2 else values.unsqueeze(0)
+
+
 def _ceil(numel: int, block: int) -> int:
     return -(-numel // block)
 
@@ -278,18 +338,37 @@ def _aligned(nbytes: int) -> int:
 
 @cache
 def _table(entries: str, device: torch.device) -> Tensor:
-    """The entry of each code, from -1 to 1: of nf4 quantiles of the normal distribution, and zero, as published (arXiv
-    2305.14314, appendix E).
+    """The entry of each code: of nf4 quantiles of the normal distribution, and zero, as published (arXiv 2305.14314,
+    appendix E).
     """
-    table = torch.tensor([float(each) for each in entries.split()], device=device)
-    return table.div_(table.abs().max())
+    return torch.tensor([float(each) for each in entries.split()], device=device)
 
 
 @cache
-def _pairs(entries: str, device: torch.device) -> Tensor:
-    """Of every byte both its values, the upper half's first, as one element of 8 bytes."""
+def _pairs(entries: str, device: torch.device, *, upper_first: bool = True) -> Tensor:
+    """Of every byte both its values, the upper or the lower half's first, as one element of 8 bytes."""
     codes, table = torch.arange(256, device=device), _table(entries, device)
-    return torch.stack([table[codes >> 4], table[codes & 15]], -1).view(torch.int64).view(-1)
+    halves = (codes >> 4, codes & 15) if upper_first else (codes & 15, codes >> 4)
+    return torch.stack([table[half] for half in halves], -1).view(torch.int64).view(-1)
+
+
+@cache
+def _middles(entries: str, device: torch.device) -> Tensor:
+    """Between the entries that are not negative: up to which a value has the lower code of the two."""
+    table = _table(entries, device)[:8]
+    middles = (table[:-1] + table[1:]) / 2
+    middles[1::2] = middles[1::2].nextafter(table[0])  # what is in the middle has the even code
+    return middles
+
+
+def _powers(codes: Tensor) -> Tensor:
+    """2 to the power of each code less the bias."""
+    return _all_powers(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+@cache
+def _all_powers(device: torch.device) -> Tensor:
+    return torch.ldexp(torch.ones(256), torch.arange(256) - BIAS).to(device)
 
 
 @cache

@@ -16,6 +16,7 @@ from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.program.ir import Value
+from gs_compile.runtime.codecs import CODECS
 
 Units = Mapping[Any, int]
 Form = dict[tuple[str, str], int]
@@ -29,12 +30,27 @@ ITEMSIZE = {"model": 4, "split": 2, "whole": 2}
 
 
 def units_of(model: torch.nn.Module, num_ranks: int = 1) -> dict[Any, int]:
-    """Tensors in whole quanta, what prologue and epilogue share in a unit of its own; a rank's share in whole quanta."""
+    """Trained tensors in whole quanta, what prologue and epilogue share in a unit of its own; a rank's share in whole
+    quanta.
+    """
+    trained = {name: each.numel() for name, each in model.named_parameters() if each.requires_grad}
+    return _by_unit(trained, num_ranks)
+
+
+def frozen_of(model: torch.nn.Module, codec: str, num_ranks: int = 1, skipped: Sequence[str] = ()) -> dict[Any, int]:
+    """The same of frozen ones in fp32: what their codec makes of them, but for modules that are skipped."""
+    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+    plain = {name for name in frozen if not set(skipped).isdisjoint(name.split("."))}
+    nbytes = {name: each.nbytes if name in plain else CODECS[codec].nbytes(each.shape) for name, each in frozen.items()}
+    return _by_unit({name: _whole(each, 4) // 4 for name, each in nbytes.items()}, num_ranks)
+
+
+def _by_unit(tensors: Mapping[str, int], num_ranks: int) -> dict[Any, int]:
     numel = Counter[Any]()
-    for name, values in model.named_parameters():
+    for name, each in tensors.items():
         layer = re.search(r"\.h\.(\d)\.", name)
         unit = int(layer[1]) if layer else {"wte": "t", "wpe": "e", "ln_f": "h"}[name.split(".")[1]]
-        numel[unit] += _whole(values.numel(), QUANTUM)
+        numel[unit] += _whole(each, QUANTUM)
     return {unit: _whole(each, num_ranks * QUANTUM) // num_ranks for unit, each in numel.items()}
 
 
@@ -118,9 +134,10 @@ def horizontal(units: Units, x: int, n: int, *, masters: str, gradient: float, s
     return form
 
 
-def of_a_rank(units: Units, x: int, n: int, num_ranks: int, less: Form) -> Form:
-    """Of a rank's shares, in one memory, all updates early: what it reads, the others get from it."""
+def of_a_rank(units: Units, x: int, n: int, num_ranks: int, less: Form, frozen: Units) -> Form:
+    """Of a rank's shares, in one memory, all updates early: what it reads, the others get from it, as it is stored."""
     form = vertical(units, x, n, alpha=0.0, separate_device=False)
+    form["ssd_read", "w"] += _loads(frozen) * ITEMSIZE["model"]
     form["net", "w"] = form["ssd_read", "w"] * (num_ranks - 1)
     form["net", "dw"] = sum(units.values()) * 4 * (num_ranks - 1)
     return dict(Counter(form) - Counter(less))

@@ -172,9 +172,11 @@ def of_layers(split: Split, captured: Captured) -> Mapping[int, TensorSpec]:
 
 
 def may_be_encoded(path: str, spec: TensorSpec | torch.Tensor, skip: Sequence[str]) -> bool:
-    """Whether a parameter of a layer is a matrix, or several of one shape, and of no module that is to be skipped."""
+    """Whether a parameter of a layer is a matrix, or several of one shape, and of no module that is to be skipped; not
+    where it is the bias of several.
+    """
     is_matrix = len(spec.shape) in (2, 3) and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
-    return is_matrix and set(skip).isdisjoint(path.split("."))
+    return is_matrix and set(skip).isdisjoint(path.split(".")) and not path.endswith("bias")
 
 
 def _span(unit: Unit, spec: TensorSpec, types: Types, codec: str) -> Slice:

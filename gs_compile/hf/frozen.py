@@ -8,19 +8,21 @@ read, both become what the backend knows as a stashed parameter, and transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from gs_compile.codegen.layout import may_be_encoded
-from gs_compile.errors import OptionError
+from gs_compile.errors import GreedySnakeError, OptionError
 from gs_compile.hf.encoded import EncodedFolder
 from gs_compile.hf.packed import Packed
 from gs_compile.model.files import leave_memory
@@ -31,24 +33,32 @@ from gs_compile.options import Frozen, Options
 from gs_compile.runtime.codecs import BLOCK, CODECS, TILE
 
 METHOD = "greedysnake"  # what transformers knows this by
+SCALES = "_scale_inv"  # after the name of a weight in FP8
 OF_4_BITS: Mapping[Any, Frozen] = {  # by bitsandbytes' type, and whether its scales are quantized, too
     ("nf4", True): "nf4",
     ("nf4", False): "nf4_single",
     ("fp4", True): "fp4",
     ("fp4", False): "fp4_single",
 }
-NAMES = {  # of the tensors that quantized checkpoints have beside a weight
-    "int8": ["SCB", "weight_format"],
-    "fp8": ["weight_scale_inv"],
+NAMES = {  # of the tensors that quantized checkpoints have of a weight; of mxfp4 what follows its name
+    "int8": ["SCB", "weight_format", "weight"],
+    "fp8": ["weight_scale_inv", "weight"],
+    "mxfp4": ["_blocks", "_scales"],
 } | {
     codec: [
         "weight.absmax",
         "weight.quant_map",
         *(["weight.nested_absmax", "weight.nested_quant_map"] if nested else []),
         f"weight.quant_state.bitsandbytes__{of_bits}",
+        "weight",
     ]
     for (of_bits, nested), codec in OF_4_BITS.items()
 }
+
+DECODE = (
+    "Have transformers decode the checkpoint, as by quantization_config=FineGrainedFP8Config(dequantize=True), and "
+    "with frozen= its matrices are encoded in the first call"
+)
 
 Tensor = torch.Tensor
 
@@ -95,8 +105,18 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
         config: FrozenConfig = self.quantization_config
         if not self.pre_quantized:
             return []
-        names = config.packed.names if config.packed else NAMES[str(config.options.frozen)]
-        return [WeightConverter([*names, "weight"], "weight", [_Read(self)])]
+        names = [*config.packed.names, "weight"] if config.packed else NAMES[str(config.options.frozen)]
+        return [WeightConverter([*names], "weight" if "weight" in names else "", [_Read(self)])]
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """Beside those above the model's own, of which some take scales, too."""
+        is_fp8 = self.pre_quantized and self.quantization_config.options.frozen == "fp8"
+        found = [self._with_scales(each) if is_fp8 and _keeps_tiles(each) else each for each in weight_conversions]
+        return found + self.get_weight_conversions()
+
+    def _with_scales(self, own: WeightConverter) -> WeightConverter:
+        sources = [f"{name}{end}" for end in ("", SCALES) for name in own._original_source_patterns]
+        return own.copy(sources, own._original_target_patterns, operations=[_Read(self, own)])
 
     def is_serializable(self) -> bool:
         return False
@@ -106,12 +126,42 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
+class Ended(BaseException):
+    """Takes an error through transformers, which would keep it, read all other parameters and raise one of its own."""
+
+    def __init__(self, error: GreedySnakeError) -> None:
+        self.error = error
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """An error that ended the reading of a parameter is raised as it is."""
+    try:
+        yield
+    except Ended as ended:
+        raise ended.error from None
+
+
+def _ends(convert: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """An error of this package ends the reading at once."""
+
+    @wraps(convert)
+    def ended(*args: Any, **given: Any) -> dict[str, Tensor]:
+        try:
+            return convert(*args, **given)
+        except GreedySnakeError as error:
+            raise Ended(error) from error
+
+    return ended
+
+
 class _Encode(ConversionOps):  # type: ignore[misc]
     """Puts the values of a parameter to a file, encoded, and gives a placeholder for them."""
 
     def __init__(self, config: FrozenConfig) -> None:
         self.config = config
 
+    @_ends
     def convert(self, input_dict: Mapping[str, Any], **_: Any) -> dict[str, Tensor]:
         found, config = {}, self.config
         for name, given in input_dict.items():
@@ -126,27 +176,38 @@ class _Encode(ConversionOps):  # type: ignore[misc]
 
 
 class _Read(ConversionOps):  # type: ignore[misc]
-    """Takes the tensors of an encoded parameter as they are; those of a packed one it decodes, into a file."""
+    """Takes the tensors of an encoded parameter as they are; those of a packed one it decodes, into a file.
 
-    def __init__(self, hf_quantizer: FrozenQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer
+    own: the model's converter that puts a parameter together of several in the checkpoint, as of experts.
+    """
 
-    def convert(self, input_dict: Mapping[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> Any:
+    def __init__(self, hf_quantizer: FrozenQuantizer, own: WeightConverter | None = None) -> None:
+        self.hf_quantizer, self.own = hf_quantizer, own
+
+    @_ends
+    def convert(self, input_dict: Mapping[str, Any], *, model: Any, full_layer_name: str, **given: Any) -> Any:
         config: FrozenConfig = self.hf_quantizer.quantization_config
-        tensors = {name: given[0] if isinstance(given, list) else given for name, given in input_dict.items()}
         like, owner = model.get_parameter(full_layer_name), model.get_submodule(full_layer_name.rpartition(".")[0])
         if (stored := config.kept.find(full_layer_name)) is not None:
             return {full_layer_name: config.keep(full_layer_name, stored, like)}
+        found = _put_together(self.own, input_dict, full_layer_name, given) if self.own else input_dict
+        tensors = {name: each[0] if isinstance(each, list) else each for name, each in found.items()}
         if len(tensors) == 1:  # neither
+            if tensors["weight"].dtype.itemsize == 1:
+                raise OptionError(
+                    f"of {full_layer_name} the checkpoint has {tensors['weight'].dtype} and no scales by a name that "
+                    f"is known here. {DECODE}"
+                )
             values = tensors["weight"].to(like.dtype)
         elif config.packed:
             values = torch.empty(like.shape, dtype=like.dtype)
             with config.files.aside():
                 config.packed.decode(tensors, values.T if isinstance(owner, Conv1D) else values)
         else:
-            with config.files.aside():
-                stored = CODECS[str(config.options.frozen)].packed(_in_codec(tensors), like.shape)
-            return {full_layer_name: config.keep(full_layer_name, stored.clone(), like)}
+            stored = CODECS[str(config.options.frozen)].packed(_in_codec(tensors), like.shape)
+            for each in tensors.values():
+                leave_memory(each.untyped_storage())
+            return {full_layer_name: config.keep(full_layer_name, stored, like)}
         found = {full_layer_name: values}
         is_meant = config.packed and config.options.frozen
         if is_meant and self.hf_quantizer.param_needs_quantization(model, full_layer_name):
@@ -154,15 +215,50 @@ class _Read(ConversionOps):  # type: ignore[misc]
         return found
 
 
+def _keeps_tiles(conversion: Any) -> bool:
+    """Whether a converter of a model only puts whole weights together, so that it does the same to their scales."""
+    if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) > 1:
+        return False
+    first, *others = conversion.operations
+    does = type(first) is MergeModulelist and first.dim == 0 and {Concatenate}.issuperset(map(type, others))
+    return does and all(each.endswith(".weight") for each in conversion.source_patterns)
+
+
+def _put_together(
+    own: WeightConverter, tensors: Mapping[str, list[Tensor]], path: str, given: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The weight and its scales that a model's converter makes of those of several matrices.
+
+    Raises OptionError where a tile with one scale would be of two of them.
+    """
+    dims = [operation.dim % 3 - 1 for operation in own.operations if isinstance(operation, Concatenate)]  # of a matrix
+    has_scales = any(name + SCALES in tensors for name in own.source_patterns)
+    sizes = {each.shape[dim] for name in own.source_patterns for each in tensors[name] for dim in dims if dim >= 0}
+    if has_scales and (cut := sorted(size for size in sizes if size % TILE)):
+        raise OptionError(
+            f"{path} is put together of matrices of {cut[0]} rows or columns, and each {TILE} of these have a scale: "
+            f"as some would be of two matrices, it cannot be read as it is. {DECODE}"
+        )
+    found = {}
+    for end in ("", SCALES) if has_scales else ("",):
+        some: dict[str, Any] = {name: tensors[name + end] for name in own.source_patterns}
+        for operation in own.operations:
+            some = operation.convert(some, **{**given, "source_patterns": own.source_patterns})
+        (found[f"weight{end}"],) = some.values()
+    return found
+
+
 def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint as a codec names them."""
-    found = {name.removeprefix("weight."): values for name, values in tensors.items()}
+    found = {name.removeprefix("weight.").removeprefix("_"): values for name, values in tensors.items()}
     for name in [name for name in found if name.startswith("quant_state.")]:
         state = json.loads(bytes(found.pop(name).tolist()))
         if (block := state.get("blocksize", BLOCK)) != BLOCK:
             raise OptionError(f"the checkpoint has {block} elements in a block with one scale; {BLOCK} are read here")
         found["nested_offset"] = torch.tensor(state.get("nested_offset", 0.0), dtype=torch.float32)
         found["weight"] = found["weight"].view(torch.uint8)  # whatever dtype bnb_4bit_quant_storage has
+    if (scales := found.get("weight_scale_inv")) is not None and scales.dtype == torch.uint8:
+        found["weight_scale_inv"] = scales.view(torch.float8_e8m0fnu)  # exponents
     return found
 
 
@@ -181,18 +277,23 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
     if left and model.hf_quantizer.pre_quantized:
         raise OptionError(
             f"of {min(left)} and {len(left) - 1} more the model has no parameter alone, as transformers puts them "
-            "together (experts), or leaves them out: these are not read as they are. Have transformers decode the "
-            "checkpoint, as by quantization_config=FineGrainedFP8Config(dequantize=True), and with frozen= they are "
-            "encoded in the first call"
+            f"together (experts), or leaves them out: these are not read as they are. {DECODE}"
         )
     for name, stored in config.stored.items():
         parameter = model.get_parameter(name).requires_grad_(False)
         stash(parameter, values=stored, folder=config.files.folder)
         residency_of(parameter).codec = str(config.options.frozen)
+    model._weight_conversions = [each for each in map(_own, model._weight_conversions) if each is not None]
     model.hf_quantizer.remove_quantization_config(model)
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_is_quantized"):
             del module.config._is_quantized
+
+
+def _own(conversion: Any) -> Any:
+    """The model's own converter, where this package's has taken its place; None: there is none. To save the model."""
+    readings = [each for each in getattr(conversion, "operations", ()) if isinstance(each, _Read)]
+    return readings[0].own if readings else conversion
 
 
 def known(config: Mapping[str, Any]) -> Frozen | None:
@@ -202,7 +303,10 @@ def known(config: Mapping[str, Any]) -> Frozen | None:
         return OF_4_BITS.get(of_4_bits)
     if config.get("load_in_8bit"):
         return "int8"
-    is_fp8 = config.get("quant_method") == "fp8" and config.get("scale_fmt") in (None, "float")
+    if config.get("quant_method") == "mxfp4":
+        return "mxfp4"
+    is_fp8 = config.get("quant_method") == "fp8" and config.get("expert_dtype") in (None, "fp8")
+    is_fp8 = is_fp8 and config.get("scale_fmt") in (None, "float")
     return "fp8" if is_fp8 and tuple(config.get("weight_block_size") or ()) == (TILE, TILE) else None
 
 
@@ -233,5 +337,5 @@ def asked(frozen: Frozen | None, skip: Any, config: Any) -> tuple[Frozen | None,
         f"quantization_config asks for {getattr(method, 'value', method)}, of a form not stored here. These are: "
         'BitsAndBytesConfig(load_in_4bit=True), which is frozen="fp4_single", with bnb_4bit_use_double_quant=True '
         '"fp4", with bnb_4bit_quant_type="nf4" "nf4_single" or "nf4"; BitsAndBytesConfig(load_in_8bit=True), '
-        'frozen="int8"; and FineGrainedFP8Config(), frozen="fp8"'
+        'frozen="int8"; FineGrainedFP8Config(), frozen="fp8"; and Mxfp4Config(), frozen="mxfp4"'
     )

@@ -61,16 +61,17 @@ def from_pretrained(
     frozen, frozen_skip: as in `Options`; matrices of layers are frozen and encoded as they are read, and nothing else
     of them comes to storage, where the next run finds them (docs/frozen.md). keep_encoded (True) says where: False,
     nowhere; a directory, there and not in the first one of `storage`. A quantization_config of transformers that says
-    the same does, too. Checkpoints that are quantized in a way that is one of `frozen` are read as they are; those in
-    GPTQ, AWQ or packed by compressed-tensors are decoded into the model's dtype, and with `frozen` encoded again, as
-    they are read; others as transformers turns them into that dtype, if a quantization_config says so
-    (`Mxfp4Config(dequantize=True)`), and with `frozen` are encoded in the first call.
+    the same does, too. Checkpoints that are quantized in a way that is one of `frozen` are read as they are, with what
+    they have not quantized; those in GPTQ, AWQ or packed by compressed-tensors are decoded into the model's dtype, and
+    with `frozen` encoded again, as they are read; others as transformers turns them into that dtype, if a
+    quantization_config says so (`FineGrainedFP8Config(dequantize=True)`), and with `frozen` are encoded in the first
+    call.
 
     Raises OptionError for weights that are quantized otherwise, and for settings that place the model elsewhere;
     InitialisationError and StorageFullError as `init_on_storage` does.
     """
     from gs_compile.hf.encoded import about
-    from gs_compile.hf.frozen import FrozenConfig, asked, decodes, finish, skipped
+    from gs_compile.hf.frozen import FrozenConfig, asked, decodes, ending, finish
     from gs_compile.hf.packed import packed
 
     own, keep_encoded = {"storage": storage, "host_memory": host_memory}, given.pop("keep_encoded", True)
@@ -80,15 +81,15 @@ def from_pretrained(
         frozen, frozen_skip = asked(frozen, frozen_skip, given.pop("quantization_config", None))
     stored = _check(name_or_path, given)
     form = packed(stored or {}) if not is_decoded else None
-    if stored is not None and not is_decoded and form is None:
-        frozen, frozen_skip = _as_stored(name_or_path, stored, frozen), (*skipped(stored), *frozen_skip)
-    own |= {"frozen": frozen, "frozen_skip": frozen_skip} if frozen else {}
-    options = Options.of(own)
+    as_stored = stored if form is None and not is_decoded else None
+    if as_stored is not None:
+        frozen = _as_stored(name_or_path, as_stored, frozen)
+    options = Options.of(own | (meant := {"frozen": frozen, "frozen_skip": frozen_skip} if frozen else {}))
     cache_nbytes, folder = min(CACHE_NBYTES, host_budget(options) // 4), directory(options.storage[0])
-    is_encoded = frozen and not is_decoded and (stored is None or form)
+    is_encoded = frozen and not is_decoded and as_stored is None
     source = about(model_class, name_or_path, given, frozen, frozen_skip) if is_encoded else None
     kept, files = _kept(keep_encoded, folder, source), NewTensorsInFiles(folder, cache_nbytes)
-    with kept, files, _read_in_order():
+    with kept, files, _read_in_order(), ending():
         encoding = FrozenConfig(options, files, form, kept) if (frozen or form) and not is_decoded else None
         if encoding is not None and stored is None:
             given["quantization_config"] = encoding
@@ -99,7 +100,8 @@ def from_pretrained(
     if encoding is not None:
         finish(model, encoding, info["unexpected_keys"])
     offload(model, files, group)
-    model.greedysnake_options = {name: getattr(options, name) for name in own}
+    told = own | meant if as_stored is None else own  # what such a checkpoint has as it is stays so
+    model.greedysnake_options = {name: getattr(options, name) for name in told}
     return found if given.get("output_loading_info") else model
 
 
@@ -208,14 +210,14 @@ def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], 
     """The codec of a quantized checkpoint; OptionError for one of none, or of another than is asked for."""
     from gs_compile.hf.frozen import known
 
-    found = known(stored)
+    found = known({**stored, "scale_fmt": None})  # a scale of any dtype is read
     if found is None:
         method = stored.get("quant_method")
         raise OptionError(
             f"{name_or_path}: the weights are quantized ({method}) in a form that is not read here: give a checkpoint "
-            "that is not, or in nf4 or int8 of bitsandbytes, in FP8 with blocks of 128 x 128, "
+            "that is not, or in nf4, fp4 or int8 of bitsandbytes, in FP8 with blocks of 128 x 128, in MXFP4 (gpt-oss), "
             "GPTQ in 2, 4 or 8 bits, AWQ (gemm, with zeros), or compressed-tensors that are packed in 4 or 8 bits; or "
-            "have transformers decode it, as by quantization_config=Mxfp4Config(dequantize=True)"
+            "have transformers decode it, as by quantization_config=FineGrainedFP8Config(dequantize=True)"
         )
     if frozen not in (None, found):
         raise OptionError(f'{name_or_path} has {found}, and frozen="{frozen}": leave frozen out, it is read as it is')

@@ -8,13 +8,12 @@ from itertools import product
 import expecttest
 import pytest
 import torch
-from closed_forms import spared, units_of
+from closed_forms import frozen_of, spared, units_of
 from tiered import BATCH, Harness, adamw, gpt2_with_frozen, moved, options, outcome, step, tokens
 
 from gs_compile.errors import OptionError
 from gs_compile.model.residency import residency_of
 from gs_compile.options import Options
-from gs_compile.placement.shards import QUANTUM
 from gs_compile.runtime.codecs import CODECS
 
 KEEPS_CAPTURES = True
@@ -27,6 +26,7 @@ PLACES = {
     "device": {"separate_device": True, "ratios": {"device_parameter": 0.7}},
     "horizontal": {"schedule": "horizontal", "separate_device": True, "ratios": {"gradient": 0.5}},
 }
+FAST = {("mxfp4", "half", "bf16"), ("mxfp4", "device", "bf16")}
 
 
 def frozen(codec=""):
@@ -45,10 +45,13 @@ def reference(name, precision, schedule):
 
 
 @pytest.mark.parametrize(
-    ("place", "precision"),  # what trains in fp32 does not live on the device
-    [pair for pair in product(PLACES, ("model", "bf16")) if pair != ("device", "model")],
+    ("name", "place", "precision"),
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] * (each[0] != "nf4" and each not in FAST))
+        for each in product(CODECS, PLACES, ("model", "bf16"))
+        if each[1:] != ("device", "model")  # what trains in fp32 does not live on the device
+    ],
 )
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each != "nf4")) for each in CODECS])
 def test_the_same_bits_as_decoded_values(name, place, precision, tmp_path):
     changes = PLACES[place]
     found = harness(precision=precision).train(adamw, options(tmp_path, frozen=name, **changes), 3)
@@ -61,24 +64,21 @@ def test_saved_activations(tmp_path):
     assert harness().train(adamw, given, 3).differences(reference("nf4", "model", "vertical")) == []
 
 
-def stored_nbytes(model, name, skipped=()):
-    """Of all layers' parameters, in whole quanta of float32."""
-    total = 0
-    for path, parameter in model.named_parameters():
-        if ".h." in path:
-            is_encoded = not parameter.requires_grad and set(skipped).isdisjoint(path.split("."))
-            nbytes = CODECS[name].nbytes(parameter.shape) if is_encoded else parameter.nbytes
-            total += -(-nbytes // (4 * QUANTUM)) * 4 * QUANTUM
-    return total
-
-
 @pytest.mark.parametrize(
-    ("place", "skipped"), [("ssd", ()), ("copied", ()), ("copied", ("up",)), ("horizontal", ())], ids=str
+    ("place", "name", "skipped"),
+    [
+        ("ssd", "nf4", ()),
+        ("copied", "nf4", ()),
+        ("copied", "nf4", ("up",)),
+        ("copied", "mxfp4", ()),
+        ("horizontal", "nf4", ()),
+    ],
+    ids=str,
 )
-def test_the_bytes_of_every_lane(place, skipped, tmp_path):
+def test_the_bytes_of_every_lane(place, name, skipped, tmp_path):
     """What is read of layers in a step: twice what they are stored in, micro-batch by micro-batch as often."""
     own = harness()
-    given = options(tmp_path, frozen="nf4", frozen_skip=skipped, alpha=0.0, **PLACES[place])
+    given = options(tmp_path, frozen=name, frozen_skip=skipped, alpha=0.0, **PLACES[place])
     with own.fresh(adamw, given) as optimizer:
         step(own.model, optimizer, tokens(0))
         optimizer.synchronize()
@@ -87,9 +87,10 @@ def test_the_bytes_of_every_lane(place, skipped, tmp_path):
         placement = optimizer.engine.placement
         kept = spared(placement).get(("ssd_read", "w"), 0)
     assert found.traced == found.planned
-    others = {unit: 4 * numel for unit, numel in units_of(own.model).items() if not isinstance(unit, int)}
+    trained = {unit: 4 * numel for unit, numel in units_of(own.model).items()}
+    others = {unit: trained.pop(unit) for unit in ("e", "h", "t")}
     n = -(-BATCH // 2) if place == "horizontal" else 1
-    layers = 2 * n * stored_nbytes(own.model, "nf4", skipped)
+    layers = 2 * n * (sum(trained.values()) + 4 * sum(frozen_of(own.model, name, skipped=skipped).values()))
     loads = n * (2 * others["e"] + others["h"] + 3 * others["t"])
     if PLACES[place]:
         assert found.planned["h2d", "w"] == layers + loads

@@ -135,7 +135,7 @@ def test_units_in_pieces(tmp_path):
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("codec", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("codec", ["nf4", "int8", "fp8", "mxfp4"])
 def test_frozen_matrices_are_decoded_there(tmp_path, codec):
     """As the decoded values themselves are learned with."""
     found = Harness(lambda: gpt2_with_frozen(width=64).to(WHERE)).train(

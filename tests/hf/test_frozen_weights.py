@@ -12,7 +12,7 @@ import transformers
 import trl
 from datasets import Dataset
 from learner import distance
-from packed_checkpoints import rewritten
+from quantized_checkpoints import EAGER, LORA, is_encoded, learned, of_fp8, read, wide
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from zoo import small
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # in PEFT
     pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
 ]
-EAGER = {"compiler": "eager"}
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 IN_WORDS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
 BY_BITSANDBYTES = {
@@ -37,30 +36,6 @@ BY_BITSANDBYTES = {
     "fp4_single": BitsAndBytesConfig(load_in_4bit=True),
     "int8": BitsAndBytesConfig(load_in_8bit=True),
 }
-LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
-
-
-def wide():
-    """Matrices of whole blocks and tiles."""
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
-
-
-def is_encoded(name, values, skipped=()):
-    return ".layers." in name and values.ndim > 1 and not any(f".{each}." in name for each in skipped)
-
-
-def read(folder, storage, **given):
-    return gs_compile.from_pretrained(AutoModelForCausalLM, folder, storage=storage, **given)
 
 
 @pytest.mark.parametrize(
@@ -112,16 +87,6 @@ def test_what_is_read_never_comes_to_storage_in_full(tmp_path, monkeypatch):
     assert sum(made) <= plain - less
 
 
-def of_fp8(source, folder):
-    """A checkpoint with blocks of 128 x 128, as DeepSeek's and Qwen's are."""
-    form = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    with rewritten(source, folder, form) as tensors:
-        for name in [name for name, each in tensors.items() if is_encoded(name, each)]:
-            found = CODECS["fp8"].quantized(tensors[name])
-            tensors[name] = found["weight"]
-            tensors[f"{name}_scale_inv"] = found["weight_scale_inv"].reshape(-(-len(tensors[name]) // 128), -1)
-
-
 def by_bitsandbytes(source, folder, config):
     source.save_pretrained(folder / "plain")
     model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=config, device_map="cpu")
@@ -129,7 +94,7 @@ def by_bitsandbytes(source, folder, config):
     return model
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*BY_BITSANDBYTES, "fp8"])
 def test_quantized_checkpoints_are_read_as_they_are(codec, tmp_path):
     """Their own libraries decode them to the same bits."""
     source, folder = wide().bfloat16(), tmp_path / "saved"
@@ -151,7 +116,6 @@ def test_quantized_checkpoints_are_read_as_they_are(codec, tmp_path):
                 state = functional.QuantState.from_dict(state, torch.device("cpu"))
                 theirs[weight] = functional.dequantize_4bit(tensors[weight], state)
     model = read(folder, tmp_path / "storage")
-    assert model.greedysnake_options["frozen"] == codec
     found = dict(model.named_parameters())
     encoded = [name for name, each in found.items() if is_encoded(name, each)]
     assert len(encoded) == 14
@@ -184,52 +148,6 @@ def test_a_checkpoint_is_decoded_by_transformers_where_that_is_asked_for(tmp_pat
     }
 
 
-def test_experts_that_are_put_together_are_refused_or_decoded(tmp_path):
-    """Their scales are of each expert, and the parameter is of all."""
-    source = small("mixtral", hidden_size=128, intermediate_size=128).bfloat16()
-    of_fp8(source, tmp_path / "saved")
-    with pytest.raises(OptionError, match=r"of model.layers.0.*w1.weight and 23 more the model has no parameter alone"):
-        read(tmp_path / "saved", tmp_path / "storage")
-    config = transformers.FineGrainedFP8Config(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config)
-    model = read(tmp_path / "saved", tmp_path / "storage", quantization_config=config)
-    found = dict(model.named_parameters())
-    assert all(torch.equal(found[name].detach().clone(), each) for name, each in theirs.named_parameters())
-
-
-def of_mxfp4(folder):
-    """A tiny gpt-oss whose experts are in blocks of 32 elements of 4 bits with a scale of 8, as OpenAI's are."""
-    config = transformers.GptOssConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        vocab_size=96,
-    )
-    torch.manual_seed(0)
-    form = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}
-    with rewritten(transformers.GptOssForCausalLM(config).bfloat16(), folder, form) as tensors:
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            number, columns, rows = tensors.pop(name).shape
-            tensors[f"{name}_blocks"] = torch.randint(0, 256, (number, rows, columns // 32, 16), dtype=torch.uint8)
-            tensors[f"{name}_scales"] = torch.randint(115, 122, (number, rows, columns // 32), dtype=torch.uint8)
-
-
-def test_experts_in_mxfp4_are_decoded(tmp_path):
-    of_mxfp4(tmp_path / "saved")
-    config = transformers.Mxfp4Config(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config)
-    with pytest.raises(OptionError, match=r"quantized \(mxfp4\) in a form that is not read here"):
-        read(tmp_path / "saved", tmp_path / "storage")
-    model = read(tmp_path / "saved", tmp_path / "storage", quantization_config=config)
-    found = dict(model.named_parameters())
-    assert all(torch.equal(found[name].detach().clone(), each) for name, each in theirs.named_parameters())
-
-
 def test_other_forms_are_refused_by_name(tmp_path):
     with pytest.raises(OptionError, match="asks for eetq, of a form not stored here"):
         read(tmp_path, tmp_path, quantization_config=transformers.EetqConfig())
@@ -248,28 +166,6 @@ def test_other_checkpoints_are_refused_by_name(tmp_path):
 
 
 # Training -------------------------------------------------------------------------------------------------------------
-
-
-def learned(model, *, dora=False, storage=None, targets=("q_proj", "down_proj")):
-    """Losses of three steps of adapters, and what they are then. More targets take Dynamo longer."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = peft.get_peft_model(model, peft.LoraConfig(**{**LORA, "target_modules": targets}, use_dora=dora))
-    trained = [each for each in model.parameters() if each.requires_grad]
-    if storage is None:
-        optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
-    else:
-        optimizer = gs_compile.AdamW(trained, lr=1e-2, eps=1e-4)
-        model.compile(backend="greedysnake", options={**storage, "micro_batch_size": 2, "expert": EAGER})
-    losses = []
-    for number in range(3):
-        ids = torch.randint(0, 96, (4, 12), generator=torch.Generator().manual_seed(number))
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model, losses, {name: each.clone() for name, each in peft.get_peft_model_state_dict(model).items()}
 
 
 def decoded(model):
@@ -301,8 +197,8 @@ def test_adapters_learn_what_they_learn_over_decoded_values(kbit, dora, tmp_path
     other = decoded(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32))
     if kbit:
         model = peft.prepare_model_for_kbit_training(model)
-    _, losses, found = learned(model, dora=dora, storage=own)
-    _, wanted_losses, wanted = learned(other, dora=dora)
+    _, losses, found = learned(model, use_dora=dora, storage=own)
+    _, wanted_losses, wanted = learned(other, use_dora=dora)
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
     assert distance(found, wanted) < 1e-5
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import copysign, floor, log2
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 from gs_compile.options import Frozen
 from gs_compile.runtime import codecs
@@ -21,7 +23,7 @@ SHAPES = [(64, 64), (300, 192), (1000, 512), (300, 200), (33, 7)]
 # fp4 has floats in the place of the quantiles.
 NF4, FP4 = (0.08, 0.1), (0.1, 0.13)
 ERRORS = dict.fromkeys(("nf4", "nf4_single"), NF4) | dict.fromkeys(("fp4", "fp4_single"), FP4)
-ERRORS |= {"int8": (0.002, 0.012), "fp8": (0.02, 0.03)}
+ERRORS |= {"int8": (0.002, 0.012), "fp8": (0.02, 0.03), "mxfp4": (0.1, 0.15)}
 
 
 def values(shape, dtype=torch.float32):
@@ -93,6 +95,52 @@ def test_fp8_is_that_of_transformers(shape, dtype):
     assert torch.equal(decoded, read)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_mxfp4_is_read_as_by_transformers(dtype):
+    """Each scale with each byte of two elements."""
+    codec, shape = CODECS["mxfp4"], (2, 1024, 64)
+    codes = torch.arange(256, dtype=torch.uint8)
+    blocks = codes.view(2, 1, 8, 16).repeat(1, 64, 4, 1)
+    scales = codes.view(2, 4, 1, 32).repeat(1, 1, 16, 1).view(2, 64, 32)
+    stored = codec.packed({"blocks": blocks, "scales": scales}, shape)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    assert theirs.shape == shape
+    assert torch.equal(codec.decode(stored, shape, dtype).view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [1.0, 3e-3, 1e-38, 1e37])
+def test_mxfp4_is_written_as_its_specification_says(size):
+    """OCP Microscaling Formats 1.0, section 6.3, with ties to even: every quarter from -8 to 8 is among the values."""
+    given = torch.cat([torch.arange(-32, 32) / 4, torch.randn(448, generator=torch.Generator().manual_seed(0))])
+    given = (given * size).view(-1, 32)
+    found = CODECS["mxfp4"].quantized(given)
+    for block, codes, scale in zip(given.double().tolist(), found["blocks"], found["scales"], strict=True):
+        power = max(floor(log2(max(map(abs, block)))) - 2, -127)
+        wanted = [
+            min(range(8), key=lambda code: (abs(FP4_VALUES[code] - abs(each) / 2.0**power), code % 2))
+            + 8 * (copysign(1, each) < 0)
+            for each in block
+        ]
+        assert scale == power + 127
+        assert torch.equal(codes.view(-1), torch.tensor(wanted[::2]) + 16 * torch.tensor(wanted[1::2]))
+
+
+def test_values_of_mxfp4_are_encoded_to_themselves():
+    """As of a checkpoint that another library has decoded."""
+    codec, shape = CODECS["mxfp4"], (3, 64, 40)
+    stored = torch.randint(8, 248, (codec.nbytes(shape),), generator=torch.Generator().manual_seed(0)).byte()
+    values = codec.decode(stored, shape, torch.bfloat16)
+    assert torch.equal(codec.decode(codec.encode(values), shape, torch.bfloat16), values)
+
+
+def test_what_is_not_finite_is_not_in_mxfp4():
+    for given in (float("inf"), -float("inf"), float("nan")):
+        codec = CODECS["mxfp4"]
+        values = torch.ones(2, 32).index_put_((torch.tensor(0), torch.tensor(3)), torch.tensor(given))
+        found = codec.decode(codec.encode(values), values.shape, torch.float32)
+        assert found.isfinite().sum() == 63
+
+
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 3), (3, 130, 70), (5000, 300)], ids=str)
 def test_a_codec(name, shape):
@@ -135,6 +183,6 @@ def test_bits_of_an_element():
     """Of a large matrix: 4 + 8/64 + 32/(64 * 256) of nf4."""
     shape = (4096, 11008)
     bits = {name: 8 * codec.nbytes(shape) / (shape[0] * shape[1]) for name, codec in CODECS.items()}
-    assert bits == pytest.approx(
-        {"nf4": 4.127, "nf4_single": 4.5, "fp4": 4.127, "fp4_single": 4.5, "int8": 8.003, "fp8": 8.002}, abs=5e-4
-    )
+    wanted = {"nf4": 4.127, "nf4_single": 4.5, "fp4": 4.127, "fp4_single": 4.5}
+    wanted |= {"int8": 8.003, "fp8": 8.002, "mxfp4": 4.25}
+    assert bits == pytest.approx(wanted, abs=5e-4)

@@ -40,6 +40,9 @@ LLAMAS = {
     "llama-70b": (80, 64, 8192, 28672),
     "llama-405b": (126, 128, 16384, 53248),
 }
+# Layers and experts of arXiv 2508.10925, table 1; all else is as transformers has it.
+GPT_OSSES = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
+KNOWN = (*GPTS, *LLAMAS, *GPT_OSSES)
 POSITIONS = 2048
 VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
 
@@ -49,7 +52,7 @@ def named_config(model: str, **changes: Any) -> PretrainedConfig:
 
     changes: fields in the place of the config's own. A config of the hub is downloaded, if this machine has none yet.
     The paper's models are of GPT-2's architecture, with tied embeddings, and without dropout. "llama-70b" and its like
-    are Llama 3.1's.
+    are Llama 3.1's, "gpt-oss-20b" OpenAI's.
     """
     mapping = _transformers().CONFIG_MAPPING
     if model in GPTS:
@@ -63,14 +66,15 @@ def named_config(model: str, **changes: Any) -> PretrainedConfig:
         sizes |= {"intermediate_size": hidden, "num_key_value_heads": 8, "vocab_size": 128256}
         sizes |= {"max_position_embeddings": 131072, "use_cache": False}
         return mapping["llama"](name_or_path=model, **(sizes | changes))
+    if model in GPT_OSSES:
+        sizes = dict(zip(("num_hidden_layers", "num_local_experts"), GPT_OSSES[model], strict=True))
+        return mapping["gpt_oss"](name_or_path=model, use_cache=False, **(sizes | changes))
     fields = _read(model)
     model_type = str(fields.pop("model_type", model))
     if model_type not in mapping:
-        close = get_close_matches(model_type, [*GPTS, *LLAMAS, *mapping.keys()], n=3)
+        close = get_close_matches(model_type, [*KNOWN, *mapping.keys()], n=3)
         hint = (
-            f"did you mean {' or '.join(close)}?"
-            if close
-            else f"known are {', '.join([*GPTS, *LLAMAS])} and HuggingFace's types"
+            f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(KNOWN)} and HuggingFace's types"
         )
         raise PlanError(f"{model_type} is neither the name of a model nor the path of a config.json; {hint}")
     with _refused(model_type):
