@@ -19,6 +19,7 @@ os.environ.pop(figures.ENVIRONMENT, None)
 figures.give()  # no test plans from what it measures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of them would compile the package again
 signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # started in the background, Python and what it starts have none

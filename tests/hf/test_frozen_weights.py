@@ -14,6 +14,7 @@ from datasets import Dataset
 from learner import distance
 from packed_checkpoints import rewritten
 from safetensors.torch import load_file
+from test_trainer import EAGER
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from zoo import small
 
@@ -27,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # in PEFT
     pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
 ]
-EAGER = {"compiler": "eager"}
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 IN_WORDS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
 BY_BITSANDBYTES = {
