@@ -6,9 +6,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder # which would leave f
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# As many workers as cores: threads of torch would be in their way. What Python compiles is kept, whatever the shell
-# says: each process that tests start would compile the package again.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest # as many workers as cores: threads of torch would be in their way
 PEERS := .venv-peers
 DOCS := .venv-docs
 OLDEST := .venv-oldest

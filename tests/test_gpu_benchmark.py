@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,8 +13,6 @@ import torch
 from benchmarks import gpu
 from benchmarks.gpu_page import page
 from gs_compile.runtime.trace import Event, Label
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -118,9 +115,10 @@ def test_the_race_is_asked_for_the_same_case(setting, monkeypatch):
 
 
 @pytest.mark.skipif(gpu.torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_so(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu", "--output", tmp_path / "gpu.json"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("no CUDA device")
+def test_without_a_device_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path / "gpu.json")])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("no CUDA device")
     assert not (tmp_path / "gpu.json").exists()

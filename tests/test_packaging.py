@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from bounds import ROOT, files
 
-from gs_compile import __version__
+import gs_compile
 
 SETUPTOOLS = 77  # as in pyproject.toml's [build-system]
 WINGS = ("passes", "runtime")
@@ -149,6 +149,8 @@ def test_importing_the_package_loads_nothing_and_its_names_come_when_they_are_us
 import sys
 import gs_compile
 assert not {"torch", "transformers"} & sys.modules.keys()
+import gs_compile.model.inspection
+assert gs_compile.inspect.__call__
 assert [name for name in gs_compile.__all__ if not hasattr(gs_compile, name)] == []
 assert gs_compile.hf.attach and gs_compile.hf.prepare and gs_compile.hf.TrainerMixin
 assert "transformers" not in sys.modules
@@ -157,6 +159,8 @@ assert "transformers" not in sys.modules
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
     )
     assert run.returncode == 0, run.stderr
+    with pytest.raises(AttributeError, match="no attribute 'inspects'"):
+        _ = gs_compile.inspects
 
 
 def test_a_release_writes_its_version_wherever_one_stands(tmp_path):
@@ -178,4 +182,4 @@ def test_a_release_writes_its_version_wherever_one_stands(tmp_path):
 def test_the_version_is_one():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
-    assert cited == [project["version"]] == [__version__]
+    assert cited == [project["version"]] == [gs_compile.__version__]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A plain language model that returns (logits, loss), with any blocks that map a hidden state to the next."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block, *, num_layers: int = LAYERS, tied: bool = False) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Block, *, num_layers: int = 2, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, WIDTH)
@@ -143,7 +144,8 @@ class Positional(nn.Module):
 
 
 def build(name: str) -> nn.Module:
-    return {"plain": GPT, "positional": Positional}[name]() if name in ("plain", "positional") else huggingface(name)
+    own = {"plain": partial(GPT, num_layers=LAYERS), "positional": Positional}
+    return own[name]() if name in own else huggingface(name)
 
 
 MODELS = [*HUGGINGFACE, "plain", "positional"]

@@ -93,7 +93,9 @@ def test_a_model_from_a_file_on_a_machine_from_a_file(tmp_path):
     config = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 64} | sizes
     (tmp_path / "tiny.json").write_text(json.dumps(config))
     machine = Path(__file__).parents[1] / "machine.json"
-    settings = "--sequence 32 --micro-batch-size 2 --micro-batches 4 --alpha 0.5 --ratio optimizer=0 --json"
+    settings = (
+        "--sequence 32 --micro-batch-size 2 --micro-batches 4 --alpha 0.5 --ratio optimizer=0 --recompute all --json"
+    )
     found = json.loads(printed("plan", "--model", tmp_path / "tiny.json", "--machine", machine, *settings.split()))
     assert (found["batch_size"], found["alpha"], found["ratios"]["optimizer"]) == (8, 0.5, 0.0)
     assert found["homes"]["s"].keys() == {"ssd"}

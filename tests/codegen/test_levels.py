@@ -22,7 +22,7 @@ SAMPLES, TOKENS = 2, zoo.TOKENS
 
 def layers_of(name, tokens=TOKENS, halved=False, **changes):
     """The layers of a model in training, tiny ones if no changes say otherwise."""
-    model = zoo.huggingface(name, **changes)
+    model = zoo.small(name, **changes)
     ids = torch.randint(zoo.VOCAB, (2 * SAMPLES, tokens))
     return captured(model, input_ids=ids, labels=ids, use_cache=False).split(SAMPLES, halved=halved).units[1:-1]
 

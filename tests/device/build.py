@@ -18,7 +18,7 @@ from torch.utils import cpp_extension
 
 TRIED = ("2.13",)  # the interfaces of C++ that it stands on change from release to release
 NAME = "greedysnake_card"
-SOURCE = Path(__file__).parent / "csrc" / "card.cpp"
+SOURCES = Path(__file__).parent / "csrc"
 
 
 def missing() -> str:
@@ -34,15 +34,23 @@ def missing() -> str:
 
 
 def load() -> ModuleType:
-    """The module; other processes that build it are waited for."""
+    """The module; other processes that build it are waited for.
+
+    It is built from copies: of sources at another path, in another checkout, ninja would build it again.
+    """
     scripts = sysconfig.get_path("scripts")  # ninja's, where it was installed with the tests
     folder = Path(cpp_extension._get_build_directory(NAME, verbose=False))
     with (folder.parent / f"{NAME}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with its process, whatever ends that
         (folder / "lock").unlink(missing_ok=True)  # torch's own, of a process that was killed: it would wait for ever
+        for source in SOURCES.iterdir():
+            copy = folder / source.name
+            if not copy.exists() or copy.read_bytes() != source.read_bytes():
+                shutil.copyfile(source, copy)
         before = os.environ["PATH"]
         os.environ["PATH"] = os.pathsep.join([before, scripts])
         try:
-            return cpp_extension.load(NAME, [str(SOURCE)], extra_cflags=["-O0", "-g0"], build_directory=str(folder))
+            card = str(folder / "card.cpp")  # which includes the others
+            return cpp_extension.load(NAME, [card], extra_cflags=["-O0", "-g0"], build_directory=str(folder))
         finally:
             os.environ["PATH"] = before

@@ -107,22 +107,17 @@ def test_deterministic_algorithms_alone(learned, tmp_path, monkeypatch):
     assert all(is_on for _, is_on in found)
 
 
-def test_units_in_pieces(tmp_path):
-    """On the other device, while the first is current."""
-    given = {**MIXED, "piece_tokens": 5, "layer_tokens": 7}
-    found = harness_on("card:1", width=16).train(adamw, options(tmp_path / "card", **given), 3)
-    expected = harness_on("cpu", width=16).train(adamw, options(tmp_path / "cpu", **given), 3)
-    assert_same(found, expected)
-
-
 def test_layers_that_do_not_fit_run_in_pieces(tmp_path, monkeypatch):
-    """Planned by what there is for what code computes with; the bits are those of pieces that are asked for."""
+    """Planned by what there is for what code computes with; the bits are those of pieces that are asked for, on a CPU.
+
+    On the other device, while the first is current.
+    """
     monkeypatch.setattr(in_pieces, "SIZES", (7,))
     sizes, head, number = {"num_layers": 2, "width": 16}, {"piece_tokens": 5}, 40
     asked = {**options(tmp_path / "cpu", layer_tokens=7, **head), "micro_batch_size": 20}
     expected = harness_on("cpu", **sizes).train(adamw, asked, 3, batch_size=number)
     given = options(tmp_path / "card", device_memory=400_000, alpha=None, **head)
-    with model_on("card:0", {**given, "machine": "rtx4090", "micro_batch_size": 20}, **sizes) as (model, optimizer):
+    with model_on("card:1", {**given, "machine": "rtx4090", "micro_batch_size": 20}, **sizes) as (model, optimizer):
         losses = [step(model, optimizer, tokens(each, number)) for each in range(3)]
         plan, choice = optimizer.engine.planning.planned.plan, optimizer.engine.placement.decision.layer_tokens
         found = outcome(model, optimizer, losses, expected.norms)
@@ -262,7 +257,7 @@ def model_on(where, given, **sizes):
         torch.accelerator.synchronize()
 
 
-@pytest.mark.parametrize("delay_seconds", [0.0, 1e-3])
+@pytest.mark.parametrize("delay_seconds", [pytest.param(0.0, marks=pytest.mark.slow), 1e-3])
 def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds):
     """Nothing but ratios is given. What is reserved comes to values and what code computes with, and the batch."""
     card.delays(copy=delay_seconds)

@@ -18,8 +18,8 @@ from zoo import (
     both_ways,
     compile_model,
     gradients,
-    huggingface,
     scaled,
+    small,
     train,
 )
 
@@ -106,7 +106,7 @@ def test_a_wide_block_is_a_class_of_its_own():
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_gradient_checkpointing_is_absorbed():
-    model = huggingface("gpt2")
+    model = small("gpt2")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     reference = copy.deepcopy(model)
     compile_model(model, 2)

@@ -24,7 +24,7 @@ class Pair:
     """The same model twice: plain, and with its data on SSD."""
 
     def __init__(self, storage, **expert):
-        self.plain, self.ours = gpt2(num_layers=3).eval(), gpt2(num_layers=3).eval()
+        self.plain, self.ours = gpt2().eval(), gpt2().eval()
         self.plain_optimizer = torch.optim.AdamW(self.plain.parameters(), lr=3e-4)
         self.optimizer = gs_compile.AdamW(self.ours.parameters(), lr=3e-4)
         given = options(storage, micro_batch_size=1, outputs="all", alpha=0.5, ratios={"parameter": 0.3}, **expert)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from zoo import GPT, WIDTH, Block, accumulate, assert_same_gradients, batch, compile_model, huggingface, train
+from zoo import GPT, WIDTH, Block, accumulate, assert_same_gradients, batch, compile_model, small, train
 
 from gs_compile.runtime.units import seed_of
 
@@ -31,7 +31,7 @@ def seed_each_unit(model, seed):
 
 
 def test_gradients_are_those_of_the_masks_drawn():
-    reference = huggingface("gpt2", dropout=None)  # as the configuration has it
+    reference = small("gpt2", dropout=None)  # as the configuration has it
     model = compile_model(copy.deepcopy(reference), 2)
     ids, labels = batch()
 

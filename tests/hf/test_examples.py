@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gs_compile.codegen import compiled
 
@@ -20,9 +21,10 @@ MEASURED = re.compile(r"^    ((?:python|torchrun) .*?)  +([^#\s].*)$", re.MULTIL
 LOSS = re.compile(r"(?:loss'?:? '?|at the first step, )(\d+\.\d+)")
 
 SHORT = {"SEQUENCE": 16, "BATCH": 4}
+SHALLOW = {"LlamaConfig": lambda **given: LlamaConfig(**{**given, "num_hidden_layers": 2})}  # Dynamo reads each layer
 FAST = {
-    "own_loop": (["--steps", "4"], SHORT),
-    "finetune_lora_sft": (["--steps", "10", "--frozen", "nf4"], {"PROMPT": 8, "COMPLETION": 8}),
+    "own_loop": (["--steps", "4"], SHORT | SHALLOW),
+    "finetune_lora_sft": (["--steps", "10", "--frozen", "nf4"], {"PROMPT": 8, "COMPLETION": 8} | SHALLOW),
 }
 SLOW = {
     "bigger_than_memory": (["--size", "gpt2", "--host-memory", "256MiB", "--compiler", "eager"], {"SIZES": {"gpt2": (2, 64, 2)}}),
@@ -62,8 +64,6 @@ def test_an_example_learns_in_small(name, tmp_path, monkeypatch, capsys):
 
 def test_a_checkpoint_of_ones_own(tmp_path, monkeypatch, capsys):
     """`--model` takes a folder as transformers writes it, with a tokenizer of its own."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     own = runpy.run_path(str(EXAMPLES / "finetune_lora_sft.py"))
     own["tokenizer"](None).save_pretrained(tmp_path / "model")
     sizes = {"vocab_size": len(own["LETTERS"]), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -9,6 +9,7 @@ import torch
 import transformers
 from packed_checkpoints import AWQ, GPTQ, GROUP, of_matrix, saved, write
 from safetensors.torch import load_file, save_file
+from test_trainer import EAGER
 from transformers import AutoModelForCausalLM
 
 import gs_compile
@@ -162,7 +163,7 @@ def test_what_was_decoded_is_trained(frozen, tmp_path):
     ids = torch.arange(16).view(2, 8)
     model.requires_grad_(False).lm_head.requires_grad_(True)
     optimizer = gs_compile.SGD(model.lm_head.parameters(), lr=0.1)
-    model.compile(backend="greedysnake", options={**model.greedysnake_options, "expert": {"compiler": "eager"}})
+    model.compile(backend="greedysnake", options={**model.greedysnake_options, "expert": EAGER})
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,24 @@ from transformers import GPT2Config
 
 from gs_compile.errors import PlanError
 from gs_compile.planner.cost.workload import ModelSpec
-from gs_compile.planner.plan import plan
+from gs_compile.planner.plan import door_of, plan
+from gs_compile.planner.request import Request
 
 HERE = Path(__file__).parents[1] / "machine.json"
 CONFIG = GPT2Config(vocab_size=512, n_positions=128, n_embd=256, n_layer=4, n_head=4)
 ASKED = {"machine": "a100", "sequence": 128, "host_memory": "200MiB"}
 
 
-def test_the_spec_has_two_layers_of_each_block():
-    whole, halves = (
-        ModelSpec.of(CONFIG, sequence=128, schedule=schedule).workload(2) for schedule in ("vertical", "single")
-    )
+@pytest.fixture(scope="module")
+def doors():
+    """To plans in either order, with what is captured for each."""
+    given = Request(**ASKED, micro_batch_size=2, num_micro_batches=4, recompute="all")
+    vertical = door_of(CONFIG, given)
+    return vertical, door_of(CONFIG, replace(given, schedule="single"), [vertical])
+
+
+def test_the_spec_has_two_layers_of_each_block(doors):
+    whole, halves = (door.model.captured(door.request.schedule).workload(2) for door in doors)
     assert (whole.num_layers, halves.num_layers) == (4, 8)
     assert halves.num_trained == whole.num_trained
     assert halves.x_nbytes == whole.x_nbytes
@@ -41,9 +49,8 @@ def test_a_short_capture_has_the_workload_of_a_whole_one(monkeypatch):
     assert short.num_layers == 2 * zoo.LAYERS
 
 
-def test_the_batch_of_the_vertical_order_is_one_micro_batch():
-    given = ASKED | {"micro_batch_size": 2, "num_micro_batches": 4, "recompute": "all"}
-    vertical, found = (plan(CONFIG, schedule=schedule, **given) for schedule in ("vertical", "single"))
+def test_the_batch_of_the_vertical_order_is_one_micro_batch(doors):
+    vertical, found = (door.plan() for door in doors)
     assert (found.schedule, found.program.by_micro_batch, found.num_micro_batches) == ("single", False, 1)
     assert found.workload.micro_batch_size == 8
     assert found.workload.tokens == vertical.num_micro_batches * vertical.workload.tokens

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from planned import gpt
 
-from gs_compile.errors import PlanError
+from gs_compile.errors import NoFitError, PlanError
 from gs_compile.planner.plan import plan
 from gs_compile.planner.request import Request
 
-GIVEN = {"machine": "a100", "micro_batch_size": 1, "num_micro_batches": 4, "recompute": "all"}
+GIVEN = {"machine": "a100", "micro_batch_size": 1, "num_micro_batches": 4, "recompute": "all", "host_memory": "700MiB"}
+WORKLOAD = gpt(12, 1024, vocabulary=5000)  # whose sums take 604 MiB
 
 
 @pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sums_go_to_ssd_where_host_memory_has_no_room(clip):
     """Delayed clipping alone would not fit."""
-    one = plan("gpt-30b", **GIVEN, host_memory="96GiB")
-    found = plan("gpt-30b", **GIVEN, host_memory="96GiB", accumulate=True, clip=clip)
+    one = plan(WORKLOAD, **GIVEN)
+    with pytest.raises(NoFitError, match="of host memory"):
+        plan(WORKLOAD, **GIVEN, clip=True)
+    found = plan(WORKLOAD, **GIVEN, accumulate=True, clip=clip)
     assert (found.alpha, found.placement.clip, found.placement.speculative) == (1.0, clip, False)
     assert 0 < found.ratios["gradient"] < 0.9
     assert found.seconds > one.seconds

@@ -175,9 +175,11 @@ def test_fp64_is_its_own_master():
 
 def test_a_plan_counts_the_workspace_at_its_own_micro_batch_size():
     """A layer's parameter gradients are in it once, whatever the micro-batch: scaled from one sample it is too much."""
-    spec = ModelSpec.of(config := zoo.configuration("gpt2"), sequence=zoo.TOKENS, precision="bf16")
+    given = {"machine": "a100", "sequence": zoo.TOKENS, "micro_batch_size": 4, "num_micro_batches": 2}
+    door = door_of(zoo.configuration("gpt2"), Request(**given, recompute="all"))
+    spec = door.model.captured("vertical")
     one, four = spec.workload(1).costs[0].workspace_nbytes, spec.workload(4).costs[0].workspace_nbytes
-    found = plan(config, machine="a100", sequence=zoo.TOKENS, micro_batch_size=4, num_micro_batches=2)
+    found = door.plan()
     assert found.workload.costs[0].workspace_nbytes == four < 4 * one
 
 

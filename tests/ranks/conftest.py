@@ -4,8 +4,8 @@ import pytest
 from launch import Fleet
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair():
-    """Two ranks."""
+    """Two ranks: what one module has compiled is there in the next."""
     with Fleet(2) as fleet:
         yield fleet

@@ -13,14 +13,11 @@ import transformers  # noqa: F401
 import zoo  # noqa: F401
 from tiered import Harness, adamw, capture_cheaply, collect_seldom, gpt2, options
 
-from gs_compile.codegen import compiled
-
 torch.set_num_threads(1)
 capture_cheaply()
 figures.give()
 with tempfile.TemporaryDirectory() as folder:
     Harness(gpt2).train(adamw, options(folder), num_steps=1)
 Harness.forget_captures()
-compiled._codes.clear()  # ranks make their own
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the run has taken
 collect_seldom()

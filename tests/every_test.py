@@ -1,0 +1,98 @@
+"""What every test has: figures in the place of measurements, captures of its own, garbage that is looked for seldom."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import figures
+import pytest
+import torch
+from tiered import Harness, capture_cheaply, collect_seldom, our_threads, shared
+
+from gs_compile.planner.cost import timing
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every model is built from its configuration
+os.environ.pop(figures.ENVIRONMENT, None)
+figures.give()  # no test plans from what it measures
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # started in the background, Python and what it starts have none
+torch.set_num_threads(1)  # for tiny models more only get in each other's way
+capture_cheaply()
+
+LEFT = 4_000_000  # blocks of memory that wait to be looked at together, dead or alive: that is a search through all there are
+
+
+def pytest_collection_finish():
+    collect_seldom()
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo(captures_of_a_module):
+    """Each test captures its own models, unless its module says KEEPS_CAPTURES.
+
+    What tests before it have left for good is passed over by the collections that first calls and Accelerate make.
+    """
+    if not Harness.are_kept:
+        Harness.forget_captures()
+    if gc.get_count()[1]:  # as much as Python itself would look through has been left since the last collection
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def captures_of_a_module(request):
+    """A module that keeps its captures from test to test begins without any, and without threads of modules before."""
+    Harness.are_kept = getattr(request.module, "KEEPS_CAPTURES", False)
+    Harness.forget_captures()
+    if sys.getallocatedblocks() > Harness.num_alive + LEFT or our_threads():
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        Harness.num_alive = sys.getallocatedblocks()
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def harness(request):
+    """The tiny model of the module, MODEL as arguments of `shared`, or the usual one."""
+    return shared(**getattr(request.module, "MODEL", {}))
+
+
+@pytest.fixture
+def given_figures(monkeypatch):
+    """The figures as they are in `figures.py`, whatever the seed: a test that needs these ones says so."""
+    monkeypatch.delenv(figures.SEED, raising=False)
+    monkeypatch.setenv(figures.ENVIRONMENT, str(figures.MACHINE))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The code and the drives are measured, in short: such a test asks what is measured, not how well."""
+    for owner, name, measure in figures.MEASURED:
+        monkeypatch.setattr(owner, name, measure)
+    monkeypatch.setattr(timing, "SECONDS", 0.1)
+
+
+@pytest.fixture
+def slow_code(monkeypatch):
+    """The computation binds, and what levels save of it follows from their operations."""
+
+    def timed(workload, *_):
+        costs = {
+            unit: replace(cost, forward_seconds=1.0, backward_seconds=3.0) for unit, cost in workload.costs.items()
+        }
+        return replace(workload, costs=costs)
+
+    monkeypatch.setattr("gs_compile.planner.run.timed", timed)
+    monkeypatch.setattr("gs_compile.planner.cost.timing.timed_levels", lambda workload, *_: workload)
