@@ -51,6 +51,7 @@ LIMITS: dict[str, list[Case]] = {
     ],
     "The parameters of one model in two optimizers": [
         ("faults/test_setups.py", "two_optimizers_that_share_a_model", "belong to 2 gs_compile optimizers"),
+        ("model/test_optim.py", "test_an_optimizer_of_two_compiled_models", "trains another compiled model"),
     ],
     "Optimizers of this package made for lazy modules": [
         ("model/test_optim.py", "test_a_parameter_without_a_shape_is_refused", "its module is lazy"),

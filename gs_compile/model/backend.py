@@ -22,6 +22,7 @@ from gs_compile.capture.dynamo import (
     refuse,
 )
 from gs_compile.capture.given_up import watch
+from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.limit import is_last_compile, note_last_compile
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
@@ -65,6 +66,8 @@ def greedysnake(
     An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
     own.
     """
+    if is_in_hook():
+        return module.forward
     watch().forget()
     is_last, checked = is_last_compile(), Options()
     compilation: Compilation | None = None
@@ -279,6 +282,11 @@ def _engine_for(
     (optimizer,) = optimizers
     if optimizer.engine is None or optimizer.engine.failed_at_start:
         return begin(optimizer, compilation, models, args, ranks)
+    if not engines and not optimizer.engine.closed:
+        raise OptimizerError(
+            "the gs_compile optimizer of this model trains another compiled model, which was called before: make an "
+            "optimizer for each of them, or compile one module whose forward calls both"
+        )
     return optimizer.engine
 
 
