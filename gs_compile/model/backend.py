@@ -71,11 +71,10 @@ def greedysnake(
     watch().forget()
     is_last, checked = is_last_compile(), Options()
     compilation: Compilation | None = None
-    begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten]
     try:
         checked = Options.of(options, mode)
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
-        begin = partial(_begin, compilation)
+        begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = partial(_begin, compilation)
     except GreedySnakeError as error:
         begin = partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
 
