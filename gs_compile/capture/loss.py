@@ -34,7 +34,7 @@ from gs_compile.capture.dealing import refuse_dealing_by_index
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
 from gs_compile.capture.operations import (
     ADDING,
-    ALONG_SAMPLES,
+    ARITHMETIC,
     AVERAGED_LOSSES,
     CASTING,
     COUNTED_LOSSES,
@@ -46,11 +46,16 @@ from gs_compile.capture.operations import (
     SCALING,
     SHAPING,
     arguments_of,
+    has_samples,
     is_mutation,
     mutated,
     operation,
-    picks_of_equals,
     reduction_of,
+)
+from gs_compile.capture.samples import (
+    ALONG_SAMPLES,
+    follows_numbers,
+    picks_of_equals,
     why_it_mixes,
     why_values_mix,
     works_along_samples,
@@ -109,6 +114,7 @@ class _Separation:
         self.data = captured.names("batch", "constant", "buffer")
         self.shares = shares
         self.states = self.shares.states
+        self.numbers: set[fx.Node] = set()  # made of the numbers of the samples alone
 
     def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
@@ -128,6 +134,8 @@ class _Separation:
 
     def _output(self, node: fx.Node, output: fx.Node) -> fx.Node:
         state = self.states[node]
+        if node in self.numbers:
+            state = _mixed(node, "is of the numbers of the samples, which every micro-batch counts from 0")
         if state.kind == "mixed" and self._is_of_whole(node):
             return self.shares.whole(node)
         if state.kind == "mixed":
@@ -146,6 +154,8 @@ class _Separation:
             is_data = node.op == "get_attr" or node.name in self.data
             kind: Kind = "local" if node.name in self.batch else "same"
             return State(kind, from_inputs=is_data, source="inputs" if is_data else "")
+        if follows_numbers(node, self.numbers):
+            self.numbers.add(node)
         if node.meta.get(OF_A_CHECK):
             return State("local")
         if node.target is CHECKED:
@@ -198,11 +208,13 @@ class _Separation:
             return _made_from_sizes(node, name)
         if not isinstance(spec, TensorSpec):
             return _mixed(node, ALONG_SAMPLES) if works_along_samples(node, name) else State("local")
-        if mixes := why_it_mixes(node, name, spec):
+        if mixes := why_it_mixes(node, name, spec, self.numbers):
             return _mixed(node, mixes)
         if name.startswith("masked_scatter"):
             self.shares.checked_places(node)
         inside = block_of(node) is not None
+        if name in ARITHMETIC and spec.dtype.is_floating_point and any(map(self._is_count, node.all_input_nodes)):
+            return _mixed(node, "computes with what is counted over the samples")
         if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
         if name in FILLING or picks_of_equals(node, name):
@@ -210,6 +222,14 @@ class _Separation:
         if name in ("sum", "mean", "count_nonzero"):
             return State("mean" if name == "mean" else "sum")
         return _mixed(node, "reduces over the samples of the batch")
+
+    def _is_count(self, node: fx.Node) -> bool:
+        """Whether a value is one for all samples of a micro-batch, and depends on them."""
+        return (
+            self.states[node].kind == "local"
+            and isinstance(node.meta.get("spec"), TensorSpec)
+            and not has_samples(node)
+        )
 
     def _kinds(self, node: fx.Node) -> set[Kind]:
         sources = node.all_input_nodes[: 1 if operation(node) in CASTING else None]

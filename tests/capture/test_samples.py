@@ -1,0 +1,122 @@
+"""samples: inside of a block, what mixes the samples of the batch is refused, and what keeps them apart is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from captured import TOKENS, WIDTH, Tiny, batch, captured, run
+from torch import nn
+from torch.nn import functional
+
+from gs_compile.errors import SeparationError
+
+
+class Block(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x):
+        return x + self.function(self.linear(x))
+
+
+def flat(x):
+    return x.reshape(-1, WIDTH)
+
+
+def like(rows, x):
+    return rows.reshape(x.shape)
+
+
+def numbers(x):
+    return torch.arange(x.shape[0])
+
+
+def per_sample(x, kernel):
+    """A convolution by another kernel for each sample, as groups of one image."""
+    image = x.transpose(1, 2).reshape(1, -1, TOKENS)
+    return (
+        functional.conv1d(image, kernel, padding=1, groups=x.shape[0] * WIDTH).view(-1, WIDTH, TOKENS).transpose(1, 2)
+    )
+
+
+ALONG, NUMBERS, COUNTED = "runs along the batch", "with the numbers of the samples", "with what is counted over"
+MIXES = {
+    "numbers by arithmetic": (lambda x: x * (1 + numbers(x))[:, None, None], NUMBERS),
+    "numbers compared": (lambda x: torch.where((numbers(x) > 1)[:, None, None], x, -x), NUMBERS),
+    "numbers in a table": (lambda x: x + torch.arange(99.0)[numbers(x)][:, None, None], NUMBERS),
+    "rows in another order": (lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)], NUMBERS),
+    "rows moved on": (lambda x: x[(numbers(x) + 1) % x.shape[0]], NUMBERS),
+    "rows shuffled": (lambda x: x + x[torch.randperm(x.shape[0])], NUMBERS),
+    "rows by a matrix": (lambda x: (torch.eye(x.shape[0]) @ x.flatten(1)).view_as(x), NUMBERS),
+    "tokens of all shifted": (lambda x: like(functional.pad(flat(x), (0, 0, 1, -1)), x), ALONG),
+    "tokens of all averaged": (
+        lambda x: like(functional.avg_pool1d(flat(x).T[None], 3, 1, 1)[0].T, x),
+        ALONG,
+    ),
+    "tokens of all convolved": (
+        lambda x: like(functional.conv1d(flat(x).T[None], torch.ones(WIDTH, 1, 3), padding=1, groups=WIDTH)[0].T, x),
+        ALONG,
+    ),
+    "tokens of all normalised": (lambda x: like(functional.instance_norm(flat(x).T[None])[0].T, x), ALONG),
+    "rows differenced": (lambda x: torch.diff(x, dim=0, prepend=torch.zeros(1, TOKENS, WIDTH)), ALONG),
+    "tokens of all transformed": (lambda x: like(torch.fft.fft(flat(x), dim=0).real, x), ALONG),
+    "the best tokens of all": (
+        lambda x: like(torch.zeros_like(flat(x)).index_add(0, flat(x).sum(-1).topk(3).indices, flat(x)[:3]), x),
+        ALONG,
+    ),
+    "tokens of all in order": (lambda x: like(flat(x)[flat(x).sum(-1).argsort()], x), ALONG),
+    "values in order": (lambda x: x.sort(0).values, ALONG),
+    "rows for columns": (lambda x: x.reshape(TOKENS, -1, WIDTH).transpose(0, 1), "takes rows of several samples"),
+    "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
+    "a count": (lambda x: x * (x > 0).sum(), COUNTED),
+}
+KEEPS = {
+    "a token of each": lambda x: x + x[numbers(x), x.sum(-1).argmax(1)][:, None],
+    "a token of each, by places of all": lambda x: (
+        x + flat(x)[numbers(x) * TOKENS + x.sum(-1).argmax(1)][:, None] + flat(x)[numbers(x) * TOKENS][:, None]
+    ),
+    "a token of each, put": lambda x: torch.zeros_like(x).index_put((numbers(x), x.sum(-1).argmax(1)), x[:, 0]),
+    "tokens shifted": lambda x: functional.pad(x, (0, 0, 1, -1)),
+    "tokens averaged": lambda x: functional.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "tokens in order": lambda x: x.gather(1, x.sort(1).indices).sort(-1).values,
+    "channels normalised": lambda x: functional.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
+    "tokens by expert": lambda x: like(torch.zeros_like(flat(x)).index_copy(0, order(x), flat(x)[order(x)]), x),
+    "heads before samples": lambda x: (
+        x.view(-1, TOKENS, 2, WIDTH // 2).permute(2, 0, 1, 3).reshape(-1, TOKENS, WIDTH // 2).softmax(1)
+        .view(2, -1, TOKENS, WIDTH // 2).permute(1, 2, 0, 3).flatten(2)
+    ),
+    "a kernel for each": lambda x: per_sample(x, x[:, :3].transpose(1, 2).reshape(-1, 1, 3)),
+}  # fmt: skip
+
+
+def order(x):
+    return x.argmax(-1).flatten().argsort(stable=True)
+
+
+def case_of(function):
+    torch.manual_seed(0)
+    return captured(Tiny(lambda p, y: p, [Block(function), Block(function)]), *batch(4))
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_what_mixes_samples_is_refused(name):
+    function, words = MIXES[name]
+    with pytest.raises(SeparationError) as caught:
+        case_of(function).separated(2)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_keeps_samples_apart_is_right(name):
+    case = case_of(KEEPS[name])
+    module = case.separated(2).module
+    parts = [run(module, case.named(start, 2))[0] for start in (0, 2)]
+    (whole,) = run(case.specialized(4), case.named())
+    torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_numbers_of_samples_are_no_output():
+    case = captured(Tiny(lambda p, y: (p, torch.arange(p.shape[0]))), *batch(4))
+    with pytest.raises(SeparationError, match="is of the numbers of the samples"):
+        case.separated(2)
