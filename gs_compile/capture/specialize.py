@@ -203,6 +203,8 @@ class _Copy:
         read = [self.fold.size(source.meta.get("example_value")) for source in node.all_input_nodes]
         example = node.meta.get("example_value")
         self._refuse_boundless(node, self.fold.values(example))
+        if operation(node) == "squeeze":
+            args, kwargs = (args[0], _of_one(node)), {}
         copied = self.graph.create_node(node.op, target, args, kwargs, node.name, node.type)
         copied.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         copied.meta |= {
@@ -257,6 +259,14 @@ class _Copy:
         detached = self.graph.call_method("detach", (node,))
         detached.meta = dict(node.meta)
         return detached
+
+
+def _of_one(squeeze: fx.Node) -> tuple[int, ...]:
+    """The dimensions that a squeeze takes away: not the samples', also where a micro-batch has one."""
+    shape = squeeze.all_input_nodes[0].meta["example_value"].shape
+    given: Any = squeeze.kwargs.get("dim", squeeze.args[1] if len(squeeze.args) > 1 else range(len(shape)))
+    dims = (given,) if isinstance(given, int) else given
+    return tuple(dim for dim in dims if not isinstance(shape[dim], torch.SymInt) and shape[dim] == 1)
 
 
 def _storage(example: Any) -> int | None:
