@@ -160,6 +160,7 @@ LIMITS: dict[str, list[Case]] = {
     ],
     "Layers whose result depends on the whole batch": [
         ("capture/test_loss_refusals.py", "", "normalises by the statistics of the batch"),
+        ("capture/test_samples.py", "", '"the best tokens of all": ('),
         ("capture/test_split_refusals.py", "test_batch_norm_changes_its_statistics", "changes its input or buffer"),
     ],
     "A function in the forward that is wrapped in `torch.compiler.disable`": [
