@@ -54,6 +54,8 @@ from gs_compile.capture.operations import (
 )
 from gs_compile.capture.samples import (
     ALONG_SAMPLES,
+    PAIRING,
+    aligned,
     follows_numbers,
     picks_of_equals,
     why_it_mixes,
@@ -306,9 +308,12 @@ class _Separation:
             return State("same")
         arguments = arguments_of(node)
         reduction, target = reduction_of(arguments), arguments.get("target")
+        is_of_values = isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point
+        if is_of_values and name in AVERAGED_LOSSES and not aligned(arguments.get("input"), target):
+            return _mixed(node, PAIRING)
         if reduction in ("none", "sum"):
             return State("local" if reduction == "none" else "sum")
-        if name in AVERAGED_LOSSES or (isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point):
+        if name in AVERAGED_LOSSES or is_of_values:
             return State("mean")
         if not isinstance(target, fx.Node) or not self.states[target].from_inputs:
             return _mixed(node, "averages over labels that the model makes itself")

@@ -54,6 +54,7 @@ NUMBERING = frozenset("arange eye randperm".split())  # of samples, where what t
 
 _FIRST = (slice(None, 1), slice(0, 1), slice(None, 1, 1), slice(0, 1, 1))
 ALONG_SAMPLES = "runs along the batch dimension"
+PAIRING = "pairs the samples of the batch with each other"
 
 
 def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, numbers: Collection[fx.Node]) -> str:
@@ -61,7 +62,7 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, numbers: Collection
     if normalises_by_batch(node):
         return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
     if len(spec.batch_dims) > 1:
-        return "pairs the samples of the batch with each other"
+        return PAIRING
     if name == "embedding" and arguments_of(node)["scale_grad_by_freq"]:
         return "divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)"
     if name.startswith("masked_scatter") and not has_samples(node.all_input_nodes[-1]):
@@ -96,6 +97,12 @@ def follows_numbers(node: fx.Node, numbers: Collection[fx.Node]) -> bool:
     if not has_samples(node) or name in FILLING - NUMBERING or name.endswith("_like"):
         return False
     return name in NUMBERING or (bool(made_from) and all(source in numbers for source in made_from))
+
+
+def aligned(one: Any, other: Any) -> bool:
+    """Whether two values that are broadcast together have their samples in the same dimension."""
+    specs = [each.meta["spec"] for each in (one, other) if isinstance(each, fx.Node) and has_samples(each)]
+    return len({tuple(dim - len(spec.shape) for dim in spec.batch_dims) for spec in specs}) < 2
 
 
 def works_along_samples(node: fx.Node, name: str) -> bool:

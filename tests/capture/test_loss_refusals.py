@@ -60,6 +60,10 @@ REFUSALS = {
         "(embedding) divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)",
     ),
     "contrastive": (contrastive, "(matmul) pairs the samples of the batch with each other"),
+    "a target of one dimension less": (
+        lambda p, y: functional.kl_div(p[:, 0, :1], y[:, 0].clamp(1).float(), reduction="sum"),
+        "(kl_div) pairs the samples of the batch with each other",
+    ),
     "distances": (lambda p, y: torch.cdist(p[:, 0], p[:, 0]).mean(), "(cdist) pairs the samples of the batch"),
     "one sample": (lambda p, y: p[0].sum(), "(getitem) reduces over the samples of the batch"),
     "another of the rows that all samples share": (
