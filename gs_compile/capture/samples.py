@@ -156,6 +156,8 @@ def _dimensions(node: fx.Node, name: str, spec: TensorSpec) -> tuple[int, ...]:
     """The dimensions of its first input along which an operation works, where it is one that does."""
     if node.target is functional.scaled_dot_product_attention:
         return (-2,)
+    if node.target is functional.multi_head_attention_forward:  # a module that is batch_first has transposed them
+        return (0,)
     if name in LAST_DIMENSIONS:
         shape = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else ())
         return tuple(range(-len(shape), 0)) if isinstance(shape, (tuple, list)) else ()

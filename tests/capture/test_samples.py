@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from captured import TOKENS, WIDTH, Tiny, batch, captured, run
@@ -9,6 +11,17 @@ from torch import nn
 from torch.nn import functional
 
 from gs_compile.errors import SeparationError
+
+
+class Attention(nn.Module):
+    """Not batch_first, as torch's is where nobody says so."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=batch_first)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x)[0]
 
 
 class Block(nn.Module):
@@ -68,10 +81,12 @@ MIXES = {
     "tokens of all in order": (lambda x: like(flat(x)[flat(x).sum(-1).argsort()], x), ALONG),
     "values in order": (lambda x: x.sort(0).values, ALONG),
     "rows for columns": (lambda x: x.reshape(TOKENS, -1, WIDTH).transpose(0, 1), "takes rows of several samples"),
+    "attention over samples": (partial(Attention, batch_first=False), ALONG),
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
 }
 KEEPS = {
+    "attention": partial(Attention, batch_first=True),
     "a token of each": lambda x: x + x[numbers(x), x.sum(-1).argmax(1)][:, None],
     "a token of each, by places of all": lambda x: (
         x + flat(x)[numbers(x) * TOKENS + x.sum(-1).argmax(1)][:, None] + flat(x)[numbers(x) * TOKENS][:, None]
@@ -96,7 +111,8 @@ def order(x):
 
 def case_of(function):
     torch.manual_seed(0)
-    return captured(Tiny(lambda p, y: p, [Block(function), Block(function)]), *batch(4))
+    blocks = [function() if isinstance(function, partial) else Block(function) for _ in range(2)]
+    return captured(Tiny(lambda p, y: p, blocks), *batch(4))
 
 
 @pytest.mark.parametrize("name", MIXES)
