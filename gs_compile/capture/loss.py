@@ -29,6 +29,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional
 
+from gs_compile.capture.bodies import why_a_body_mixes
 from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
 from gs_compile.capture.dealing import refuse_dealing_by_index
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
@@ -53,14 +54,13 @@ from gs_compile.capture.operations import (
     reduction_of,
 )
 from gs_compile.capture.samples import (
-    ALONG_SAMPLES,
     PAIRING,
     aligned,
     follows_numbers,
     picks_of_equals,
     why_it_mixes,
+    why_it_runs_along,
     why_values_mix,
-    works_along_samples,
 )
 from gs_compile.capture.shares import Kind, Shares, State
 from gs_compile.capture.whole_batch import is_of_samples
@@ -208,8 +208,11 @@ class _Separation:
             return self._combine(node, name)
         if "local" not in kinds:
             return _made_from_sizes(node, name)
+        for body, is_backward in zip(node.meta.get("bodies", ()), (False, True), strict=False):
+            if found := why_a_body_mixes(body, is_backward=is_backward):
+                return _mixed(*found)
         if not isinstance(spec, TensorSpec):
-            return _mixed(node, ALONG_SAMPLES) if works_along_samples(node, name) else State("local")
+            return _mixed(node, along) if (along := why_it_runs_along(node, name)) else State("local")
         if mixes := why_it_mixes(node, name, spec, self.numbers):
             return _mixed(node, mixes)
         if name.startswith("masked_scatter"):

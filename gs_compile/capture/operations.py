@@ -32,6 +32,7 @@ ARITHMETIC = (
 )
 RESHAPING = frozenset("getitem view reshape unsqueeze expand to long float double contiguous clone".split())
 REGROUPING = frozenset("view reshape flatten unflatten".split())
+FUNCTION = "autograd_function_apply"  # of the model's own, whose two graphs it reads
 # These choose among the elements of a tensor: their result has any number of them, and no more.
 CHOOSING = frozenset("nonzero argwhere where masked_select getitem unique unique_consecutive".split())
 COUNTING = frozenset("histc bincount".split())

@@ -50,6 +50,7 @@ PICKING = {  # by indices
 LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise the last ones, as many as are given
 # These read neighbours along the dimensions from this one on, or normalise over them.
 OF_IMAGES = {"unfold": 1, "fold": 1, "local_response_norm": 1, "group_norm": 1, "instance_norm": 2, "interpolate": 2}
+SCANS = frozenset("scan associative_scan".split())  # over the first dimension
 NUMBERING = frozenset("arange eye randperm".split())  # of samples, where what these make grows with them
 
 _FIRST = (slice(None, 1), slice(0, 1), slice(None, 1, 1), slice(0, 1, 1))
@@ -76,7 +77,7 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, numbers: Collection
     given = [source for source in node.all_input_nodes if source in numbers and node not in numbers]
     if given and (not all(map(_is_in_order, given)) if _picks(name) else spec.dtype.is_floating_point):
         return "computes with the numbers of the samples, which every micro-batch counts from 0"
-    return ALONG_SAMPLES if works_along_samples(node, name) else ""
+    return why_it_runs_along(node, name)
 
 
 def why_values_mix(node: fx.Node, name: str) -> str:
@@ -105,14 +106,16 @@ def aligned(one: Any, other: Any) -> bool:
     return len({tuple(dim - len(spec.shape) for dim in spec.batch_dims) for spec in specs}) < 2
 
 
-def works_along_samples(node: fx.Node, name: str) -> bool:
-    """Whether an operation that works along a dimension, or several, does so along the samples'."""
-    spec = node.all_input_nodes[0].meta.get("spec")
-    if not isinstance(spec, TensorSpec) or not spec.shape:
-        return False
-    if name == "getitem" and block_of(node) is None and _picks_samples(node, spec):
-        return True
-    return any(dim % len(spec.shape) in spec.batch_dims for dim in _dimensions(node, name, spec))
+def why_it_runs_along(node: fx.Node, name: str) -> str:
+    """Why an operation that works along a dimension, or several, mixes samples: it does so along theirs; else empty."""
+    spec = next((n.meta["spec"] for n in node.all_input_nodes if isinstance(n.meta.get("spec"), TensorSpec)), None)
+    if spec is None or not spec.shape:
+        return ""
+    is_pick = name == "getitem" and block_of(node) is None and _picks_samples(node, spec)
+    if not is_pick and all(dim % len(spec.shape) not in spec.batch_dims for dim in _dimensions(node, name, spec)):
+        return ""
+    is_attention = node.target is functional.multi_head_attention_forward
+    return ALONG_SAMPLES + (" (give the module batch_first=True)" if is_attention else "")
 
 
 def picks_of_equals(node: fx.Node, name: str) -> bool:
@@ -156,7 +159,7 @@ def _dimensions(node: fx.Node, name: str, spec: TensorSpec) -> tuple[int, ...]:
     """The dimensions of its first input along which an operation works, where it is one that does."""
     if node.target is functional.scaled_dot_product_attention:
         return (-2,)
-    if node.target is functional.multi_head_attention_forward:  # a module that is batch_first has transposed them
+    if node.target is functional.multi_head_attention_forward or name in SCANS:  # batch_first modules transpose before
         return (0,)
     if name in LAST_DIMENSIONS:
         shape = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else ())

@@ -22,7 +22,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, source_line
-from gs_compile.capture.operations import CHOOSING, REGROUPING, operation
+from gs_compile.capture.operations import CHOOSING, FUNCTION, REGROUPING, operation
 from gs_compile.errors import GROUPED, CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -216,7 +216,16 @@ class _Copy:
         }
         if self.autocast:
             copied.meta["autocast"] = self.autocast
+        if operation(node) == FUNCTION:
+            bodies = (each for each in node.all_input_nodes if each.op == "get_attr")
+            copied.meta["bodies"] = [self._body(getattr(module, str(each.target))) for each in bodies]
         return copied if self.grad_mode else self._detached(copied)
+
+    def _body(self, module: fx.GraphModule) -> fx.GraphModule:
+        """The graph of a function of the model's own, to be looked at."""
+        body = fx.GraphModule(torch.nn.Module(), fx.Graph())
+        body.graph.output(_Copy(body, self.fold, None).copy(module, {}))
+        return body
 
     def _regroups(self, node: fx.Node, example: Any) -> bool:
         """Whether a tensor is read in other rows, in which the dimension that grows is not that of its samples.

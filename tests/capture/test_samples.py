@@ -12,6 +12,44 @@ from torch.nn import functional
 
 from gs_compile.errors import SeparationError
 
+# Dynamo instantiates an autograd.Function, for plain torch too.
+pytestmark = pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")
+
+
+class Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x - x.mean(0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+
+class Scaled(torch.autograd.Function):
+    """By a parameter, whose gradient is a sum over the samples."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        found = (gradient * x).sum((0, 1))
+        return gradient * scale, 0.5 * (found + gradient.flatten(0, 1).T @ x.flatten(0, 1).sum(1) / 2)
+
 
 class Attention(nn.Module):
     """Not batch_first, as torch's is where nobody says so."""
@@ -22,6 +60,15 @@ class Attention(nn.Module):
 
     def forward(self, x):
         return x + self.attention(x, x, x)[0]
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 3.0))
+
+    def forward(self, x):
+        return x + Scaled.apply(x, self.scale)
 
 
 class Block(nn.Module):
@@ -82,6 +129,8 @@ MIXES = {
     "values in order": (lambda x: x.sort(0).values, ALONG),
     "rows for columns": (lambda x: x.reshape(TOKENS, -1, WIDTH).transpose(0, 1), "takes rows of several samples"),
     "attention over samples": (partial(Attention, batch_first=False), ALONG),
+    "a function of its own": (lambda x: Centred.apply(x), "(mean) reduces over the samples"),
+    "a gradient of its own": (lambda x: Normalised.apply(x), "(norm) reduces over the samples"),
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
 }
@@ -92,6 +141,7 @@ KEEPS = {
         x + flat(x)[numbers(x) * TOKENS + x.sum(-1).argmax(1)][:, None] + flat(x)[numbers(x) * TOKENS][:, None]
     ),
     "a token of each, put": lambda x: torch.zeros_like(x).index_put((numbers(x), x.sum(-1).argmax(1)), x[:, 0]),
+    "a function of its own": partial(Scaling),
     "tokens shifted": lambda x: functional.pad(x, (0, 0, 1, -1)),
     "tokens averaged": lambda x: functional.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
     "tokens in order": lambda x: x.gather(1, x.sort(1).indices).sort(-1).values,
