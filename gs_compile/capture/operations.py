@@ -57,7 +57,7 @@ IN_PLACE_OPERATORS = frozenset(
 
 def operation(node: fx.Node) -> str:
     """The plain name of a node's operation: ``add`` for torch.add, operator.add, Tensor.add and Tensor.add_."""
-    name = _name(node)
+    name = _name(node).removeprefix("special_")
     return name if name.startswith("__") else name.rstrip("_")
 
 

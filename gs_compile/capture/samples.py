@@ -77,6 +77,8 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, numbers: Collection
     given = [source for source in node.all_input_nodes if source in numbers and node not in numbers]
     if given and (not all(map(_is_in_order, given)) if _picks(name) else spec.dtype.is_floating_point):
         return "computes with the numbers of the samples, which every micro-batch counts from 0"
+    if name == "einsum" and isinstance(node.args[0], str) and _sums_samples(node, node.args[0]):
+        return "sums over the samples of the batch for each of them"
     return why_it_runs_along(node, name)
 
 
@@ -126,6 +128,14 @@ def picks_of_equals(node: fx.Node, name: str) -> bool:
     first = node.args[1][:1] if isinstance(node.args[1], tuple) else (node.args[1],)
     is_first = [(type(index) is int and index == 0) or index in _FIRST for index in first] == [True]
     return is_first and spec.stride[0] == 0
+
+
+def _sums_samples(node: fx.Node, equation: str) -> bool:
+    """Whether an einsum leaves out the dimension of a factor's samples, as ``"btd,ctd->bd"`` does."""
+    factors, _, made = equation.replace(" ", "").replace("...", ".").partition("->")
+    pairs = zip(factors.split(","), tree_leaves(node.args[1:]), strict=False)
+    places = ((letters, each.meta["spec"]) for letters, each in pairs if has_samples(each) and "." not in letters)
+    return bool(made) and any(letters[dim] not in made for letters, spec in places for dim in spec.batch_dims)
 
 
 # Indices --------------------------------------------------------------------------------------------------------------

@@ -119,6 +119,8 @@ MIXES = {
         ALONG,
     ),
     "tokens of all normalised": (lambda x: like(functional.instance_norm(flat(x).T[None])[0].T, x), ALONG),
+    "rows weighed by all": (lambda x: torch.einsum("btd,ctd->bd", x, x)[:, None], "sums over the samples"),
+    "rows softened": (lambda x: torch.special.softmax(x, 0), ALONG),
     "rows differenced": (lambda x: torch.diff(x, dim=0, prepend=torch.zeros(1, TOKENS, WIDTH)), ALONG),
     "tokens of all transformed": (lambda x: like(torch.fft.fft(flat(x), dim=0).real, x), ALONG),
     "the best tokens of all": (
@@ -142,6 +144,7 @@ KEEPS = {
     ),
     "a token of each, put": lambda x: torch.zeros_like(x).index_put((numbers(x), x.sum(-1).argmax(1)), x[:, 0]),
     "a function of its own": partial(Scaling),
+    "tokens weighed": lambda x: torch.einsum("b t d, b s d -> b t", x, x.tanh())[..., None],
     "tokens shifted": lambda x: functional.pad(x, (0, 0, 1, -1)),
     "tokens averaged": lambda x: functional.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
     "tokens in order": lambda x: x.gather(1, x.sort(1).indices).sort(-1).values,
