@@ -30,7 +30,6 @@ DIVIDING = frozenset("truediv itruediv div divide true_divide".split())
 ARITHMETIC = (
     ADDING | SCALING | DIVIDING | frozenset("pow ipow rsub floordiv mod clamp fill masked_fill full_like where".split())
 )
-RESHAPING = frozenset("getitem view reshape unsqueeze expand to long float double contiguous clone".split())
 REGROUPING = frozenset("view reshape flatten unflatten".split())
 FUNCTION = "autograd_function_apply"  # of the model's own, whose two graphs it reads
 # These choose among the elements of a tensor: their result has any number of them, and no more.

@@ -20,7 +20,6 @@ from gs_compile.capture.operations import (
     ARITHMETIC,
     AVERAGING,
     FILLING,
-    RESHAPING,
     arguments_of,
     has_samples,
     is_sized,
@@ -52,6 +51,7 @@ LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise th
 OF_IMAGES = {"unfold": 1, "fold": 1, "local_response_norm": 1, "group_norm": 1, "instance_norm": 2, "interpolate": 2}
 SCANS = frozenset("scan associative_scan".split())  # over the first dimension
 NUMBERING = frozenset("arange eye randperm".split())  # of samples, where what these make grows with them
+MOVING = frozenset("mod remainder sub rsub neg flip roll".split())  # numbers to others
 
 _FIRST = (slice(None, 1), slice(0, 1), slice(None, 1, 1), slice(0, 1, 1))
 ALONG_SAMPLES = "runs along the batch dimension"
@@ -155,8 +155,8 @@ def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
 
 
 def _is_in_order(node: fx.Node) -> bool:
-    """Whether a node holds the numbers 0, 1, ... in order, in whatever shape, or those of a row of each sample."""
-    while operation(node) in RESHAPING | {"mul", "add"} and len(node.all_input_nodes) == 1:
+    """Whether a node holds the numbers 0, 1, ... in order, in whatever shape, or those of rows of each sample."""
+    while len(node.all_input_nodes) == 1 and operation(node) not in MOVING:
         (node,) = node.all_input_nodes
     given: Any = node.args if len(node.args) > 1 else (0, *node.args)  # where it begins, and ends, and its step
     return operation(node) == "arange" and given[0] == 0 and min(given[2:], default=1) > 0
