@@ -44,6 +44,7 @@ from gs_compile.capture.operations import (
     FILLING,
     JOINING,
     LINEAR,
+    REGROUPING,
     SCALING,
     SHAPING,
     arguments_of,
@@ -344,6 +345,8 @@ def _made_from_sizes(node: fx.Node, name: str) -> State:
     """A value made of numbers and parameters alone."""
     spec = node.meta.get("spec")
     grows = isinstance(spec, TensorSpec) and bool(spec.batch_dims)
+    if node.meta.get("uneven") and name in REGROUPING:
+        return _mixed(node, "deals the rows of a tensor without samples out to those of the batch: give each its own")
     if node.meta.get("batch_numbers") and not grows and name not in SHAPING:
         return _mixed(node, "computes with the batch size")
     return State("local" if grows else "same")

@@ -81,6 +81,10 @@ REFUSALS = {
         lambda p, y: torch.cat([p.mean((0, 1))[None], p[:, 0]]).exp().sum(),
         "`cat` of values reduced over the batch is not a sum of shares",
     ),
+    "a tensor dealt out by rows": (
+        lambda p, y: (p.mean((1, 2)) * torch.arange(40.0).view(p.shape[0], -1).mean(1)).sum(),
+        "(view) deals the rows of a tensor without samples out to those of the batch",
+    ),
     "a tensor dealt out": (
         lambda p, y: p.masked_scatter(y[..., None] > 3, torch.arange(1000.0)).mean(),
         "(masked_scatter) deals the entries of a tensor without samples out to those of the batch",
