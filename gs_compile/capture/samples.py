@@ -66,6 +66,8 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, numbers: Collection
         return PAIRING
     if name == "embedding" and arguments_of(node)["scale_grad_by_freq"]:
         return "divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)"
+    if name == "embedding" and has_samples(arguments_of(node)["weight"]) and block_of(node) is None:
+        return "looks rows up among the samples of the batch (a table with as many rows needs a dimension before them)"
     if name.startswith("masked_scatter") and not has_samples(node.all_input_nodes[-1]):
         return "deals the entries of a tensor without samples out to those of the batch, one after another"
     if node.meta.get("uneven"):

@@ -59,6 +59,10 @@ REFUSALS = {
         lambda p, y: (functional.embedding(y.clamp(0), torch.ones(WORDS, 1), scale_grad_by_freq=True) * p).mean(),
         "(embedding) divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)",
     ),
+    "a table of samples": (
+        lambda p, y: functional.embedding(y.clamp(0, 0), p[:, 0]).exp().mean(),
+        "(embedding) looks rows up among the samples of the batch",
+    ),
     "contrastive": (contrastive, "(matmul) pairs the samples of the batch with each other"),
     "a target of one dimension less": (
         lambda p, y: functional.kl_div(p[:, 0, :1], y[:, 0].clamp(1).float(), reduction="sum"),
