@@ -51,6 +51,7 @@ LIMITS: dict[str, list[Case]] = {
     ],
     "The parameters of one model in two optimizers": [
         ("faults/test_setups.py", "two_optimizers_that_share_a_model", "belong to 2 gs_compile optimizers"),
+        ("model/test_optim.py", "test_an_optimizer_of_two_compiled_models", "trains another compiled model"),
     ],
     "Optimizers of this package made for lazy modules": [
         ("model/test_optim.py", "test_a_parameter_without_a_shape_is_refused", "its module is lazy"),
@@ -159,6 +160,7 @@ LIMITS: dict[str, list[Case]] = {
     ],
     "Layers whose result depends on the whole batch": [
         ("capture/test_loss_refusals.py", "", "normalises by the statistics of the batch"),
+        ("capture/test_samples.py", "", '"the best tokens of all": ('),
         ("capture/test_split_refusals.py", "test_batch_norm_changes_its_statistics", "changes its input or buffer"),
     ],
     "A function in the forward that is wrapped in `torch.compiler.disable`": [

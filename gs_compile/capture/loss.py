@@ -29,12 +29,13 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional
 
+from gs_compile.capture.bodies import why_a_body_mixes
 from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
 from gs_compile.capture.dealing import refuse_dealing_by_index
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
 from gs_compile.capture.operations import (
     ADDING,
-    ALONG_SAMPLES,
+    ARITHMETIC,
     AVERAGED_LOSSES,
     CASTING,
     COUNTED_LOSSES,
@@ -43,17 +44,24 @@ from gs_compile.capture.operations import (
     FILLING,
     JOINING,
     LINEAR,
+    REGROUPING,
     SCALING,
     SHAPING,
     arguments_of,
+    has_samples,
     is_mutation,
     mutated,
     operation,
-    picks_of_equals,
     reduction_of,
+)
+from gs_compile.capture.samples import (
+    PAIRING,
+    aligned,
+    follows_numbers,
+    picks_of_equals,
     why_it_mixes,
+    why_it_runs_along,
     why_values_mix,
-    works_along_samples,
 )
 from gs_compile.capture.shares import Kind, Shares, State
 from gs_compile.capture.whole_batch import is_of_samples
@@ -109,6 +117,7 @@ class _Separation:
         self.data = captured.names("batch", "constant", "buffer")
         self.shares = shares
         self.states = self.shares.states
+        self.numbers: set[fx.Node] = set()  # made of the numbers of the samples alone
 
     def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
@@ -128,6 +137,8 @@ class _Separation:
 
     def _output(self, node: fx.Node, output: fx.Node) -> fx.Node:
         state = self.states[node]
+        if node in self.numbers:
+            state = _mixed(node, "is of the numbers of the samples, which every micro-batch counts from 0")
         if state.kind == "mixed" and self._is_of_whole(node):
             return self.shares.whole(node)
         if state.kind == "mixed":
@@ -146,6 +157,8 @@ class _Separation:
             is_data = node.op == "get_attr" or node.name in self.data
             kind: Kind = "local" if node.name in self.batch else "same"
             return State(kind, from_inputs=is_data, source="inputs" if is_data else "")
+        if follows_numbers(node, self.numbers):
+            self.numbers.add(node)
         if node.meta.get(OF_A_CHECK):
             return State("local")
         if node.target is CHECKED:
@@ -196,13 +209,18 @@ class _Separation:
             return self._combine(node, name)
         if "local" not in kinds:
             return _made_from_sizes(node, name)
+        for body, is_backward in zip(node.meta.get("bodies", ()), (False, True), strict=False):
+            if found := why_a_body_mixes(body, is_backward=is_backward):
+                return _mixed(*found)
         if not isinstance(spec, TensorSpec):
-            return _mixed(node, ALONG_SAMPLES) if works_along_samples(node, name) else State("local")
-        if mixes := why_it_mixes(node, name, spec):
+            return _mixed(node, along) if (along := why_it_runs_along(node, name)) else State("local")
+        if mixes := why_it_mixes(node, name, spec, self.numbers):
             return _mixed(node, mixes)
         if name.startswith("masked_scatter"):
             self.shares.checked_places(node)
         inside = block_of(node) is not None
+        if name in ARITHMETIC and spec.dtype.is_floating_point and any(map(self._is_count, node.all_input_nodes)):
+            return _mixed(node, "computes with what is counted over the samples")
         if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
         if name in FILLING or picks_of_equals(node, name):
@@ -210,6 +228,14 @@ class _Separation:
         if name in ("sum", "mean", "count_nonzero"):
             return State("mean" if name == "mean" else "sum")
         return _mixed(node, "reduces over the samples of the batch")
+
+    def _is_count(self, node: fx.Node) -> bool:
+        """Whether a value is one for all samples of a micro-batch, and depends on them."""
+        return (
+            self.states[node].kind == "local"
+            and isinstance(node.meta.get("spec"), TensorSpec)
+            and not has_samples(node)
+        )
 
     def _kinds(self, node: fx.Node) -> set[Kind]:
         sources = node.all_input_nodes[: 1 if operation(node) in CASTING else None]
@@ -286,9 +312,12 @@ class _Separation:
             return State("same")
         arguments = arguments_of(node)
         reduction, target = reduction_of(arguments), arguments.get("target")
+        is_of_values = isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point
+        if is_of_values and name in AVERAGED_LOSSES and not aligned(arguments.get("input"), target):
+            return _mixed(node, PAIRING)
         if reduction in ("none", "sum"):
             return State("local" if reduction == "none" else "sum")
-        if name in AVERAGED_LOSSES or (isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point):
+        if name in AVERAGED_LOSSES or is_of_values:
             return State("mean")
         if not isinstance(target, fx.Node) or not self.states[target].from_inputs:
             return _mixed(node, "averages over labels that the model makes itself")
@@ -316,6 +345,8 @@ def _made_from_sizes(node: fx.Node, name: str) -> State:
     """A value made of numbers and parameters alone."""
     spec = node.meta.get("spec")
     grows = isinstance(spec, TensorSpec) and bool(spec.batch_dims)
+    if node.meta.get("uneven") and name in REGROUPING:
+        return _mixed(node, "deals the rows of a tensor without samples out to those of the batch: give each its own")
     if node.meta.get("batch_numbers") and not grows and name not in SHAPING:
         return _mixed(node, "computes with the batch size")
     return State("local" if grows else "same")

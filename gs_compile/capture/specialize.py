@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import gcd, prod
 from typing import Any
 
 import sympy
@@ -21,7 +22,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, source_line
-from gs_compile.capture.operations import CHOOSING, operation
+from gs_compile.capture.operations import CHOOSING, FUNCTION, REGROUPING, operation
 from gs_compile.errors import GROUPED, CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -90,6 +91,10 @@ class _Fold:
         self.numbers = dict(numbers)
         self.batch = batch
         self.known: dict[Any, _Size] = {}
+
+    @property
+    def size_of_batch(self) -> int:
+        return min((self.numbers[symbol] for symbol in self.batch), default=1)
 
     def size(self, value: Any) -> _Size:
         if not isinstance(value, SYMBOLIC):
@@ -198,17 +203,43 @@ class _Copy:
         read = [self.fold.size(source.meta.get("example_value")) for source in node.all_input_nodes]
         example = node.meta.get("example_value")
         self._refuse_boundless(node, self.fold.values(example))
+        if operation(node) == "squeeze":
+            args, kwargs = (args[0], _of_one(node)), {}
         copied = self.graph.create_node(node.op, target, args, kwargs, node.name, node.type)
         copied.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         copied.meta |= {
             "spec": self.fold.spec(example),
             "batch_numbers": {size.number: size.is_proportional for size in read if size.is_of_batch},
             "uneven": self.fold.is_uneven(example),
+            "regroups": operation(node) in REGROUPING and self._regroups(node, example),
             "storage": _storage(example),
         }
         if self.autocast:
             copied.meta["autocast"] = self.autocast
+        if operation(node) == FUNCTION:
+            bodies = (each for each in node.all_input_nodes if each.op == "get_attr")
+            copied.meta["bodies"] = [self._body(getattr(module, str(each.target))) for each in bodies]
         return copied if self.grad_mode else self._detached(copied)
+
+    def _body(self, module: fx.GraphModule) -> fx.GraphModule:
+        """The graph of a function of the model's own, to be looked at."""
+        body = fx.GraphModule(torch.nn.Module(), fx.Graph())
+        body.graph.output(_Copy(body, self.fold, None).copy(module, {}))
+        return body
+
+    def _regroups(self, node: fx.Node, example: Any) -> bool:
+        """Whether a tensor is read in other rows, in which the dimension that grows is not that of its samples.
+
+        In memory a sample's entries are behind those of the dimensions before its own.
+        """
+        specs = [self.fold.spec(each) for each in (node.all_input_nodes[0].meta.get("example_value"), example)]
+        if not all(isinstance(spec, TensorSpec) and len(spec.batch_dims) == 1 and spec.is_sized for spec in specs):
+            return False
+        dims = [spec.batch_dims[0] for spec in specs]
+        one, other = (prod(spec.shape[:dim]) for spec, dim in zip(specs, dims, strict=True))
+        of_one, of_other = (s.shape[dim] // self.fold.size_of_batch for s, dim in zip(specs, dims, strict=True))
+        common = gcd(one, other)  # a dimension may have others within, before the samples or behind them
+        return bool(of_one % (other // common) or of_other % (one // common))
 
     def _refuse_boundless(self, node: fx.Node, values: frozenset[sympy.Symbol]) -> None:
         """Raise for an operation whose result may be of any size, as its memory cannot be planned."""
@@ -237,6 +268,14 @@ class _Copy:
         detached = self.graph.call_method("detach", (node,))
         detached.meta = dict(node.meta)
         return detached
+
+
+def _of_one(squeeze: fx.Node) -> tuple[int, ...]:
+    """The dimensions that a squeeze takes away: not the samples', also where a micro-batch has one."""
+    shape = squeeze.all_input_nodes[0].meta["example_value"].shape
+    given: Any = squeeze.kwargs.get("dim", squeeze.args[1] if len(squeeze.args) > 1 else range(len(shape)))
+    dims = (given,) if isinstance(given, int) else given
+    return tuple(dim for dim in dims if not isinstance(shape[dim], torch.SymInt) and shape[dim] == 1)
 
 
 def _storage(example: Any) -> int | None:

@@ -68,7 +68,10 @@ class TrainerMixin(DurableTrainer):
     model: Any
     optimizer: Any
     optimizer_cls_and_kwargs: Any
+    model_init: Any
     compute_loss: Any
+    _asked: dict[str, Any]  # of `run_layer_major`
+    _asked_optimizer: Any  # the `optimizer_cls_and_kwargs` that the user gave
     _batches: list[Any]
     compute_loss_func: Any
     _has_own_loss: bool  # by a `compute_loss` that is not Trainer's, or a `compute_loss_func`
@@ -81,6 +84,7 @@ class TrainerMixin(DurableTrainer):
 
         args = self.args
         _check(self)
+        self._asked, self._asked_optimizer = {"reference": reference, **options}, self.optimizer_cls_and_kwargs
         if self.optimizer is not None and not isinstance(self.optimizer, TieredOptimizer):
             raise OptionError(
                 f"this Trainer was given a {type(self.optimizer).__name__}, whose states stay in memory: leave the "
@@ -114,6 +118,13 @@ class TrainerMixin(DurableTrainer):
             self.__class__ = _gathers(type(self))
 
     # Trainer's own methods -------------------------------------------------------------------------------------------
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Trainer's. The model that `train` has just made by `model_init` runs layer-major, as the arguments say."""
+        super()._hp_search_setup(trial)
+        if self.model_init is not None:
+            self.optimizer_cls_and_kwargs = self._asked_optimizer
+            self.run_layer_major(**self._asked)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of the next step; one that was broken off is forgotten."""
@@ -292,9 +303,6 @@ def _check(trainer: Any) -> None:
         "deepspeed: leave it out, the backend has its place": args.deepspeed is not None,
         "fsdp: leave it out, the backend has its place": bool(args.fsdp),
         "torch_compile=True: leave it out, the model is compiled already": args.torch_compile,
-        "model_init: train() would make another model, that is not compiled: give model=model_init() in its place": (
-            trainer.model_init is not None
-        ),
         "activation_offloading=True: leave it out, the inputs of layers are stored anyway": getattr(
             args, "activation_offloading", False
         ),

@@ -17,6 +17,7 @@ from torch import fx
 
 from gs_compile.capture.dynamo import absorb_libraries, capture, guard_model, refuse
 from gs_compile.capture.given_up import watch
+from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.limit import is_last_compile, note_last_compile
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
@@ -61,14 +62,15 @@ def greedysnake(
     An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
     own.
     """
+    if is_in_hook():
+        return module.forward
     watch().forget()
     is_last, checked = is_last_compile(), Options()
     compilation: Compilation | None = None
-    begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten]
     try:
         checked = Options.of(options, mode)
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
-        begin = partial(_begin, compilation)
+        begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = partial(_begin, compilation)
     except GreedySnakeError as error:
         begin = partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
 
@@ -280,6 +282,11 @@ def _engine_for(call: Call) -> Engine | None:
     (optimizer,) = optimizers
     if optimizer.engine is None or optimizer.engine.failed_at_start:
         return FirstStep().begin(optimizer, call)
+    if not engines and not optimizer.engine.closed:
+        raise OptimizerError(
+            "the gs_compile optimizer of this model trains another compiled model, which was called before: make an "
+            "optimizer for each of them, or compile one module whose forward calls both"
+        )
     return optimizer.engine
 
 

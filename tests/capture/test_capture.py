@@ -131,7 +131,7 @@ def test_a_backward_that_another_backend_compiles_late_is_its_own():
     """Such backends compile it as it first runs, where Dynamo compiles no frame."""
     torch._dynamo.reset()
     set_from_the_start()
-    plain, model = GPT(), GPT()
+    plain, model = GPT(num_layers=2), GPT(num_layers=2)
     model.load_state_dict(plain.state_dict())
     model.compile(backend="aot_eager")
     for each in (plain, model):
@@ -221,17 +221,6 @@ def test_what_changes_of_a_parameter_where_its_dict_does_not_is_guarded():
         for _ in range(2):
             train(model, *batch())
     assert len(spy.traces) == 2
-
-
-@pytest.mark.filterwarnings("ignore:the model.s blocks are of:gs_compile.errors.UniformityWarning")
-def test_hooks_that_come_later_are_called():
-    model, (ids, _) = compile_model(GPT()), batch()
-    with torch.no_grad():
-        before = model(ids)[0]
-        hook = model.blocks[-1].register_forward_hook(lambda _, __, output: output + 1.0 + output.square())
-        assert not torch.equal(model(ids)[0], before)
-        hook.remove()
-        torch.testing.assert_close(model(ids)[0], before)
 
 
 def test_what_dynamo_passes_over_is_named_in_the_log_of_its_configuration():

@@ -59,7 +59,15 @@ REFUSALS = {
         lambda p, y: (functional.embedding(y.clamp(0), torch.ones(WORDS, 1), scale_grad_by_freq=True) * p).mean(),
         "(embedding) divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)",
     ),
+    "a table of samples": (
+        lambda p, y: functional.embedding(y.clamp(0, 0), p[:, 0]).exp().mean(),
+        "(embedding) looks rows up among the samples of the batch",
+    ),
     "contrastive": (contrastive, "(matmul) pairs the samples of the batch with each other"),
+    "a target of one dimension less": (
+        lambda p, y: functional.kl_div(p[:, 0, :1], y[:, 0].clamp(1).float(), reduction="sum"),
+        "(kl_div) pairs the samples of the batch with each other",
+    ),
     "distances": (lambda p, y: torch.cdist(p[:, 0], p[:, 0]).mean(), "(cdist) pairs the samples of the batch"),
     "one sample": (lambda p, y: p[0].sum(), "(getitem) reduces over the samples of the batch"),
     "another of the rows that all samples share": (
@@ -76,6 +84,10 @@ REFUSALS = {
     "mean joined with samples": (
         lambda p, y: torch.cat([p.mean((0, 1))[None], p[:, 0]]).exp().sum(),
         "`cat` of values reduced over the batch is not a sum of shares",
+    ),
+    "a tensor dealt out by rows": (
+        lambda p, y: (p.mean((1, 2)) * torch.arange(40.0).view(p.shape[0], -1).mean(1)).sum(),
+        "(view) deals the rows of a tensor without samples out to those of the batch",
     ),
     "a tensor dealt out": (
         lambda p, y: p.masked_scatter(y[..., None] > 3, torch.arange(1000.0)).mean(),

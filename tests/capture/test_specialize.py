@@ -48,6 +48,18 @@ def test_specs():
             assert given[entry.name].batch_dims == ((0,) if entry.role == "batch" else ())
 
 
+def test_a_squeeze_leaves_samples_where_a_micro_batch_has_one():
+    def criterion(p, y):
+        first = p[:, :1]
+        return first.squeeze(), first.squeeze(0), torch.squeeze(first, dim=1), first.squeeze((0, 1)), p.squeeze(1)
+
+    case = captured(Tiny(criterion), *batch(4))
+    whole, module = run(case.specialized(4), case.named()), case.specialized(1)
+    parts = [run(module, case.named(start, 1)) for start in range(4)]
+    for found, wanted in zip(zip(*parts, strict=True), whole, strict=True):
+        torch.testing.assert_close(torch.cat(found), wanted)
+
+
 def test_batch_numbers_tell_proportional_from_not():
     def criterion(p, y):
         size, tokens = p.shape[:2]

@@ -309,10 +309,6 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
     with pytest.raises(OptionError, match="optim='adafactor' has no equivalent here"):
         gs_compile.hf.attach(found)
     assert type(found) is Trainer
-    found = Trainer(model_init=lambda: tiny(), args=trainer(tmp_path).args)
-    with pytest.raises(OptionError, match="model_init"):
-        gs_compile.hf.attach(found)
-    assert type(found) is Trainer
 
 
 def test_a_batch_size_that_each_of_several_ranks_would_choose_is_refused(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from learner import distance, gpt2, inside, learner, plain, same_tensors, values
+from setups import ids, tiny
 from tiered import adamw, loss_of, options, our_threads, step, tokens, two_groups
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
@@ -179,6 +180,17 @@ def test_all_that_is_trained_needs_an_optimizer_before_the_first_step(tmp_path):
         one.train(0)
         with pytest.raises(OptimizerError, match="cannot be added once the model has run"):
             one.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+
+
+def test_an_optimizer_of_two_compiled_models(tmp_path):
+    models = tiny(), tiny()
+    optimizer = adamw([parameter for each in models for parameter in each.parameters()])
+    for each in models:
+        each.compile(backend="greedysnake", options=options(tmp_path))
+    models[0](ids())
+    with pytest.raises(OptimizerError, match=r"trains another compiled model, .*: make an optimizer for each of them"):
+        models[1](ids())
+    optimizer.engine.tiers.close()
 
 
 @pytest.mark.parametrize("precision", ["model", "bf16"])

@@ -1,0 +1,48 @@
+"""hooks: those of the compiled module itself, which are called beside its forward.
+
+Dynamo traces hooks of the modules inside with the forward. It compiles those of the outermost module by themselves, and
+asks the backend for them: they are no model, and run as they are written, beside the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+from torch._dynamo.utils import orig_code_map
+from torch.nn.modules import module as torch_module
+
+from gs_compile.capture.frame_settings import compiled_frame
+
+
+def is_in_hook() -> bool:
+    """Whether what Dynamo compiles now is a hook on a module's forward, or is called by one."""
+    found, frame = sys._getframe(), sys._getframe().f_back
+    while frame is not None and not _calls_hooks(frame):
+        found, frame = frame, frame.f_back
+    if frame is None:
+        return False
+    is_dynamos = "torch/_dynamo/" in found.f_code.co_filename  # of the compile: nothing is between
+    called = compiled_frame("code")["code"] if is_dynamos else orig_code_map.get(found.f_code, found.f_code)
+    return called in map(_code_of, _hooks(frame.f_locals["self"]))
+
+
+def _calls_hooks(frame: FrameType) -> bool:
+    """Whether a frame is of the function by which a module calls its forward, and its hooks."""
+    return frame.f_code.co_filename == torch_module.__file__ and frame.f_code.co_name in ("_call_impl", "inner")
+
+
+def _hooks(module: Any) -> list[Any]:
+    own = module._forward_pre_hooks, module._forward_hooks
+    of_all = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
+
+
+def _code_of(hook: Any) -> CodeType | None:
+    """Of the function that runs when a hook is called."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    function = getattr(hook, "__func__", hook)
+    return getattr(function, "__code__", None) or getattr(type(hook).__call__, "__code__", None)

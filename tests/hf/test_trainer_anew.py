@@ -1,0 +1,31 @@
+"""A Trainer that makes a model in each training, with the backend attached, against Trainer as it comes."""
+
+from __future__ import annotations
+
+import pytest
+from learner import distance, values
+from test_trainer import EAGER, curve, padded, trainer
+from tiny import tiny
+from transformers import Trainer
+
+import gs_compile.hf
+from gs_compile.model.residency import is_offloaded
+
+
+def test_a_model_that_each_training_makes(tmp_path):
+    """By `model_init`, as a search of hyperparameters has it: it is trained as the arguments say by then."""
+    runs = {}
+    for kind in ("mine", "theirs"):
+        like = trainer(tmp_path / kind, weight_decay=0.0, max_steps=2)
+        given = {"args": like.args, "train_dataset": like.train_dataset, "data_collator": padded}
+        found = Trainer(model_init=lambda: tiny(), **given)
+        if kind == "mine":
+            gs_compile.hf.attach(found, storage=tmp_path / "storage", expert=EAGER)
+        runs[kind] = []
+        for found.args.learning_rate in (1e-2, 3e-2):
+            found.train()
+            runs[kind].append((curve(found, "loss"), values(found.model)))
+        assert is_offloaded(found.model.head.weight) == (kind == "mine")
+    for (losses, learned), (expected, known) in zip(runs["mine"], runs["theirs"], strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert distance(learned, known) < 1e-5
