@@ -332,9 +332,13 @@ def _absolute(name: str, value: str | Path) -> Path:
     if re.search(r"\$(\w+|\{\w+\})", str(path)):
         raise OptionError(f"{name} cannot be {path}: no environment variable of that name is set")
     try:
-        return Path(path).expanduser().absolute()
+        found = Path(path).expanduser().absolute()
+        found = found.resolve() if ".." in found.parts else found  # links stay as they are named
     except (RuntimeError, OSError) as error:  # no home, nobody of that name, or the directory we are in is gone
         raise OptionError(f"{name} cannot be {path}: {error}; name another directory") from None
+    if not str(found).isprintable():
+        raise OptionError(f"{name} cannot be {str(found)!r}: it has letters that cannot be printed; name another")
+    return found
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:

@@ -131,6 +131,12 @@ def test_storage_is_a_tuple_of_absolute_paths(monkeypatch, tmp_path):
     assert Options(storage=["/a", Path("b"), "~/c"]).storage == (Path("/a"), tmp_path / "b", Path("/home/me/c"))
     monkeypatch.setenv("DRIVE", "~/drive")
     assert Options(storage=["$DRIVE/a", "/${DRIVE}"]).storage == (Path("/home/me/drive/a"), Path("/~/drive"))
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/away")
+    found = Options(storage=["link/here", "link/../b", "../c"]).storage
+    assert found == (tmp_path / "link/here", tmp_path / "far/b", tmp_path.parent / "c"), "commits name no '..'"
+    with pytest.raises(OptionError, match=r"storage cannot be '/a\\nb': it has letters that cannot be printed"):
+        Options(storage="/a\nb")
 
 
 def test_storage_of_somebody_unknown():

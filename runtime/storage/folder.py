@@ -17,9 +17,12 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import stat
 import time
+import weakref
 from collections.abc import Collection, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -35,6 +38,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 PROBE = ".probe"  # names that begin with a dot hold nothing of a run
 STATUS, NEXT_STATUS = ".status.json", ".status.next"
+PROCESS = secrets.token_hex(8)  # with its number: another of that number may share a volume, from its own container
 OTHERS = (manifest.NAME, manifest.NEXT, manifest.BESIDE, PROBE, STATUS, NEXT_STATUS)  # names beside those of extents
 
 
@@ -45,6 +49,7 @@ class Folder:
         self.path = path
         self.fd = fd
         self._lock_fd = lock_fd
+        os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
 
     @classmethod
     def lock(cls, path: Path) -> Folder | None:
@@ -75,7 +80,8 @@ class Folder:
                 if os.fstat(lock_fd).st_nlink == 0:
                     continue  # that was the lock of the run before, just removed
                 os.ftruncate(lock_fd, 0)
-                os.pwrite(lock_fd, f"pid {os.getpid()}, started {date_of(time.time())}".encode(), 0)
+                words = f"pid {os.getpid()}, started {date_of(time.time())}\n{_this_process()}"
+                os.pwrite(lock_fd, words.encode(), 0)
                 opened.pop_all()
                 return cls(path, fd, lock_fd)
 
@@ -143,6 +149,7 @@ class Folder:
             system.remove_folder(self.path)
         os.close(self._lock_fd)
         os.close(self.fd)
+        self._lock_fd = -1
 
 
 def folder_in(directory: Path, number: int = 1) -> Path:
@@ -152,7 +159,12 @@ def folder_in(directory: Path, number: int = 1) -> Path:
     without one, by torch.distributed's.
     """
     rank = str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "")
-    name = f"{FOLDER}-{int(rank)}" if rank.isdecimal() and int(rank) else FOLDER
+    return folder_of(directory, int(rank) if rank.isdecimal() else 0, number)
+
+
+def folder_of(directory: Path, rank: int, number: int = 1) -> Path:
+    """The same of a process of that rank."""
+    name = f"{FOLDER}-{rank}" if rank else FOLDER
     return directory / (name if number == 1 else f"{name}.{number}")
 
 
@@ -161,10 +173,9 @@ def _is_locked_now(path: Path, lock_fd: int) -> bool:
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        user = _told_by(lock_fd)
-        if f"pid {os.getpid()}," in user:
+        if os.pread(lock_fd, 200, 0).decode(errors="replace").endswith(f"\n{_this_process()}"):
             return False
-        what = f"another run uses this folder, {user}: wait for its end or choose another storage="
+        what = f"another run uses this folder, {_told_by(lock_fd)}: wait for its end or choose another storage="
         raise StorageLockedError(errno.EAGAIN, what, str(path)) from error
     return True
 
@@ -183,9 +194,21 @@ def holder(path: Path) -> str:
     return ""
 
 
+def _this_process() -> str:
+    """What no other process writes to a lock."""
+    return f"{PROCESS} {os.getpid()}"
+
+
+def _leave(found: weakref.ref[Folder]) -> None:
+    """A child of this process, such as a worker of a DataLoader, would hold the lock when its parent is killed."""
+    if (folder := found()) is not None and folder._lock_fd >= 0:
+        os.close(folder._lock_fd)
+        folder._lock_fd = -1
+
+
 def _told_by(lock_fd: int) -> str:
     """What a lock says of the process that has it, in words."""
-    words = os.pread(lock_fd, 200, 0).decode(errors="replace")
+    words = os.pread(lock_fd, 200, 0).decode(errors="replace").partition("\n")[0]
     return "".join(filter(str.isprintable, words)) or "a process that is just starting"
 
 

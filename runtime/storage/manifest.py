@@ -98,6 +98,15 @@ def encoded(manifest: Manifest) -> bytes:
     return data
 
 
+def refuse_unreadable(manifest: Manifest) -> None:
+    """Raise ManifestError where a manifest would be refused by who reads it."""
+    try:
+        decoded(encoded(manifest))
+    except (ValueError, RecursionError) as error:
+        what = f"the commit of step {manifest.step} could not be read again: {_words(error)}; please report it"
+        raise ManifestError(errno.EINVAL, what, NAME) from error
+
+
 def check_plain(value: object, where: str, depth: int = 0) -> None:
     """Raise a ValueError where a state is not made of dicts with names, lists, strings, numbers, None alone."""
     if depth > MAX_DEPTH:

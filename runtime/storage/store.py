@@ -73,6 +73,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
             found = dict.fromkeys([*self.drives, *asked])
             self.former = self.made = last_commit(found, resume=resume is not None, agree=agree)
             self._last = self.former  # whose files go with the first commit, also where nothing is taken up
+            self._has_committed = False
             self._adopted: dict[str, Extent] = {}
             self._goes_on: set[str] = set()
             self.run = self._last.run if self._last else secrets.token_hex(4) if durable else ""
@@ -151,11 +152,15 @@ class Store(contextlib.AbstractContextManager["Store"]):
         """Make what `make` gives what a later run goes on from. All of its bytes are on the medium before it says so.
 
         extents: those that were written since the last commit. together: of several ranks, returns when all have
-        prepared the step; before that, the last commit can still be gone back to. A StorageError leaves it.
+        prepared the step; before that, the last commit can still be gone back to. A StorageError leaves it. What those
+        who read it would refuse is found with the first.
         """
         syncs = [drive.sync(file, each.label) for each in extents for drive, file in each.on_drives]
         Transfer(syncs).wait()
         made = replace(make(), number=self.made.number + 1 if self.made else 1)
+        if not self._has_committed:
+            manifest.refuse_unreadable(made)
+            self._has_committed = True
         with self._folders:
             if self._closed:
                 raise StorageError(errno.ECANCELED, f"the commit of step {made.step} came after the end of its run")

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,10 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stored_run import stored_run
 
-from gs_compile.errors import StorageError
+from gs_compile.errors import ManifestError, StorageError, StorageLockedError
 from gs_compile.runtime.storage import grid
 from gs_compile.runtime.storage import store as store_module
+from gs_compile.runtime.storage.folder import LOCK
 from gs_compile.runtime.storage.store import Store, Stripe
 from gs_compile.runtime.storage.stored import FOLDER
 
@@ -133,6 +138,40 @@ def test_a_forked_child_does_not_close_its_parents_store(store, tmp_path):
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert (tmp_path / FOLDER / "w3").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_hold_its_parents_folder(tmp_path):
+    """A worker of a DataLoader lives on for seconds when its parent is killed, and the next run begins at once."""
+    reading, writing = os.pipe()
+    if (parent := os.fork()) == 0:
+        Store([tmp_path])
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+        os.write(writing, str(child).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(parent, 0)
+    try:
+        Store([tmp_path]).close()
+    finally:
+        os.kill(int(os.read(reading, 20)), signal.SIGKILL)
+
+
+def test_a_process_of_this_number_elsewhere_has_a_folder_of_its_own(store, tmp_path):
+    """Each container counts its processes anew, and several may share a volume: it is no further model of this one."""
+    words = f"pid {os.getpid()}, started just now"
+    (tmp_path / FOLDER / LOCK).write_text(words)
+    with pytest.raises(StorageLockedError, match=f"another run uses this folder, {words}: wait"):
+        Store([tmp_path])
+
+
+def test_a_commit_that_could_not_be_read_is_not_made(tmp_path):
+    """What the reader refuses is found with the first commit, and not by the next process."""
+    with Store([tmp_path], durable=True) as store:
+        made = replace(stored_run(tmp_path / FOLDER, on_disk=False), rank=3)
+        with pytest.raises(ManifestError, match="the commit of step 3 could not be read again: rank: of 1 there is no"):
+            store.commit([], lambda: made)
+        assert not list(tmp_path.glob("*/manifest.json"))
 
 
 def test_ranks_share_a_directory(tmp_path, monkeypatch):
