@@ -12,7 +12,7 @@ import transformers
 import trl
 from datasets import Dataset
 from learner import distance
-from quantized_checkpoints import EAGER, LORA, is_encoded, learned, of_fp8, read, wide
+from quantized_checkpoints import LORA, is_encoded, learned, of_fp8, read, wide
 from safetensors.torch import load_file
 from test_trainer import EAGER
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
