@@ -14,11 +14,11 @@ import pytest
 import torch
 from carded import Card, in_place, on_storage, to
 from lines import without
+from partly_frozen import gpt2_with_frozen
 from tiered import (
     Harness,
     adamw,
     gpt2,
-    gpt2_with_frozen,
     muon,
     options,
     outcome,

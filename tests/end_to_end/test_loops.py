@@ -425,15 +425,3 @@ def test_inputs_that_have_changed_cannot_be_done_again(harness, tmp_path):
         ids.copy_(tokens(1))
         with pytest.raises(StepOrderError, match=r'changed in place since then.*"accumulate": True'):
             harness.model(input_ids=ids, labels=ids)
-
-
-@pytest.mark.parametrize("accumulate", [True, False])  # False: the first step, which begins again
-def test_a_step_ends_what_waits(accumulate, harness, tmp_path):
-    with harness.fresh(sgd, options(tmp_path, accumulate=accumulate)) as optimizer:
-        old = loss_of(harness.model, 0)
-        for number in (1, 2):
-            loss_of(harness.model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(StepOrderError, match=r"given up when optimizer\.step\(\) was called"):
-            old.backward()
