@@ -13,12 +13,12 @@ import inductor
 import pytest
 import torch
 from carded import Card, in_place, on_storage, to
+from frozen_models import gpt2_with_frozen
 from lines import without
 from tiered import (
     Harness,
     adamw,
     gpt2,
-    gpt2_with_frozen,
     muon,
     options,
     outcome,

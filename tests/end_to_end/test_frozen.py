@@ -9,7 +9,8 @@ import expecttest
 import pytest
 import torch
 from closed_forms import frozen_of, spared, units_of
-from tiered import BATCH, Harness, adamw, gpt2_with_frozen, moved, options, outcome, step, tokens
+from frozen_models import gpt2_with_frozen
+from tiered import BATCH, Harness, adamw, moved, options, outcome, step, tokens
 
 from gs_compile.errors import OptionError
 from gs_compile.model.residency import residency_of

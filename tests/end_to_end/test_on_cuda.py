@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import test_same_bits as table
 import torch
+from frozen_models import gpt2_with_frozen
 from tiered import (
     Harness,
     adamw,
     gpt2,
-    gpt2_with_frozen,
     options,
     outcome,
     step,

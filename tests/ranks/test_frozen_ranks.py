@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tiered import Harness, adamw, gpt2_with_frozen, options, outcome, step, tokens
+from frozen_models import gpt2_with_frozen
+from tiered import Harness, adamw, options, outcome, step, tokens
 
 KEEPS_CAPTURES = True  # each process captures its own
 PLACES = {"ssd": {}, "copied": {"separate_device": True, "ratios": {"parameter": 0.4}}}
