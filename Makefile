@@ -19,7 +19,7 @@ GPU_ARGS ?= --minutes 60
 RACE_ARGS ?= --preset 25m --minutes 15 --output benchmarks/results/race-25m.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow oldest newest lint types dist plug race zoo gpu site release clean
+.PHONY: help demo test slow oldest newest lint types dist plug race tables zoo gpu site release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ plug: $(STAMP) ## kill a run at random moments, go on, and compare it bit for bi
 
 race: $(STAMP) $(PEERS)/.installed ## race other systems on the same model; a quarter of an hour, docs/race.md
 	$(BIN)/python -m benchmarks.race.race --peers-python $(PEERS)/bin/python $(RACE_ARGS)
+
+tables: $(STAMP) $(PEERS)/.installed ## measure again what the pages show, a day; TABLES="tiers ssd" some of it
+	$(BIN)/python -m benchmarks.again $(TABLES)
 
 zoo: $(ZOO)/.installed ## try architectures of other packages; half an hour, docs/models.md
 	$(ZOO)/bin/python -m benchmarks.zoo $(ZOO_ARGS)

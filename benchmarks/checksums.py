@@ -59,11 +59,8 @@ def main() -> None:
     step.add_argument("--alpha", type=float, default=0.25)
     parser.set_defaults(precision="model", compiler="auto")
     arguments = parser.parse_args()
-    sizes = {name: getattr(arguments, name) for name in ("rounds", "request_mib", "requests")}
-    words = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
     result: dict[str, Any] = {
         **conditions(),
-        "command": f"python -m benchmarks.checksums {words}",
         "disk": arguments.disk,
         "scheduling_policy": os.sched_getscheduler(0),  # 1: real time, where others use the processors too
         "setting": {"block_bytes": grid.BLOCK, "threads": ssd.THREADS, "rounds": arguments.rounds, **fixed},

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -53,9 +54,15 @@ def setting_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def conditions() -> dict[str, Any]:
-    """The machine as it is now, and the versions."""
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    return {"machine": machine_facts(), "versions": {"python": platform.python_version(), **versions}}
+    """The command line, the machine as it is now, and the versions."""
+    versions = {"python": platform.python_version(), **{name: version(name) for name in ("torch", "transformers")}}
+    return {"command": command_line(), "machine": machine_facts(), "versions": versions}
+
+
+def command_line() -> str:
+    """The command line, for the results; files of the checkout as seen from its root."""
+    program, *arguments = (word.replace(f"{ROOT}/", "") for word in sys.argv)
+    return shlex.join(["python", "-m", ".".join(Path(program).with_suffix("").parts), *arguments])
 
 
 def machine_facts() -> dict[str, Any]:

@@ -166,8 +166,7 @@ def main() -> None:
         right = results.pop("exact" if arguments.exact else "whole")
         apart = {name: max(map(distance, found, right)) for name, found in results.items()}
     print(f"results and gradients differ by {apart}")
-    command = " ".join(["python -m benchmarks.pieces", *sys.argv[1:]])
-    save({**conditions(), "command": command, "apart": apart, "rows": rows}, arguments.output)
+    save({**conditions(), "apart": apart, "rows": rows}, arguments.output)
 
 
 if __name__ == "__main__":

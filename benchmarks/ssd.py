@@ -120,7 +120,6 @@ def pages(arguments: argparse.Namespace) -> dict[str, Any]:
     middle = {load: medians(rates[load]) for load in LOADS}
     return {
         **before,
-        "command": before["command"] + " --pages",
         "load_after": os.getloadavg()[0],
         "median_bytes_per_second": middle,
         "ratio": {load: middle[load]["huge"] / middle[load]["small"] for load in LOADS},
@@ -215,7 +214,6 @@ def asked(arguments: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(arguments, name) for name in ("request_mib", "requests", "rounds")}
     return {
         **conditions(),
-        "command": "python -m benchmarks.ssd " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items()),
         "disk": arguments.disk,
         "fio": fio,
         "setting": {**options, "block_bytes": grid.BLOCK, "threads": ssd.THREADS},

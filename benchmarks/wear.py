@@ -1,6 +1,6 @@
 """wear: what a day of training writes to the drives, and how long they last, by settings; simulated, nothing runs.
 
-    python -m benchmarks.wear                                   # gpt-65b on rtx4090
+    python -m benchmarks.wear --output benchmarks/results/wear.json    # gpt-65b on rtx4090
     python -m benchmarks.wear --model llama-8b --machine laptop
 
 Drives are rated for so many bytes by who makes them; a machine whose drives are not gives no life.
@@ -8,11 +8,11 @@ Drives are rated for so many bytes by who makes them; a machine whose drives are
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common import table
+from benchmarks.common import conditions, parser_of, save, setting_of
+from benchmarks.measured import wear_table
 from gs_compile.errors import PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.plan import plan
@@ -46,7 +46,7 @@ def row(label: str, found: StepPlan) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="gpt-65b")
     parser.add_argument("--machine", default="rtx4090")
     parser.add_argument("--sequence", type=int, default=2048)
@@ -59,8 +59,9 @@ def main() -> None:
             rows.append(row(label, plan(arguments.model, **given, **asked)))
         except PlanError as error:
             rows.append((label, str(error), "", "", "", ""))
-    head = "setting", "micro-batches", "tokens/s", "written a step", "written a day", "rated life of the drives"
-    print(table(head, rows))
+    found = {**conditions(), "setting": setting_of(arguments), "rows": rows}
+    print(wear_table(found))
+    save(found, arguments.output)
 
 
 if __name__ == "__main__":

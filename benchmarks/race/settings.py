@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, machine_facts, save
+from benchmarks.common import command_line, machine_facts, save
 from benchmarks.race.measures import wait_until_idle
 from benchmarks.race.protocol import PRESETS, Case
 from benchmarks.race.registry import PEERS_PYTHON
@@ -142,13 +141,7 @@ def asked_of(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
 def started(asked: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The results that are gone on with, by this command, on this machine."""
     found = load(arguments.output, asked, again=arguments.again)
-    return found | {"commands": [*found.get("commands", []), _command_line()], "machine": machine_facts()}
-
-
-def _command_line() -> str:
-    """The command line, for the results; files of the checkout as seen from its root."""
-    program, *arguments = (word.replace(f"{ROOT}/", "") for word in sys.argv)
-    return shlex.join(["python", "-m", ".".join(Path(program).with_suffix("").parts), *arguments])
+    return found | {"commands": [*found.get("commands", []), command_line()], "machine": machine_facts()}
 
 
 def load(output: Path, asked: dict[str, Any], *, again: bool) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""tables: the tables of docs/race.md, from the results that are there.
+"""tables: the tables of docs/race.md, docs/measured.md and docs/planner.md, from the results that are there.
 
     python -m benchmarks.race.tables            # prints them
-    python -m benchmarks.race.tables --write    # puts them between the markers in docs/race.md
+    python -m benchmarks.race.tables --write    # puts them between the markers in the pages
 
-A block of the page begins with a line `<!-- table: NAME -->`, or `<!-- figure: NAME -->`, and ends with `<!-- end -->`.
+A block of a page begins with a line `<!-- table: NAME -->`, or `<!-- figure: NAME -->`, and ends with `<!-- end -->`.
 What has no results yet says that it has not been measured.
 """
 
@@ -13,18 +13,27 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from benchmarks.chosen import BUDGETS, MOST_SLOWER, MOST_SLOWER_WITH_MORE, by_hand, planned
 from benchmarks.common import FIGURES, RESULTS, ROOT, table
+from benchmarks.measured import (
+    checksums_table,
+    drive_table,
+    memory_table,
+    step_table,
+    turns_table,
+    updates_table,
+    wear_table,
+)
 from benchmarks.race.bounds import bounds
 from benchmarks.race.curves import NOISE, noise
 from benchmarks.race.measures import normalised
 from gs_compile.machine import format_bytes
 
-PAGE = ROOT / "docs" / "race.md"
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("race", "measured", "planner")]
 MISSING = "*Not measured yet.*"
 MARKERS = re.compile(r"(<!-- (table|figure): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -61,7 +70,7 @@ def race_table(found: dict[str, Any]) -> str:
     noisy = f"The machine's own speed went from 1 to {max(spreads):.2f} in a run. " if spreads else ""
     alone = [run for run in found["heats"] if len(run["groups"]) > 1]
     grouped = "Memory did not hold all at once: they raced in groups, each beside plain. " if alone else ""
-    return "\n\n".join([table(head, rows), *remarks, f"{noisy}{grouped}{origin(found)}"])
+    return "\n\n".join([table(head, rows), *remarks, *filter(None, [f"{noisy}{grouped}".strip()])])
 
 
 def waits_of(each: dict[str, Any]) -> str:
@@ -107,7 +116,7 @@ def chosen_table(found: dict[str, Any]) -> str:
                     _within(max(steps), MOST_SLOWER_WITH_MORE) if steps else "",
                 )
             )
-    return f"{table(head, rows)}\n\n{origin(found)}"
+    return table(head, rows)
 
 
 def _within(ratio: float, most: float) -> str:
@@ -134,7 +143,7 @@ def orders_table(found: dict[str, Any]) -> str:
         )
         for row in found["rows"]
     ]
-    return f"{table(head, rows)}\n\n{origin(found)}"
+    return table(head, rows)
 
 
 def curves_table(found: dict[str, Any]) -> str:
@@ -151,7 +160,7 @@ def curves_table(found: dict[str, Any]) -> str:
         )
         for name, losses in found["losses"].items()
     ]
-    return f"{table(head, rows)}\n\n{origin(found)}"
+    return table(head, rows)
 
 
 def bounds_table(_: Any) -> str:
@@ -165,7 +174,7 @@ def bounds_table(_: Any) -> str:
     return table(("figure", "bound", "measured", ""), rows)
 
 
-TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+TABLES: dict[str, tuple[str, Callable[..., str]]] = {  # the files of results, and what makes of them a table
     "race-25m": ("race-25m", race_table),
     "race-110m": ("race-110m", race_table),
     "race-350m": ("race-350m", race_table),
@@ -175,6 +184,13 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "chosen-slow": ("chosen-slow", chosen_table),
     "orders": ("race-orders", orders_table),
     "curves": ("race-curves", curves_table),
+    "step": ("step-cpu", step_table),
+    **{name: (name, turns_table) for name in ("tiers", "tiers-io-bound", "durable", "durable-io-bound")},
+    "memory": ("memory-*", memory_table),
+    **{name: (name, drive_table) for name in ("ssd", "ssd-pages")},
+    "updates": ("optimizer*", updates_table),
+    "checksums": ("checksums", checksums_table),
+    "wear": ("wear", wear_table),
 }
 
 
@@ -192,20 +208,23 @@ def picture(name: str) -> str:
 
 
 def make(name: str, change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> str:
-    """One block; `change` is done to the results before."""
+    """One block, with where it was measured and by what; `change` is done to the results before."""
     if name == "bounds":
         return bounds_table(None)
-    stem, build = TABLES[name]
-    path = RESULTS / f"{stem}.json"
-    return build(change(json.loads(path.read_text()))) if path.exists() else MISSING
+    pattern, build = TABLES[name]
+    paths = sorted(RESULTS.glob(f"{pattern}.json"), key=lambda path: path.stem)
+    results = [change(json.loads(path.read_text())) for path in paths]
+    return f"{build(*results)}\n\n{origin(results)}" if results else MISSING
 
 
-def origin(found: dict[str, Any]) -> str:
+def origin(results: Sequence[dict[str, Any]]) -> str:
     """On what and when, and how again."""
-    machine = found["machine"]
+    machine = results[-1]["machine"]
     where = machine["device"] if machine["device"] != "cpu" else f"{machine['cores']} cores of {machine['processor']}"
-    commands = " ".join(f"`{command}`" for command in sorted(set(found["commands"])))
-    return f"{where}, {format_bytes(machine['memory_bytes'])}, {machine['date']}. {commands}"
+    dates = " and ".join(sorted({found["machine"]["date"] for found in results}))
+    commands = {command for found in results for command in found.get("commands", [found.get("command")])}
+    again = " ".join(f"`{command}`" for command in sorted(commands))
+    return f"{where}, {format_bytes(machine['memory_bytes'])}, {dates}. {again}"
 
 
 def main() -> None:
@@ -214,7 +233,8 @@ def main() -> None:
     parser.add_argument("--normalised", action="store_true", help="print seconds at the machine's median speed")
     arguments = parser.parse_args()
     if arguments.write:
-        PAGE.write_text(filled(PAGE.read_text()))
+        for page in PAGES:
+            page.write_text(filled(page.read_text()))
         return
     for name in ("bounds", *TABLES):
         print(f"## {name}\n\n{make(name, normalised if arguments.normalised else dict)}\n")

@@ -215,13 +215,13 @@ def simulate(
 
 @app.command()
 def watch(
-    directory: Directory,
+    directory: Annotated[Path | None, typer.Argument(help="Of a run.", metavar="[DIR]", show_default=False)] = None,
     once: Annotated[bool, option("Show it once; so it is where the output is no terminal.", ..., "--once")] = False,
     as_json: Json = False,
 ) -> None:
     """Show runs while they go on: speed, what binds, what lanes and drives do, against the plan.
 
-    DIR is a directory of a run's `storage`, or of its option `status`.
+    DIR is a directory of a run's `storage`, or of its option `status`. Without it: all your runs on this machine.
     """
     from gs_compile.cli.watch import statuses, watch
 

@@ -1,4 +1,4 @@
-"""watch: a live screen of the runs of a directory, from the status files that they write."""
+"""watch: a live screen of runs, of a directory or of this machine, from the status files that they write."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from gs_compile.progress import bar
 from gs_compile.status.file import find, plain, read
 from gs_compile.status.form import Status
 from gs_compile.status.page import ON, count_text
+from gs_compile.status.runs import going_on
 from gs_compile.status.words import (
     binding,
     compared,
@@ -36,8 +37,11 @@ HOME, REST, LINE_END = "\x1b[H", "\x1b[J", "\x1b[K"
 HIDE, SHOW, CLEAR = "\x1b[?25l", "\x1b[?25h", "\x1b[2J"
 
 
-def watch(directory: Path, show: Callable[[str], None], *, once: bool) -> None:
-    """Show the runs of a directory until all have ended, or once. Raises StatusError where there is none to show."""
+def watch(directory: Path | None, show: Callable[[str], None], *, once: bool) -> None:
+    """Show the runs of a directory until all have ended, or once. Raises StatusError where there is none to show.
+
+    directory: None: the runs of this user that go on on this machine.
+    """
     if once:
         show(screen(directory, time.time()))
         return
@@ -51,17 +55,22 @@ def watch(directory: Path, show: Callable[[str], None], *, once: bool) -> None:
             try:
                 text = screen(directory, time.time())
             except StatusError:  # nothing of the run stays
-                sys.stdout.write(HOME + f"the run has ended, and has left nothing in {directory}{LINE_END}\n{REST}")
+                place = directory or "this machine"
+                sys.stdout.write(HOME + f"the run has ended, and has left nothing in {place}{LINE_END}\n{REST}")
                 return
     finally:
         sys.stdout.write(f"\n{SHOW}")
         sys.stdout.flush()
 
 
-def statuses(directory: Path) -> dict[str, Any]:
+def _files(directory: Path | None) -> list[Path]:
+    return going_on() if directory is None else find(directory)
+
+
+def statuses(directory: Path | None) -> dict[str, Any]:
     """The same for programs; of one that cannot be read, why."""
     found: dict[str, Any] = {}
-    for path in find(directory):
+    for path in _files(directory):
         try:
             found[str(path)] = plain(read(path))
         except StatusError as error:
@@ -69,12 +78,12 @@ def statuses(directory: Path) -> dict[str, Any]:
     return found
 
 
-def screen(directory: Path, now: float) -> str:
-    """All runs of a directory, one below the other. Raises StatusError where there is none."""
+def screen(directory: Path | None, now: float) -> str:
+    """All runs, one below the other. Raises StatusError where there is none."""
     texts = []
-    for path in find(directory):
+    for path in _files(directory):
         try:
-            texts.append(f"{path}\n{run_text(read(path), now)}")
+            texts.append(f"{path.resolve()}\n{run_text(read(path), now)}")
         except StatusError as error:
             texts.append("\n".join(wrap(error.message, WIDTH)))
     text = "\n\n".join(texts)

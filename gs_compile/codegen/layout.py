@@ -21,7 +21,6 @@ from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.formats import Types, types_of
 from gs_compile.runtime.muon import STATES, Matrices
-from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Binding, Slice, encoded_slice
 from gs_compile.runtime.updates import Run
 
@@ -48,20 +47,21 @@ def arrange(
     types_by: Callable[[torch.dtype], Types],
     groups: Mapping[int, tuple[int, int, bool]] | None = None,
     *,
-    ranks: Ranks | None = None,
+    share: tuple[int, int] = (0, 1),
     codecs: Mapping[int, str] | None = None,
     matrices: Mapping[int, Matrices] | None = None,
 ) -> Arrangement:
     """The layout of a captured model.
 
     types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
-    the optimizer's steps before its first, and whether it is idle (`Run`); None: they are all alike; ranks: that share
-    each unit; codecs: of frozen parameters, by input index; matrices: what is orthogonalized, by input index; None:
-    nothing ever is. Raises `CaptureError` for a unit with dtypes that do not go together.
+    the optimizer's steps before its first, and whether it is idle (`Run`); None: they are all alike; share: the rank,
+    and how many have each unit together; codecs: of frozen parameters, by input index; matrices: what is
+    orthogonalized, by input index; None: nothing ever is. Raises `CaptureError` for a unit with dtypes that do not go
+    together.
     """
     codecs = codecs or {}
     specs, owners = _owned(split, captured)
-    rank, world = (ranks.rank, ranks.number) if ranks else (0, 1)
+    rank, world = share
     spans, runs = dict[int, Slice](), dict[Unit, list[Run]]()
     types, sizes = dict[Unit, Types](), list[UnitSize]()
 

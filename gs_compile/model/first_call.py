@@ -72,7 +72,7 @@ def plan_tiers(
         "matrices": _matrices(compilation, models[0], args, optimizer, ranks),
         "groups": _param_groups(compilation, models[0], args, optimizer),
         "codecs": codecs_of(split, compilation.captured, options, args),
-        "ranks": ranks,
+        "share": (ranks.rank, ranks.number) if ranks else (0, 1),
     }
     kinds = _kinds_of_masters(options, args, ranks)
     types = {masters: stored_types(optimizer.moments, pairs=masters != "whole") for masters in kinds}

@@ -27,6 +27,7 @@ from gs_compile.runtime.storage.folder import STATUS
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Total
+from gs_compile.status import runs
 from gs_compile.status.file import free_name, process_start
 from gs_compile.status.form import About
 from gs_compile.status.record import RunRecord
@@ -76,19 +77,22 @@ def _outlets(planning: StepPrograms, tiers: Tiers) -> Outlets:
     is_first = ranks is None or ranks.place == 0
     line = Line(always=options.progress is True)
     has_line = is_first and (line.is_terminal if options.progress is None else options.progress)
-    status = None
+    status, entry = None, runs.entry()
     if options.status is not None:
         options.status.mkdir(parents=True, exist_ok=True)
         status = free_name(options.status)
     elif store is not None:
         status = store.drives[0].folder / STATUS
-    keeps = partial(_stays, store if options.status is None else None)
-    return Outlets(status, options.report if is_first else None, line if has_line else None, keeps)
+    if entry is not None and status is not None:
+        runs.link(entry, status)
+    page = options.report if is_first else None
+    keeps = partial(_stays, options.status is not None, store)
+    return Outlets(status or entry, page, line if has_line else None, keeps, entry)
 
 
-def _stays(store: Store | None) -> bool:
-    """Whether a status outlives its run: beside a commit, and where a user has asked for it."""
-    return store is None or store.made is not None
+def _stays(is_asked_for: bool, store: Store | None) -> bool:
+    """Whether a status outlives its run: where a user has asked for it, and beside a commit."""
+    return is_asked_for or (store is not None and store.made is not None)
 
 
 def _why(tiers: Tiers) -> Callable[[], str]:

@@ -12,10 +12,12 @@ from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower, scheduled
 from gs_compile.placement.cut import cut_units
 from gs_compile.placement.levels import Level, Share, Shares
+from gs_compile.placement.liveness import BEFORE, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.stacks import Stacks
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, StepShape
+from gs_compile.runtime.executor import forward_end
 
 # Updates of a layer where memory is scarce: three pieces of state, not the states of three layers, are in it. As less
 # is read ahead a step that waits for drives is slower so: nothing that fits with whole updates has pieces.
@@ -182,3 +184,9 @@ def workload_levels(workload: Workload, number: int) -> tuple[tuple[Level, ...],
 def peak(program: Program, tier: str) -> int:
     """The planned peak of a tier, in bytes; of host memory, what a run of `program` has to be given."""
     return dict(program.peaks).get(tier, 0)
+
+
+def waiting_nbytes(program: Program, placement: Placement) -> int:
+    """Of the device, what a call keeps between its forward and its backward, and shares with no other call."""
+    own = (live for live in live_ranges(program.ops, placement) if live.first != BEFORE)
+    return int(nbytes_alive(own, "device", len(program.ops))[forward_end(program) - 1])

@@ -130,11 +130,12 @@ class _Model:
         """With layers that save their inputs alone; a workload that is given as such is scaled from its own."""
         key = size, schedule, masters, layer_tokens
         if key not in self._known:
+            world = self.request.ranks
             if isinstance(self.model, Workload):
-                whole = self._scaled(size, schedule).bare()
+                found = shared(self._scaled(size, schedule).bare(), world)
             else:
-                whole = self.spec(_cutting(schedule)).workload(size, masters, layer_tokens)
-            self._known[key] = shared(whole, self.request.ranks)
+                found = self.spec(_cutting(schedule)).workload(size, masters, layer_tokens, world)
+            self._known[key] = found
         return self._known[key]
 
     def levelled(self, workload: Workload, schedule: Schedule) -> Workload:

@@ -121,8 +121,8 @@ class Request:
             raise PlanError(wrong)
         if wrong := contradiction(self.ratios, self.recompute, self.schedule, self.accumulate):
             raise PlanError(wrong)
-        if self.optimizer == "muon" and (self.states == "8bit" or self.ranks > 1):
-            raise PlanError("optimizer is muon: it is planned for one rank, and its states are fp32 or bf16")
+        if self.optimizer == "muon" and self.states == "8bit":
+            raise PlanError("optimizer is muon, whose states are fp32 or bf16, not 8bit")
         if self.wear_years is not None and not self.wear_years > 0:
             raise PlanError(f"wear_years is {self.wear_years:g}; it is more than 0")
 

@@ -27,7 +27,7 @@ from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.placement.workload import UnitSize, Workload, beside_slab
 from gs_compile.planner import in_pieces
-from gs_compile.planner.builder import StepBuilder, peak
+from gs_compile.planner.builder import StepBuilder, peak, waiting_nbytes
 from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed, with_products
 from gs_compile.planner.cost.workload import activations, workload_of
@@ -114,9 +114,10 @@ class Run:
         sizes = (sum(total(nbytes, number) for several in each.values() for nbytes in several) for each in batches)
         self.batch = max(zip(sizes, batches, strict=True), key=itemgetter(0))[1]
         self.whole_nbytes: int = min(hosts)
-        self.host_nbytes = self.whole_nbytes  # of one call, where several are under way at a time
+        self.whole_device_nbytes: int | None = None if None in devices else min(devices)
+        # Of one call, where several are under way at a time.
+        self.host_nbytes, self.device_nbytes = self.whole_nbytes, self.whole_device_nbytes
         self.num_calls = model.num_calls
-        self.device_nbytes: int | None = None if None in devices else min(devices)
         self.levels = self._levels()
         # Of this run: they go with it.
         self.problem, self._priced, self._timed = cache(self._problem), cache(self._price), cache(self._time)
@@ -235,7 +236,7 @@ class Run:
     # What is decided --------------------------------------------------------------------------------------------------
 
     def plan(self, former: Mapping[str, Any]) -> Planned:
-        """The plan of a call that leaves host memory for the others that are under way at the same time.
+        """The plan of a call that leaves memory for the others that are under way at the same time.
 
         former: as of `_plan`, which raises what this does.
         """
@@ -248,21 +249,35 @@ class Run:
             except MemoryBudgetError as error:
                 if self.num_calls == 1:
                     raise
+                device = self.whole_device_nbytes
+                more = f" and device_memory {format_bytes(device)}" if device is not None else ""
                 raise MemoryBudgetError(
-                    f"host_memory is {format_bytes(self.whole_nbytes)} for {self.num_calls} calls of the model that "
-                    f"wait for their backward at a time; for each, {error.message}"
+                    f"host_memory is {format_bytes(self.whole_nbytes)}{more} for {self.num_calls} calls of the model "
+                    f"that wait for their backward at a time; for each, {error.message}"
                 ) from error
-            fixed_nbytes = fixed_offsets(found.placement).nbytes  # which all share
-            most = fixed_nbytes + (self.whole_nbytes - fixed_nbytes) // self.num_calls
-            if self.num_calls == 1 or self._nbytes(found) <= most:
-                self.host_nbytes = most
+            if self.num_calls == 1 or self._leaves_room(found, is_last=number >= MOST_ROUNDS - 2):
                 break
-            self.host_nbytes = most
         return found
 
-    def _nbytes(self, found: Planned) -> int:
-        """The most host memory that a call takes by a plan."""
-        return max(peak(program, "host") for program in self.builder(found.masters).programs(found.placement))
+    def _leaves_room(self, found: Planned, *, is_last: bool) -> bool:
+        """Whether calls by a plan have room beside each other; if not, a call gets less.
+
+        is_last: so much less of the device that as much may wait there as by this plan.
+        """
+        programs = list(self.builder(found.masters).programs(found.placement))
+        fixed_nbytes = fixed_offsets(found.placement).nbytes  # which all share
+        self.host_nbytes = fixed_nbytes + (self.whole_nbytes - fixed_nbytes) // self.num_calls
+        fits: bool = max(peak(program, "host") for program in programs) <= self.host_nbytes
+        if (whole := self.whole_device_nbytes) is None and found.plan is not None and found.plan.is_solved:
+            whole = self.whole_device_nbytes = found.plan.problem.budgets.device_nbytes or None
+        if whole is None:
+            return fits
+        had, waiting = self.device_nbytes or whole, waiting_nbytes(programs[0], found.placement)
+        most = whole - (self.num_calls - 1) * waiting
+        running = had - waiting  # of one call at a time
+        if had > most:
+            self.device_nbytes = most if is_last else running + (whole - running) // self.num_calls
+        return fits and had <= most
 
     def _plan(self, former: Mapping[str, Any]) -> Planned:
         """The plan of a commit that the run goes on from, if nothing has changed that it was made for; else a new one.

@@ -31,12 +31,15 @@ LINE_SECONDS = 10  # between two bars where standard error is no terminal
 
 
 class Outlets(NamedTuple):
-    """Where a run is told of. status, page: files; line: for the bar. keeps: whether the status stays at the end."""
+    """Where a run is told of. status, page: files; line: for the bar. keeps: whether the status stays at the end.
+    entry: among the runs of this machine, which does not.
+    """
 
     status: Path | None = None
     page: Path | None = None
     line: Line | None = None
     keeps: Callable[[], bool] = lambda: True
+    entry: Path | None = None
 
 
 class Reporter:
@@ -78,6 +81,8 @@ class Reporter:
             self.outlets.status.unlink(missing_ok=True)
         else:
             self._write(self.outlets.status, None, status)
+        if self.outlets.entry is not None:
+            self.outlets.entry.unlink(missing_ok=True)
 
     def _report(self) -> None:
         seconds = 0

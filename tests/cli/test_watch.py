@@ -11,7 +11,7 @@ import told
 from command_line import printed, run
 
 from gs_compile.cli import watch
-from gs_compile.status import file, words
+from gs_compile.status import file, runs, words
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +99,25 @@ def test_a_live_screen_ends_with_its_run(tmp_path, monkeypatch, capsys):
     assert shown.endswith(watch.SHOW)
     assert shown.count(watch.HOME) == 2
     assert "the run has ended, and has left nothing in" in shown
+
+
+def test_runs_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert run("watch").stderr.startswith("StatusError: no run of this user goes on on this machine")
+    file.write(runs.entry(), told.status())
+    file.write(tmp_path / "greedysnake-run.json", told.status(about=replace(told.ABOUT, pid=2)))
+    runs.link(linked := runs.entry(), tmp_path / "greedysnake-run.json")
+    killed = runs.folder() / "1-0-1.json"  # init, but not of that start
+    file.write(killed, told.status())
+    shown = printed("watch")
+    assert "pid 1 has run" in shown
+    assert f"{tmp_path / 'greedysnake-run.json'}\nrun       pid 2 has run" in shown
+    assert len(json.loads(printed("watch", "--json"))) == 2
+    assert not killed.exists()
+    linked.unlink()
+    assert (tmp_path / "greedysnake-run.json").exists()
+    runs.folder().chmod(0o755)
+    assert "is not this user's alone" in run("watch").stderr
 
 
 @pytest.mark.parametrize("command", ["watch", "report"])

@@ -242,14 +242,15 @@ def test_muon_by_name():
     assert found.budgets.host_nbytes == find_profile("rtx4090").host_nbytes - layer.products.host_nbytes
     narrow = door_of(config, Request(**given, states="bf16")).problem(2)
     assert size(narrow.workload, 0).state_itemsize == 2 + 2
+    shared = size(door_of(config, Request(**given | {"machine": "a100"}, gpus=2)).problem(2).workload, 0)
+    assert shared.state_itemsize == 2 + 8  # its biases are AdamW's
+    assert shared.products.flops == layer.products.flops  # each rank orthogonalizes all
+    assert shared.products.shared_nbytes == 2 * shared.num_trained
 
 
-@pytest.mark.parametrize("changes", [{"states": "8bit"}, {"gpus": 2}])
-def test_what_is_not_planned_with_muon(changes):
-    with pytest.raises(
-        PlanError, match="optimizer is muon: it is planned for one rank, and its states are fp32 or bf16"
-    ):
-        Request(optimizer="muon", **changes)
+def test_what_is_not_planned_with_muon():
+    with pytest.raises(PlanError, match="optimizer is muon, whose states are fp32 or bf16, not 8bit"):
+        Request(optimizer="muon", states="8bit")
     with pytest.raises(PlanError, match="leave masters, states and optimizer out"):
         plan(gpt(2, 64), machine="a100", optimizer="muon")
 

@@ -29,7 +29,7 @@ from gs_compile.runtime.storage.folder import STATUS
 from gs_compile.runtime.storage.ssd import Transfer
 from gs_compile.runtime.storage.stored import FOLDER
 from gs_compile.runtime.trace import Trace
-from gs_compile.status import file, reporter
+from gs_compile.status import file, reporter, runs
 from gs_compile.status.record import RunRecord
 
 KEEPS_CAPTURES = True
@@ -38,6 +38,14 @@ KEEPS_CAPTURES = True
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
     monkeypatch.setattr(reporter, "SECONDS", 0.02)
+
+
+@pytest.fixture
+def own_machine(tmp_path_factory, monkeypatch):
+    """The folder of the runs that go on, with no others."""
+    folder = tmp_path_factory.mktemp("machine")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder / "greedysnake"
 
 
 def until(holds, seconds=60.0):
@@ -52,11 +60,12 @@ def threads():
     return [thread.name for thread in threading.enumerate() if thread.name == "greedysnake status"]
 
 
-def test_the_file_says_what_the_last_step_says_and_goes_with_the_run(tmp_path):
+def test_the_file_says_what_the_last_step_says_and_goes_with_the_run(tmp_path, own_machine):
     path = tmp_path / FOLDER / STATUS
     with learner(tmp_path) as one:
         one.train(0, 1)
         until(path.exists)
+        assert [entry.resolve() for entry in runs.going_on()] == [path]
         until(lambda: file.read(path).last is not None and file.read(path).last.number == 2)
         found, info = file.read(path), one.optimizer.last_step
         assert file.plain(found.last) == file.plain(info)
@@ -71,6 +80,18 @@ def test_the_file_says_what_the_last_step_says_and_goes_with_the_run(tmp_path):
         assert threads() == ["greedysnake status"]
     assert threads() == []
     assert not list(tmp_path.iterdir())
+    assert not list(own_machine.iterdir())
+
+
+def test_a_run_in_memory_is_among_those_of_the_machine(tmp_path, own_machine):
+    storage = tmp_path / "storage"
+    with learner(storage, ratios={"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}) as one:
+        one.train(0, 1)
+        until(lambda: list(own_machine.glob("*.json")))
+        (entry,) = runs.going_on()
+        assert not file.read(entry).about.drives
+        assert not storage.exists()
+    assert not list(own_machine.iterdir())
 
 
 def test_metrics_have_tokens_and_the_loss_of_the_batch(tmp_path):

@@ -141,9 +141,9 @@ class ModelSpec:
         return levelled(workload, self.specialized(workload.micro_batch_size))
 
     def workload(
-        self, micro_batch_size: int, masters: Masters | None = None, layer_tokens: int | None = None
+        self, micro_batch_size: int, masters: Masters | None = None, layer_tokens: int | None = None, world: int = 1
     ) -> Workload:
-        """The model at one micro-batch size, the memory inside its units' code counted at this size.
+        """What one of `world` ranks has of the model, at one micro-batch size, for which its code's memory is counted.
 
         masters: None: as the specification says. layer_tokens: as in `Decision`.
         """
@@ -152,7 +152,8 @@ class ModelSpec:
         types = stored_types(self.moments, pairs=pairs)
         captured = self.compilation.captured
         codecs = encoded(specialized.split, captured, self.frozen)
-        layout = arrange(specialized.split, captured, types, codecs=codecs, matrices=self._matrices(specialized))
+        matrices = self._matrices(specialized)
+        layout = arrange(specialized.split, captured, types, share=(0, world), codecs=codecs, matrices=matrices)
         tied = tied_units(specialized.split, layout.spans)
         key = micro_batch_size, layer_tokens
         if key not in self.costs:
@@ -160,7 +161,7 @@ class ModelSpec:
         found = workload_of(specialized, layout.sizes, tied=tied, costs=self.costs[key])
         kinds = {each.is_pair for each in layout.types.values() if each.has_master}
         masters = ("split" if kinds.pop() else "whole") if kinds else None
-        found = replace(found, name=self.name, sequence=self.sequence, masters=masters)
+        found = replace(found, name=self.name, sequence=self.sequence, masters=masters, world=world)
         return _deepened(found, self.num_layers, specialized.split.layers_per_block)
 
     def _matrices(self, specialized: SpecializedModel) -> dict[int, Matrices] | None:
