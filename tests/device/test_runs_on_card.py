@@ -13,8 +13,8 @@ import inductor
 import pytest
 import torch
 from carded import Card, in_place, on_storage, to
+from frozen_models import gpt2_with_frozen
 from lines import without
-from partly_frozen import gpt2_with_frozen
 from tiered import (
     Harness,
     adamw,

@@ -9,7 +9,7 @@ import expecttest
 import pytest
 import torch
 from closed_forms import frozen_of, spared, units_of
-from partly_frozen import gpt2_with_frozen
+from frozen_models import gpt2_with_frozen
 from tiered import BATCH, Harness, adamw, moved, options, outcome, step, tokens
 
 from gs_compile.errors import OptionError

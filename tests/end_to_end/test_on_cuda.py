@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import test_same_bits as table
 import torch
-from partly_frozen import gpt2_with_frozen
+from frozen_models import gpt2_with_frozen
 from tiered import (
     Harness,
     adamw,

@@ -105,10 +105,21 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
             assert torch.equal(place.stash[: parameter.numel() // 2], tensors[f"{name}_blocks"].view(-1))
     read_as_decoded = read(tmp_path / "saved", tmp_path / "storage", quantization_config=config)
     assert not any(residency_of(each).codec for each in read_as_decoded.parameters())
-    trained = {"targets": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
-    model, losses, found = learned(model, storage=model.greedysnake_options, **trained)
+    model, losses, found = learned(model, storage=model.greedysnake_options, targets=["q_proj"])
     places = {name: residency_of(each).place[1].codec for name, each in model.named_parameters()}
     assert all(codec == ("mxfp4" if name.endswith(EXPERTS) else "") for name, codec in places.items())
-    _, wanted_losses, wanted = learned(theirs, **trained)
+    _, wanted_losses, wanted = learned(theirs, targets=["q_proj"])
     assert losses == pytest.approx(wanted_losses, rel=1e-6)
     assert distance(found, wanted) < 1e-5
+
+
+def test_experts_are_encoded_and_their_biases_are_not(tmp_path):
+    source, codec = small("gpt_oss").bfloat16(), CODECS["mxfp4"]
+    source.save_pretrained(tmp_path / "saved")
+    model = read(tmp_path / "saved", tmp_path / "storage", frozen="mxfp4")
+    for name, parameter in model.named_parameters():
+        values = source.get_parameter(name).detach()
+        is_meant = is_encoded(name, values) and not name.endswith("bias")
+        assert residency_of(parameter).codec == ("mxfp4" if is_meant else ""), name
+        wanted = codec.decode(codec.encode(values), values.shape, values.dtype) if is_meant else values
+        assert torch.equal(parameter.detach().clone(), wanted), name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partly_frozen import gpt2_with_frozen
+from frozen_models import gpt2_with_frozen
 from tiered import Harness, adamw, options, outcome, step, tokens
 
 KEEPS_CAPTURES = True  # each process captures its own

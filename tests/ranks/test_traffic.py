@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from closed_forms import frozen_of, of_a_rank, spared, units_of
-from partly_frozen import gpt2_with_frozen
+from frozen_models import gpt2_with_frozen
 from tiered import LENGTH, Harness, adamw, moved, options, shared, step, tokens
 
 KEEPS_CAPTURES = True  # each process captures its own

@@ -1,4 +1,4 @@
-"""A GPT whose layers have frozen matrices, some of them experts."""
+"""A tiny model of which the matrices of layers are frozen, as they are or as a codec makes them."""
 
 from __future__ import annotations
 
