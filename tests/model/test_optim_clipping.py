@@ -83,7 +83,7 @@ class Steep(GPT):
     """The embedding's gradient is larger by far than all others, so it alone leaves the range of numbers."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(num_layers=3)
         self.embedding.weight.data *= 1e-30
 
     def forward(self, ids, labels):

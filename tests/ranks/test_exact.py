@@ -12,7 +12,6 @@ import torch
 import zoo
 from launch import Fleet
 from learner import distance
-from saving import saving
 from tiered import Harness, adamw, gpt2, muon, options, outcome, tokens, two_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,6 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import gs_compile
 from gs_compile.errors import NonFiniteWarning
-from gs_compile.placement.levels import Share
 from gs_compile.runtime.optimizer import OptimizerStep
 
 KEEPS_CAPTURES = True  # each process captures its own
@@ -140,14 +138,13 @@ ON_DEVICE = {"ratios": {"device_parameter": 0.6, "device_checkpoint": 0.5}, "sep
 PLACES = [  # the first of each norm is what the others are compared with
     (None, {"alpha": 0.0}),
     (None, {"alpha": 1.0, **ON_DEVICE}),
-    (None, {"alpha": 0.5, "shares": (Share(1, "host", 0.4), Share(2, "ssd", 0.3))}),
+    (None, {"alpha": 0.5, "recompute": "auto", "ratios": dict.fromkeys(("parameter", "checkpoint", "optimizer"))}),
     (CLIPPED, {"clip": "delayed"}),
     (CLIPPED, {"clip": "speculative", "alpha": 0.0, **ON_DEVICE}),
     (CLIPPED, {"clip": "speculative", "alpha": 0.5, **SPLIT}),
 ]
 MORE_PLACES = [  # of slow tests
     *PLACES,
-    (None, {"alpha": 0.5, "recompute": "auto", "ratios": dict.fromkeys(("parameter", "checkpoint", "optimizer"))}),
     (None, {"alpha": 0.3, **SPLIT}),
     (CLIPPED, {"clip": "delayed", "separate_device": True, **SPLIT}),
 ]
@@ -178,6 +175,7 @@ def run(info, harness, given, bound, spoiled=(), state_dtype=None, optimizer=ada
                 one.step()
                 one.zero_grad()
             losses.append(loss.item() if loss.isfinite() else math.inf)  # equal to itself
+            assert bool(one.engine.placement.shares) == (given["expert"]["recompute"] != "all")
             norms.append(one.last_step.grad_norm)
             skipped.append(one.last_step.skipped)
             words += [str(warning.message) for warning in caught]
@@ -194,11 +192,8 @@ def places(info, tmp_path, precision, state_dtype, of, optimizer):
         if precision == "model":  # what is updated in the type it is computed in does not live on the device
             given = {**given, "ratios": {**given.get("ratios", {}), "device_parameter": 0.0}}
         how = {"state_dtype": state_dtype, "optimizer": optimizer}
-        shares, own = given.get("shares", ()), {name: each for name, each in given.items() if name != "shares"}
-        with saving(*shares) as made:
-            one, skipped, _ = run(info, harness, options(tmp_path, **own), bound, **how)
+        one, skipped, _ = run(info, harness, options(tmp_path, **given), bound, **how)
         assert not any(skipped)
-        assert made[-1].shares if given.get("recompute") == "auto" else made[-1].shares == shares
         found[str(given)] = one.differences(firsts.setdefault(bound, one))
     norms = firsts[clipped].norms
     assert min(norms) < clipped < max(norms), norms

@@ -171,7 +171,7 @@ def test_a_model_built_on_storage_trains_where_neither_memory_holds_it(tmp_path)
         optimizer.engine.tiers.close()
         return losses, values, peaks
 
-    build = partial(gpt2, num_layers=6)
+    build = partial(gpt2, num_layers=10)
     nbytes = sum(parameter.nbytes for parameter in build().parameters())  # and twice as much in their states
     expected, wanted, _ = trained(build(), separate_device=True)
     with on_twin(delay_seconds=0.0):
