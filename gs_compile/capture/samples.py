@@ -144,7 +144,7 @@ def _sums_samples(node: fx.Node, equation: str) -> bool:
 
 
 def _picks(name: str) -> bool:
-    return name in ("getitem", "setitem", "index_put") or name in PICKING
+    return name in ("getitem", "setitem", "index_put", "embedding_bag") or name in PICKING
 
 
 def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
