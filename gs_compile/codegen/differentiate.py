@@ -261,6 +261,11 @@ class Differentiated:
         """The most bytes that its code has alive inside, beside inputs and results."""
         return max(self.cost(name).nbytes for name in {"forward", self.last_name})
 
+    @property
+    def on_all(self) -> tuple[str, ...]:
+        """The operations that run on all tokens, by name, of a layer that runs in pieces otherwise."""
+        return ()
+
     def _resized(self, name: str, cut: Cut) -> fx.GraphModule:
         """A graph of a level with numbers for its symbols."""
         arguments = [replace(spec, requires_grad=False) for spec in self._arguments("joint")]
