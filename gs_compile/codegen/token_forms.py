@@ -112,7 +112,9 @@ class Forms:
             return self._sort_back(node)
         if changes_memory(node) or draws_random(node):
             raise NotInPiecesError(f"{node.target} {'changes memory' if changes_memory(node) else 'draws at random'}")
-        if not self.trained.isdisjoint(node.all_input_nodes) and packet_of(node) is not aten.detach:
+        dtype = getattr(node.meta["val"], "dtype", torch.float)
+        has_gradient = packet_of(node) is not aten.detach and (dtype.is_floating_point or dtype.is_complex)
+        if has_gradient and not self.trained.isdisjoint(node.all_input_nodes):
             self.trained.add(node)
         stage = max(map(self.stage, node.all_input_nodes), default=AHEAD)
         if stage != AHEAD:

@@ -15,6 +15,7 @@ the order of a sort leave the part (`codegen.token_wise` sees to both).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,9 +41,9 @@ def form_of_rows(node: fx.Node, forms: Forms) -> Form | None:
 
     Raises `MixesTokensError` where what it gives of a token depends on others.
     """
-    packet, first = packet_of(node), args_of(node)[0] if node.args else None
+    packet, first = packet_of(node), node.args[0] if node.args else None
     form = forms.get(first) if isinstance(first, fx.Node) else None
-    if packet is aten.sort and form and rank_of(first) == len(form.axes) == 1:
+    if packet is aten.sort and form and rank_of(args_of(node)[0]) == len(form.axes) == 1:
         return _sorted(node, form)
     if form and packet in (aten.floor_divide, aten.div) and form.places:
         return _divided(node, form)
@@ -129,8 +130,16 @@ def _keys(node: fx.Node, forms: Forms) -> fx.Node | None:
     if form.rows.order is not None:
         places = forms.get(args_of(node)[1][0]) if packet is aten.index else None
         return _keys(source, forms) if places and _is_permutation(places) else None  # picked in that order
-    is_place = packet in (aten.argmax, aten.argmin) or (args_of(node)[1:] == (1,) and packet_of(source) in CHOOSING)
-    return node if is_place else None
+    return node if _is_choice(node) else None
+
+
+def _is_choice(node: fx.Node) -> bool:
+    """Whether it says which of several was chosen for each token."""
+    if packet_of(node) in KEEPING | {aten.slice}:
+        return _is_choice(args_of(node)[0])
+    if node.target is operator.getitem:
+        return args_of(node)[1] == 1 and packet_of(args_of(node)[0]) in CHOOSING
+    return packet_of(node) in (aten.argmax, aten.argmin)
 
 
 def _picked(node: fx.Node, forms: Forms) -> Form:
