@@ -7,6 +7,7 @@ forward and backward in one go, a layer its forward again and its backward. What
 
     python -m benchmarks.pieces --tokens 8192 --output benchmarks/results/pieces.json
     python -m benchmarks.pieces --unit layer --tokens 32768 --threads 2 --output benchmarks/results/pieces-layer.json
+    python -m benchmarks.pieces --unit layer --experts 8 --width 512 --tokens 32768 --vocabulary 1024
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from benchmarks.common import conditions, in_process, memory_nbytes, parser_of, reset_peak, save
 from gs_compile.capture.call import captured_call
@@ -38,29 +41,41 @@ UNITS = {"head": (-1, "both", LEAST), "layer": (1, "backward", min(SIZES))}  # w
 
 
 class Layer(nn.Module):
-    """A layer as GPT-2's; no mask of all pairs of tokens is an input of it."""
+    """A layer as GPT-2's, or with experts as Mixtral's; no mask of all pairs of tokens is an input of it."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, experts: int) -> None:
         super().__init__()
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
         self.read, self.write = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.inner = experts_of(width, experts) if experts else feed_forward(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.read(self.before(x)).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4).unbind()
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.write(mixed.transpose(1, 2).flatten(-2))
-        inner: torch.Tensor = self.down(functional.gelu(self.up(self.after(x)), approximate="tanh"))
+        inner: torch.Tensor = self.inner(self.after(x))
         return x + inner
+
+
+def feed_forward(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+
+def experts_of(width: int, number: int) -> nn.Module:
+    """Of which each token has two, with gates, 3.5 times as wide inside."""
+    sizes = {"hidden_size": width, "intermediate_size": 7 * width // 2, "num_local_experts": number}
+    config = MixtralConfig(**sizes, num_experts_per_tok=2)
+    config._experts_implementation = "grouped_mm"
+    return MixtralSparseMoeBlock(config)
 
 
 class Model(nn.Module):
     """Two layers and a head."""
 
-    def __init__(self, width: int, vocabulary: int) -> None:
+    def __init__(self, width: int, vocabulary: int, experts: int) -> None:
         super().__init__()
         self.words, self.norm = nn.Embedding(vocabulary, width), nn.RMSNorm(width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(width, experts) for _ in range(2))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -74,7 +89,7 @@ class Model(nn.Module):
 def code_of(arguments: argparse.Namespace) -> InPieces:
     """The code of a unit, its x [1, tokens, width]."""
     with torch.device("meta"):
-        model = Model(arguments.width, arguments.vocabulary).to(getattr(torch, arguments.dtype))
+        model = Model(arguments.width, arguments.vocabulary, arguments.experts).to(getattr(torch, arguments.dtype))
         ids = torch.zeros(2, arguments.tokens, dtype=torch.long)
     captured, sizes = captured_call(model, {"ids": ids})
     compilation = Compilation(captured, Options.of({"outputs": "loss"}))
@@ -136,6 +151,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--experts", type=int, default=0, help="of a layer")
     parser.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
     parser.add_argument("--exact", action="store_true", help="compare with float64")

@@ -230,7 +230,8 @@ class Differentiated:
         """Of "forward", or of "joint" as factored, with its results counted as alive inside."""
 
         def count() -> Counts:
-            return counted(self.factored(name)[0] if name == "joint" else self.graph(name), ())
+            graph = self.factored(name)[0] if name == "joint" else self.graph(name)
+            return counted(graph, (), compiled=self._is_compiled)
 
         return self._known_or(f"{name} with results", count)
 
@@ -243,7 +244,12 @@ class Differentiated:
         if name != "forward":
             kinds = [self.unit.sources[index].kind for index in self.unit.differentiable]
             held |= {len(held) + place for place, kind in enumerate(kinds) if kind == "x"}
-        return counted(graph, held)
+        return counted(graph, held, compiled=self._is_compiled)
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether its compiler fuses operations."""
+        return self._generator.compiler == "inductor"
 
     @property
     def is_trained(self) -> bool:

@@ -348,9 +348,9 @@ def test_layers_give_the_results_and_gradients_of_the_whole(layer, size, generat
     assert code.no_levels_reason == "it runs in pieces of tokens"
 
 
-@pytest.mark.parametrize("layer", [Attention, FeedForward, "experts"], ids=str)
+@pytest.mark.parametrize("layer", [Attention, FeedForward, "Experts"], ids=lambda each: getattr(each, "__name__", each))
 def test_what_a_layer_has_alive_is_what_is_planned(layer):
-    unit = layer_of(experts(as_transformers) if layer == "experts" else layer, 2, 40)
+    unit = layer_of(experts(as_transformers) if layer == "Experts" else layer, 2, 40)
     inputs = [torch.rand(spec.shape) for spec in unit.specs]
     gradients = [torch.rand(unit.result_specs[index].shape) for index in unit.differentiated]
     nbytes = {}
