@@ -99,7 +99,7 @@ def code_of(arguments: argparse.Namespace) -> InPieces:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """In this process: one call to warm up on a part of the memory it takes, and one that counts."""
+    """In this process, one call."""
     torch.set_num_threads(arguments.threads)
     code = code_of(arguments)
     name = UNITS[arguments.unit][1]

@@ -75,7 +75,8 @@ class _Graph:
             for maker, _ in self._inputs(node):
                 self.readers[maker].add(node)
         self.results = {self.root[each] for each in output_values(module) if isinstance(each, fx.Node)}
-        self.is_loop = {node: _is_loop(node) for node in nodes}
+        changed = {self.root[each] for node in nodes if changes_memory(node) for each in node.all_input_nodes}
+        self.is_loop = {node: _is_loop(node) and self.root[node] not in changed for node in nodes}
         self.depth: dict[fx.Node, int] = {}  # the operations of libraries that are behind one another ahead of it
         for node in nodes:
             made = [maker for maker, _ in self._inputs(node)]
@@ -126,7 +127,7 @@ class _Graph:
 
 def _is_loop(node: fx.Node) -> bool:
     """Whether a compiler writes the operation itself."""
-    if node.op != "call_function" or changes_memory(node) or not _tensors(node):
+    if node.op != "call_function" or not _tensors(node):
         return False
     packet, tags = packet_of(node), getattr(node.target, "tags", ())
     if node.target is aten.scatter.value:  # of a number into a tensor of one number: a comparison

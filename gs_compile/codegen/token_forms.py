@@ -42,12 +42,14 @@ from gs_compile.errors import GreedySnakeError
 # What takes a shape, and what takes another one in its place, whatever memory is like.
 SHAPED = {**dict.fromkeys(VIEWS, aten.reshape.default), aten.expand: aten.expand.default}
 LIKE = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}
+CONSTANT = LIKE | {aten.detach}  # have no gradient
 SAME = CASTS | LIKE | {aten.where, aten.masked_fill}  # beside those tagged pointwise
 # These work along their `dim`, and keep it, or not, as they say.
 ALONG = {aten.sum, aten.mean, aten.amax, aten.amin, aten.logsumexp, aten.any, aten.all, aten.prod, aten.max, aten.min}
 ALONG |= {aten.argmax, aten.argmin, aten.var, aten.var_mean, aten.std, aten.norm, aten.linalg_vector_norm}
-ALONG |= {aten._softmax, aten._log_softmax, aten.cumsum, aten.sort, aten.topk, aten.flip, aten.gather, aten.cat}
-ALONG |= {aten.split, aten.split_with_sizes, aten.slice, aten._safe_softmax, aten.scatter}
+ALONG |= {aten._softmax, aten._log_softmax, aten.cumsum, aten.sort, aten.topk, aten.flip, aten.cat}
+ALONG |= {aten.split, aten.split_with_sizes, aten.slice, aten._safe_softmax}
+PICKING = {aten.gather, aten.scatter, aten.scatter_add}  # so do these, of as many rows as they are given places for
 LAST = {aten.native_layer_norm, aten._fused_rms_norm}  # these work along the last dimensions
 NONE, MEAN, SUM = 0, 1, 2  # reductions of a loss
 
@@ -113,7 +115,7 @@ class Forms:
         if changes_memory(node) or draws_random(node):
             raise NotInPiecesError(f"{node.target} {'changes memory' if changes_memory(node) else 'draws at random'}")
         dtype = getattr(node.meta["val"], "dtype", torch.float)
-        has_gradient = packet_of(node) is not aten.detach and (dtype.is_floating_point or dtype.is_complex)
+        has_gradient = packet_of(node) not in CONSTANT and (dtype.is_floating_point or dtype.is_complex)
         if has_gradient and not self.trained.isdisjoint(node.all_input_nodes):
             self.trained.add(node)
         stage = max(map(self.stage, node.all_input_nodes), default=AHEAD)
@@ -172,7 +174,7 @@ class Forms:
             return self._aligned(node, node.all_input_nodes, rank_of(node))
         if packet in LAST:
             return self._along(node, range(-len(args_of(node)[1]), 0))
-        if packet in ALONG:
+        if packet in ALONG | PICKING:
             dims = named_arguments(node).get("dim")
             return self._along(node, dims if isinstance(dims, (list, tuple)) else [dims])
         return mix()
@@ -220,7 +222,10 @@ class Forms:
         first = args_of(node)[0][0] if isinstance(args_of(node)[0], (list, tuple)) else args_of(node)[0]
         rank, arguments = rank_of(first), named_arguments(node)
         along = [dim % rank for dim in dims if dim is not None]
-        form = self._aligned(node, [each for each in node.all_input_nodes if rank_of(each) == rank], rank)
+        operands = [each for each in node.all_input_nodes if rank_of(each) == rank]
+        if packet_of(node) in PICKING and len({_rest(each.meta["val"].shape, along) for each in operands}) > 1:
+            return mix()
+        form = self._aligned(node, operands, rank)
         if packet_of(node) is aten.slice and tuple(along) == form.axes[-1:]:
             return self._sliced(node, form, arguments)
         if not along or set(along) & set(form.axes):
@@ -367,6 +372,10 @@ class Forms:
         with getattr(first[0] if isinstance(first, tuple) else first, "fake_mode", torch.no_grad()), torch.no_grad():
             node.meta["val"] = target(*values)
         return node
+
+
+def _rest(shape: Sequence[int], along: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for axis, size in enumerate(shape) if axis not in along)
 
 
 def is_slice(node: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from gs_compile.codegen.token_axes import MOVING, Form, Rows, args_of, aten, mix
 VIEWS = {aten.view, aten._unsafe_view, aten.reshape}
 CASTS = {aten._to_copy, aten.clone, aten.detach, aten.alias}
 ADDING = {aten.index_add, aten.index_put}  # to, and by their places, rows
-KEEPING = {*VIEWS, *CASTS, *MOVING, aten.squeeze, aten.expand}  # what makes of places and counts the same ones
+KEEPING = {*VIEWS, *CASTS, *MOVING, aten.squeeze, aten.expand}  # what has the same values
 EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}  # dtypes that have any number of keys exactly
 CHOOSING = {aten.topk, aten.sort, aten.max, aten.min}  # give places along a dimension, which are 0 at least, second
 GROUPED = {"aten._grouped_mm", "transformers.grouped_mm_fallback"}  # left, right, ends of groups, and perhaps more
@@ -56,9 +56,8 @@ def form_of_rows(node: fx.Node, forms: Forms) -> Form | None:
     if str(packet) in GROUPED:
         return _multiplied(node, forms)
     read = [forms[each] for each in node.all_input_nodes if each in forms]
-    if any(each.places or each.groups for each in read) and packet not in KEEPING | ADDING:
-        return mix()
-    return None
+    keeps = packet in CASTS or (packet in KEEPING | ADDING and not any(each.groups for each in read))
+    return None if keeps or not any(each.places or each.groups for each in read) else mix()
 
 
 def form_of_item(node: fx.Node, forms: Forms) -> Form:

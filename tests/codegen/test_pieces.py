@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401 (which makes an operation of products of groups)
+import zoo
 from alive import Alive
 from captured import captured
 from parts import code_and_autograd
@@ -481,6 +482,7 @@ def counted_otherwise(layer, x, weights, ids):
     return made[back(rows)].view(-1, CHOSEN, WIDTH).sum(1)
 
 
+OF_TRANSFORMERS = [("mixtral", "batched_mm"), ("gpt_oss", "grouped_mm")]
 APART = [as_transformers, added, unsorted, of_one, in_groups]
 TOGETHER = [with_few_places, by_number, falling, counted_otherwise]
 
@@ -502,3 +504,18 @@ def test_experts_are_in_pieces_where_their_tokens_stay_apart(way, size, generato
         assert code.on_all == ()
     else:
         assert "sort" in code.on_all
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("mixtral", "grouped_mm"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OF_TRANSFORMERS)],
+)
+def test_experts_of_transformers_are_in_pieces(name, way):
+    """With what the loss that balances them reads of the router."""
+    model, ids = zoo.small(name, output_router_logits=True), torch.randint(zoo.VOCAB, (SAMPLES, TOKENS))
+    model.config._experts_implementation = way
+    unit = captured(model, input_ids=ids, labels=ids).split(2).units[2]
+    code = in_pieces(unit)
+    equal(*code_and_autograd(unit, EAGER, code=code))
+    assert "sort" not in code.on_all
+    assert [isinstance(part, OnSome) for part in code._parts][-1]
