@@ -13,6 +13,7 @@ forward and backward in one go, a layer its forward again and its backward. What
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 import tempfile
@@ -86,11 +87,11 @@ class Model(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def code_of(arguments: argparse.Namespace) -> InPieces:
+def code_of(arguments: argparse.Namespace, tokens: int) -> InPieces:
     """The code of a unit, its x [1, tokens, width]."""
     with torch.device("meta"):
         model = Model(arguments.width, arguments.vocabulary, arguments.experts).to(getattr(torch, arguments.dtype))
-        ids = torch.zeros(2, arguments.tokens, dtype=torch.long)
+        ids = torch.zeros(2, tokens, dtype=torch.long)
     captured, sizes = captured_call(model, {"ids": ids})
     compilation = Compilation(captured, Options.of({"outputs": "loss"}))
     units = compilation.specialized(1, sizes, alone=False).split.units
@@ -98,12 +99,8 @@ def code_of(arguments: argparse.Namespace) -> InPieces:
     return InPieces(off_meta(units[UNITS[arguments.unit][0]]), generator, None, (), arguments.piece)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """In this process, one call."""
-    torch.set_num_threads(arguments.threads)
-    code = code_of(arguments)
-    name = UNITS[arguments.unit][1]
-    function = code.function(name)
+def inputs_of(code: InPieces, name: str, arguments: argparse.Namespace) -> list[torch.Tensor]:
+    """Values for a function of the code."""
     torch.manual_seed(0)
     inputs = []
     given = [code.unit.result_specs[index] for index in code.unit.differentiated] if name == "backward" else []
@@ -113,7 +110,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             inputs.append(values.to(spec.dtype))
         else:
             inputs.append(torch.randint(0, arguments.vocabulary, spec.shape))
-    num_results = 0 if given else len(code.unit.results)
+    return inputs
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """In this process: two pieces to warm up, where there are pieces, and the call that counts."""
+    torch.set_num_threads(arguments.threads)
+    name = UNITS[arguments.unit][1]
+    if arguments.piece:
+        few = code_of(arguments, 2 * arguments.piece)
+        with torch.no_grad():
+            few.function(name)(*inputs_of(few, name, arguments))
+    code = code_of(arguments, arguments.tokens)
+    function, inputs = code.function(name), inputs_of(code, name, arguments)
+    num_results = len(code.unit.results) if name == "both" else 0
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back
     before = memory_nbytes("VmRSS")
     reset_peak()
     wall, start = time.perf_counter(), time.process_time()
