@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401 (which makes an operation of products of groups)
 import zoo
-from alive import Alive
+from alive import Alive, most_allocated
 from captured import captured
 from parts import code_and_autograd
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
+from benchmarks.pieces import UNITS, code_of
+from benchmarks.pieces import inputs_of as drawn
 from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.parts import OnSome
 from gs_compile.codegen.pieces import LEAST, InPieces
@@ -213,6 +216,21 @@ def test_what_is_alive_is_what_is_planned_no_logits_are_and_products_run_once(he
     pieces = next(len(part._ranges) for part in code._parts if isinstance(part, OnSome))
     again = head in TWICE or head is partly_without_gradients
     assert counted.rows["products"] == (3 + again) * pieces  # logits, gradients of x and of the weight; logits again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["head", "layer"])
+def test_what_compiled_code_takes_is_what_is_planned(unit):
+    """As `benchmarks.pieces` has it; of a layer the parts that are not compiled need most."""
+    sizes = {"width": 64, "vocabulary": 4096, "experts": 0, "dtype": "float32", "compiler": "inductor"}
+    name, piece = UNITS[unit][1], 192
+    arguments = SimpleNamespace(**sizes, unit=unit, piece=piece, tokens=4 * piece)
+    code = code_of(arguments, arguments.tokens)
+    inputs = drawn(code, name, arguments)
+    with torch.no_grad():
+        most, results = most_allocated(code.function(name), *inputs)
+    held = next(each.nbytes for each in reversed(results) if each.shape == inputs[0].shape)  # the gradient of x
+    assert most - held == pytest.approx(code.cost(name).nbytes, rel=0.03)
 
 
 def test_gradients_of_all_pieces_are_summed_in_fp32():
