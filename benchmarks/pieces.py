@@ -1,9 +1,9 @@
 """The head and its loss, or a layer, in pieces of tokens beside all tokens at a time: memory and time of a backward.
 
-Each measurement is a process of its own: what is alive at most beyond what is given to the code (parameters, x, a
-layer's dy) and the parameters' gradient, as the kernel counts it, beside what a plan counts; and seconds. The head runs
-forward and backward in one go, a layer its forward again and its backward. What both give is compared, or with
-`--exact` each with what the whole gives in float64.
+Each measurement is a process of its own, where each tensor has memory of its own: what is alive at most beyond what is
+given to the code (parameters, x, a layer's dy) and the parameters' gradient, as the kernel counts it, beside what a
+plan counts; and seconds. The head runs forward and backward in one go, a layer its forward again and its backward. What
+both give is compared, or with `--exact` each with what the whole gives in float64.
 
     python -m benchmarks.pieces --tokens 8192 --output benchmarks/results/pieces.json
     python -m benchmarks.pieces --unit layer --tokens 32768 --threads 2 --output benchmarks/results/pieces-layer.json
@@ -38,6 +38,7 @@ from gs_compile.planner.in_pieces import SIZES
 
 MIB = 2**20
 HEAD = 64  # elements of a head of attention
+OWN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what ends is given back, not held in glibc's heap for others
 UNITS = {"head": (-1, "both", LEAST), "layer": (1, "backward", min(SIZES))}  # which, its function, tokens of a piece
 
 
@@ -180,7 +181,7 @@ def main() -> None:
 
         def run(name: str, *given: object) -> Any:
             file = Path(folder, name)
-            found = in_process("benchmarks.pieces", *sys.argv[1:], *given, "--results", file)
+            found = in_process("benchmarks.pieces", *sys.argv[1:], *given, "--results", file, environment=OWN_MEMORY)
             results[name] = torch.load(file)
             return found
 

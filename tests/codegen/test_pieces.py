@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers.integrations.moe  # noqa: F401 (which makes an operation of products of groups)
-import zoo
 from alive import Alive, most_allocated
 from captured import captured
 from parts import code_and_autograd
+from pieces import (
+    COMPILERS,
+    EAGER,
+    PIECE,
+    SAMPLES,
+    TOKENS,
+    WIDTH,
+    WORDS,
+    equal,
+    flat_loss,
+    hold_memory,
+    in_pieces,
+    layer_of,
+)
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 from benchmarks.pieces import UNITS, code_of
 from benchmarks.pieces import inputs_of as drawn
-from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.parts import OnSome
 from gs_compile.codegen.pieces import LEAST, InPieces
 from gs_compile.hf.fused_head import log_probabilities
-
-EAGER = Generator("eager")
-COMPILERS = [EAGER, pytest.param(Generator("inductor"), marks=pytest.mark.slow)]
-SAMPLES, TOKENS, WIDTH, WORDS = 4, 9, 8, 96
-PIECE = 5  # tokens: 18 or 9 are no multiple
 
 
 class Model(nn.Module):
@@ -54,10 +59,6 @@ def odd_views(model, x, ids, labels, mask, teacher):
     logits = model.words(x).unsqueeze(0).squeeze(0).squeeze(-1)[:, :, None].squeeze(2)
     first = logits.gather(-1, labels[:, :, None]).squeeze()
     return (first * mask + logits.norm(dim=-1)).sum() - logits.gather(1, labels[:, :1, None] % TOKENS).sum()
-
-
-def flat_loss(logits, labels, **how):
-    return cross_entropy(logits.reshape(-1, WORDS), labels.reshape(-1), **how)
 
 
 def moved_labels(model, x, ids, labels, mask, teacher):
@@ -150,25 +151,9 @@ def unit_of(head, size):
     return captured(Model(head), ids, labels, mask, teacher).split(size).units[-1]
 
 
-def in_pieces(unit, generator=EAGER, tokens=PIECE):
-    return InPieces(unit, generator, None, (), tokens)
-
-
 @cache
 def head_in_pieces(head, size, generator):
     return in_pieces(unit_of(head, size), generator)
-
-
-def equal(found, expected, generator=EAGER):
-    """Sums of fp32 in another order: rounding of some terms at 6e-8 each of the largest.
-
-    Compiled exponentials are others, too: the whole head's gradients are then up to 5e-6 away from autograd's.
-    """
-    tolerance = 2e-6 if generator is EAGER else 1e-5
-    found = [term if isinstance(term, torch.Tensor) else term.dense() for term in found]
-    for one, other in zip(found, expected, strict=True):
-        most = other.abs().max().item() if other.is_floating_point() else 0.0
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * most)
 
 
 @pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
@@ -334,26 +319,6 @@ class FeedForward(Attention):
         return x + self.down(functional.gelu(self.up(self.second(x)))) * turn[..., None]
 
 
-class Stack(nn.Module):
-    def __init__(self, layer) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.words = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(layer() for _ in range(2))
-
-    def forward(self, ids, turn):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x, turn)
-        return flat_loss(self.words(x), ids)
-
-
-@cache
-def layer_of(layer, size, tokens=TOKENS):
-    ids = torch.randint(WORDS, (SAMPLES, tokens))
-    return captured(Stack(layer), ids, torch.rand(SAMPLES, tokens)).split(size).units[1]
-
-
 @pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
 @pytest.mark.parametrize("size", [2, 1], ids=["two samples", "one sample"])
 @pytest.mark.parametrize("layer", [Attention, Parallel, FeedForward], ids=lambda layer: layer.__name__)
@@ -367,22 +332,9 @@ def test_layers_give_the_results_and_gradients_of_the_whole(layer, size, generat
     assert code.no_levels_reason == "it runs in pieces of tokens"
 
 
-@pytest.mark.parametrize("layer", [Attention, FeedForward, "Experts"], ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize("layer", [Attention, FeedForward], ids=lambda layer: layer.__name__)
 def test_what_a_layer_has_alive_is_what_is_planned(layer):
-    unit = layer_of(experts(as_transformers) if layer == "Experts" else layer, 2, 40)
-    inputs = [torch.rand(spec.shape) for spec in unit.specs]
-    gradients = [torch.rand(unit.result_specs[index].shape) for index in unit.differentiated]
-    nbytes = {}
-    for tokens in (8, 0):
-        code = in_pieces(unit, tokens=tokens)
-        function, alive = code.function("backward"), Alive()
-        with torch.no_grad(), alive:
-            results = function(*inputs, *gradients)
-        x = next(i for i, index in enumerate(unit.differentiable) if unit.sources[index].kind == "x")
-        nbytes[tokens] = code.cost("backward").nbytes
-        if tokens:
-            assert alive.most - results[x].nbytes == pytest.approx(nbytes[tokens], rel=0.03)
-    assert nbytes[8] < 0.6 * nbytes[0]
+    hold_memory(layer_of(layer, 2, 40))
 
 
 def test_only_what_attention_reads_is_computed_again():
@@ -390,150 +342,3 @@ def test_only_what_attention_reads_is_computed_again():
     unit = layer_of(Attention, 2)
     piece, whole = (in_pieces(unit, tokens=tokens).cost("backward").flops for tokens in (PIECE, 0))
     assert piece - whole == 2 * 2 * TOKENS * WIDTH * 3 * WIDTH
-
-
-# Experts --------------------------------------------------------------------------------------------------------------
-
-EXPERTS, CHOSEN, INNER = 4, 2, 6
-products_of_groups = torch.ops.transformers.grouped_mm_fallback
-
-
-class Experts(nn.Module):
-    """A layer whose tokens go to two of four experts each: `way(layer, rows, weights, ids)`."""
-
-    way: Callable[..., torch.Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, *s) / 3) for s in ((WIDTH, INNER), (INNER, WIDTH)))
-        self.bias = nn.Parameter(torch.randn(EXPERTS, INNER))
-
-    def forward(self, x, turn):
-        rows = self.norm(x).flatten(0, 1)
-        weights, ids = self.gate(rows).softmax(-1).topk(CHOSEN)
-        return x + type(self).way(self, rows, weights / weights.sum(-1, keepdim=True), ids).view_as(x)
-
-
-def grouped(ids, keys=None, **how):
-    """Sorted ids, the rows that they were, and where those of each expert end."""
-    found, rows = torch.sort(ids.flatten(), **how)
-    counts = torch.histc((found if keys is None else keys).float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
-    return found, rows, counts.cumsum(0, dtype=torch.int32)
-
-
-def inner(layer, rows, found, ends):
-    return functional.gelu(products_of_groups(rows, layer.up, ends) + layer.bias[found])
-
-
-def back(rows):
-    """The inverse of a permutation."""
-    return torch.empty_like(rows).index_put((rows,), torch.arange(len(rows)))
-
-
-def as_transformers(layer, x, weights, ids):
-    found, rows, ends = grouped(ids)
-    made = products_of_groups(inner(layer, x[rows // CHOSEN], found, ends), layer.down, ends)
-    return (made * weights.flatten()[rows, None])[back(rows)].view(-1, CHOSEN, WIDTH).sum(1)
-
-
-def added(layer, x, weights, ids):
-    """Counted before they are sorted, brought back by adding, and weights of experts picked for each row."""
-    rows = ids.flatten().argsort(stable=True)
-    found = ids.flatten()[rows]
-    ends = torch.histc(ids.int().float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
-    made = torch.bmm(inner(layer, x.index_select(0, rows // CHOSEN), found, ends)[:, None], layer.down[found])
-    made = made.squeeze(1) * weights.reshape(-1)[rows].unsqueeze(-1)
-    return torch.zeros_like(x).index_add(0, rows.div(CHOSEN, rounding_mode="floor"), made)
-
-
-def unsorted(layer, x, weights, ids):
-    rows, of = x.repeat_interleave(CHOSEN, 0), ids.flatten()
-    made = functional.gelu(torch.bmm(rows[:, None], layer.up[of]).squeeze(1) + layer.bias[of])
-    made = torch.bmm(made[:, None], layer.down[of]).squeeze(1) * weights.view(-1, 1)
-    return made.view(-1, CHOSEN, WIDTH).sum(1)
-
-
-def of_one(layer, x, weights, ids):
-    """One expert for each token: rows are as many as tokens."""
-    found, rows, ends = grouped(ids[:, 0])
-    made = products_of_groups(inner(layer, x[rows], found, ends), layer.down, ends)
-    return made[rows.argsort()] * weights[:, :1]
-
-
-def in_groups(layer, x, weights, ids):
-    """Experts of the better half alone, as a mask says that is written by places."""
-    scores = layer.gate(x).sigmoid()
-    halves = scores.view(-1, 2, EXPERTS // 2).amax(-1)
-    mask = torch.zeros_like(halves).scatter(1, halves.topk(1).indices, 1.0)
-    mask = mask.unsqueeze(-1).expand(-1, 2, EXPERTS // 2).reshape(-1, EXPERTS)
-    ids = scores.masked_fill(mask == 0, -1.0).topk(CHOSEN, sorted=False).indices
-    return as_transformers(layer, x, scores.gather(1, ids), ids)
-
-
-def with_few_places(layer, x, weights, ids):
-    """Those that come last find no place, so what others are there matters."""
-    found, rows, ends = grouped(ids)
-    first = functional.pad(ends, (1, 0))[:-1]
-    is_early = torch.arange(len(rows)) - first[found] < 7
-    made = products_of_groups(inner(layer, x[rows // CHOSEN], found, ends), layer.down, ends)
-    made = made * weights.flatten()[rows, None] * is_early[:, None]
-    return made[back(rows)].view(-1, CHOSEN, WIDTH).sum(1)
-
-
-def by_number(layer, x, weights, ids):
-    """The number of a token matters."""
-    _, rows, _ = grouped(ids)
-    return as_transformers(layer, x, weights, ids) + (rows[back(rows)].view(-1, CHOSEN) % 5).sum(1, keepdim=True)
-
-
-def falling(layer, x, weights, ids):
-    """Experts in the order of their numbers, and tokens in the contrary one."""
-    found, rows, ends = grouped(ids, descending=True)
-    made = products_of_groups(inner(layer, x[rows // CHOSEN], found, ends), layer.down, ends)
-    return made[back(rows)].view(-1, CHOSEN, WIDTH).sum(1)
-
-
-def counted_otherwise(layer, x, weights, ids):
-    found, rows, ends = grouped(ids, keys=EXPERTS - 1 - ids)
-    made = products_of_groups(inner(layer, x[rows // CHOSEN], found, ends), layer.down, ends)
-    return made[back(rows)].view(-1, CHOSEN, WIDTH).sum(1)
-
-
-OF_TRANSFORMERS = [("mixtral", "batched_mm"), ("gpt_oss", "grouped_mm")]
-APART = [as_transformers, added, unsorted, of_one, in_groups]
-TOGETHER = [with_few_places, by_number, falling, counted_otherwise]
-
-
-@cache
-def experts(way):
-    return type(way.__name__, (Experts,), {"way": staticmethod(way)})
-
-
-@pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["two samples", "one sample"])
-@pytest.mark.parametrize("way", [*APART, *TOGETHER], ids=lambda way: way.__name__)
-def test_experts_are_in_pieces_where_their_tokens_stay_apart(way, size, generator):
-    unit = layer_of(experts(way), size)
-    code = in_pieces(unit, generator)
-    equal(*code_and_autograd(unit, generator, code=code), generator)
-    if way in APART:
-        assert [isinstance(part, OnSome) for part in code._parts] == [True]
-        assert code.on_all == ()
-    else:
-        assert "sort" in code.on_all
-
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [("mixtral", "grouped_mm"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OF_TRANSFORMERS)],
-)
-def test_experts_of_transformers_are_in_pieces(name, way):
-    """With what the loss that balances them reads of the router."""
-    model, ids = zoo.small(name, output_router_logits=True), torch.randint(zoo.VOCAB, (SAMPLES, TOKENS))
-    model.config._experts_implementation = way
-    unit = captured(model, input_ids=ids, labels=ids).split(2).units[2]
-    code = in_pieces(unit)
-    equal(*code_and_autograd(unit, EAGER, code=code))
-    assert "sort" not in code.on_all
-    assert [isinstance(part, OnSome) for part in code._parts][-1]
