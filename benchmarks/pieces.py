@@ -1,17 +1,19 @@
 """The head and its loss, or a layer, in pieces of tokens beside all tokens at a time: memory and time of a backward.
 
-Each measurement is a process of its own: what is alive at most beyond what is given to the code (parameters, x, a
-layer's dy) and the parameters' gradient, as the kernel counts it, beside what a plan counts; and seconds. The head runs
-forward and backward in one go, a layer its forward again and its backward. What both give is compared, or with
-`--exact` each with what the whole gives in float64.
+Each measurement is a process of its own, where each tensor has memory of its own: what is alive at most beyond what is
+given to the code (parameters, x, a layer's dy) and the parameters' gradient, as the kernel counts it, beside what a
+plan counts; and seconds. The head runs forward and backward in one go, a layer its forward again and its backward. What
+both give is compared, or with `--exact` each with what the whole gives in float64.
 
     python -m benchmarks.pieces --tokens 8192 --output benchmarks/results/pieces.json
     python -m benchmarks.pieces --unit layer --tokens 32768 --threads 2 --output benchmarks/results/pieces-layer.json
+    python -m benchmarks.pieces --unit layer --experts 8 --width 512 --tokens 32768 --vocabulary 1024
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 import tempfile
@@ -22,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from benchmarks.common import conditions, in_process, memory_nbytes, parser_of, reset_peak, save
 from gs_compile.capture.call import captured_call
@@ -34,33 +38,46 @@ from gs_compile.planner.in_pieces import SIZES
 
 MIB = 2**20
 HEAD = 64  # elements of a head of attention
+OWN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what ends is given back, not held in glibc's heap for others
 UNITS = {"head": (-1, "both", LEAST), "layer": (1, "backward", min(SIZES))}  # which, its function, tokens of a piece
 
 
 class Layer(nn.Module):
-    """A layer as GPT-2's; no mask of all pairs of tokens is an input of it."""
+    """A layer as GPT-2's, or with experts as Mixtral's; no mask of all pairs of tokens is an input of it."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, experts: int) -> None:
         super().__init__()
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
         self.read, self.write = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.inner = experts_of(width, experts) if experts else feed_forward(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.read(self.before(x)).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4).unbind()
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.write(mixed.transpose(1, 2).flatten(-2))
-        inner: torch.Tensor = self.down(functional.gelu(self.up(self.after(x)), approximate="tanh"))
+        inner: torch.Tensor = self.inner(self.after(x))
         return x + inner
+
+
+def feed_forward(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+
+def experts_of(width: int, number: int) -> nn.Module:
+    """Of which each token has two, with gates, 3.5 times as wide inside."""
+    sizes = {"hidden_size": width, "intermediate_size": 7 * width // 2, "num_local_experts": number}
+    config = MixtralConfig(**sizes, num_experts_per_tok=2)
+    config._experts_implementation = "grouped_mm"
+    return MixtralSparseMoeBlock(config)
 
 
 class Model(nn.Module):
     """Two layers and a head."""
 
-    def __init__(self, width: int, vocabulary: int) -> None:
+    def __init__(self, width: int, vocabulary: int, experts: int) -> None:
         super().__init__()
         self.words, self.norm = nn.Embedding(vocabulary, width), nn.RMSNorm(width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(width, experts) for _ in range(2))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -71,11 +88,11 @@ class Model(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def code_of(arguments: argparse.Namespace) -> InPieces:
+def code_of(arguments: argparse.Namespace, tokens: int) -> InPieces:
     """The code of a unit, its x [1, tokens, width]."""
     with torch.device("meta"):
-        model = Model(arguments.width, arguments.vocabulary).to(getattr(torch, arguments.dtype))
-        ids = torch.zeros(2, arguments.tokens, dtype=torch.long)
+        model = Model(arguments.width, arguments.vocabulary, arguments.experts).to(getattr(torch, arguments.dtype))
+        ids = torch.zeros(2, tokens, dtype=torch.long)
     captured, sizes = captured_call(model, {"ids": ids})
     compilation = Compilation(captured, Options.of({"outputs": "loss"}))
     units = compilation.specialized(1, sizes, alone=False).split.units
@@ -83,12 +100,8 @@ def code_of(arguments: argparse.Namespace) -> InPieces:
     return InPieces(off_meta(units[UNITS[arguments.unit][0]]), generator, None, (), arguments.piece)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """In this process: one call to warm up on a part of the memory it takes, and one that counts."""
-    torch.set_num_threads(arguments.threads)
-    code = code_of(arguments)
-    name = UNITS[arguments.unit][1]
-    function = code.function(name)
+def inputs_of(code: InPieces, name: str, arguments: argparse.Namespace) -> list[torch.Tensor]:
+    """Values for a function of the code."""
     torch.manual_seed(0)
     inputs = []
     given = [code.unit.result_specs[index] for index in code.unit.differentiated] if name == "backward" else []
@@ -98,7 +111,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             inputs.append(values.to(spec.dtype))
         else:
             inputs.append(torch.randint(0, arguments.vocabulary, spec.shape))
-    num_results = 0 if given else len(code.unit.results)
+    return inputs
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """In this process: two pieces to warm up, where there are pieces, and the call that counts."""
+    torch.set_num_threads(arguments.threads)
+    name = UNITS[arguments.unit][1]
+    if arguments.piece:
+        few = code_of(arguments, 2 * arguments.piece)
+        with torch.no_grad():
+            few.function(name)(*inputs_of(few, name, arguments))
+    code = code_of(arguments, arguments.tokens)
+    function, inputs = code.function(name), inputs_of(code, name, arguments)
+    num_results = len(code.unit.results) if name == "both" else 0
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back
     before = memory_nbytes("VmRSS")
     reset_peak()
     wall, start = time.perf_counter(), time.process_time()
@@ -136,6 +163,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--experts", type=int, default=0, help="of a layer")
     parser.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
     parser.add_argument("--exact", action="store_true", help="compare with float64")
@@ -153,7 +181,7 @@ def main() -> None:
 
         def run(name: str, *given: object) -> Any:
             file = Path(folder, name)
-            found = in_process("benchmarks.pieces", *sys.argv[1:], *given, "--results", file)
+            found = in_process("benchmarks.pieces", *sys.argv[1:], *given, "--results", file, environment=OWN_MEMORY)
             results[name] = torch.load(file)
             return found
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,3 +43,13 @@ class Alive(TorchDispatchMode):
     def _end(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.now -= nbytes
+
+
+def most_allocated(function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
+    """The most bytes that a function takes on the CPU at once, what compiled code takes among it; and its results."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as taken:
+        results = function(*arguments)
+    assert taken.profiler is not None
+    events = [each for each in taken.profiler.kineto_results.events() if each.name() == "[memory]"]
+    events.sort(key=lambda each: each.start_ns())
+    return max(accumulate(each.nbytes() for each in events)), results

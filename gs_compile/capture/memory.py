@@ -1,8 +1,9 @@
 """memory: bytes that an ATen graph has alive inside, counted without running it.
 
-Memory is that of the graph as it is written, every tensor from the operation that makes it to its last reader. A
-compiler that fuses operations needs less; what kernels take inside is not counted. Where values decide how large a
-tensor is, it counts with the most that it can be.
+Memory is that of the graph as it is written, every tensor from the operation that makes it to its last reader; or as a
+compiler has it, which keeps some values out of memory, and what these are made of until they are read
+(`capture.loops`). What kernels take inside is not counted. Where values decide how large a tensor is, it counts with
+the most that it can be.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gs_compile.capture.dynamo import hint
 from gs_compile.capture.graph import output_values
 from gs_compile.capture.internals import tree_leaves
+from gs_compile.capture.loops import Loops, loops
 
 
 class Lifetime(NamedTuple):
@@ -34,8 +36,14 @@ def peak_nbytes(module: fx.GraphModule, held: Collection[int] = ()) -> int:
     return most_alive(lifetimes(module, held))
 
 
-def lifetimes(module: fx.GraphModule, held: Collection[int] = ()) -> list[Lifetime]:
+def lifetimes(module: fx.GraphModule, held: Collection[int] = (), *, compiled: bool = False) -> list[Lifetime]:
     """Of all memory beside that of the graph's inputs and of its results of the numbers `held`."""
+    found = loops(module) if compiled else Loops({}, {})
+    out = {
+        storage: {source for each in read for source, _ in _storages(each)}
+        for node, read in found.out.items()
+        for storage, _ in _storages(node)
+    }
     nodes = list(module.graph.nodes)
     given = {storage for node in nodes if node.op == "placeholder" for storage, _ in _storages(node)}
     values = output_values(module)
@@ -44,13 +52,16 @@ def lifetimes(module: fx.GraphModule, held: Collection[int] = ()) -> list[Lifeti
     made: dict[StorageWeakRef, int] = {}
     sizes: dict[StorageWeakRef, int] = {}
     last: dict[StorageWeakRef, int] = {}
-    for place, node in enumerate(nodes):
-        for storage, nbytes in _storages(node):
+    places = {node: place for place, node in enumerate(nodes)}
+    for node, place in places.items():
+        own = [(storage, nbytes) for storage, nbytes in _storages(node) if storage not in out]
+        for storage, nbytes in own:
             if storage not in given:
-                made.setdefault(storage, place)
+                made.setdefault(storage, places[found.first.get(node, node)])
                 sizes[storage] = nbytes
-        for read in (node, *node.all_input_nodes):
-            last |= dict.fromkeys((storage for storage, _ in _storages(read)), place)
+        for read in (node, *node.all_input_nodes) if own or node.op == "output" else ():
+            for storage, _ in _storages(read):
+                last |= dict.fromkeys(out.get(storage, {storage}), place)
     return [Lifetime(place, last[storage], sizes[storage]) for storage, place in made.items()]
 
 

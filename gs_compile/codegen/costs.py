@@ -36,9 +36,9 @@ class Counts(NamedTuple):
     numbers: tuple[int, ...]
 
 
-def counted(graph: fx.GraphModule, held: Collection[int]) -> Counts:
-    """Of a graph: the operations of each node, then the bytes of each memory. held: as of `lifetimes`."""
-    nodes, alive = list(graph.graph.nodes), lifetimes(graph, held)
+def counted(graph: fx.GraphModule, held: Collection[int], *, compiled: bool = False) -> Counts:
+    """Of a graph: the operations of each node, then the bytes of each memory. held, compiled: as of `lifetimes`."""
+    nodes, alive = list(graph.graph.nodes), lifetimes(graph, held, compiled=compiled)
     flops = [int(node_flops(node)) if node.op == "call_function" else 0 for node in nodes]
     structure = tuple(str(node.target) for node in nodes), tuple((each.made, each.last) for each in alive)
     return Counts(structure, (*flops, *(each.nbytes for each in alive)))

@@ -230,7 +230,8 @@ class Differentiated:
         """Of "forward", or of "joint" as factored, with its results counted as alive inside."""
 
         def count() -> Counts:
-            return counted(self.factored(name)[0] if name == "joint" else self.graph(name), ())
+            graph = self.factored(name)[0] if name == "joint" else self.graph(name)
+            return counted(graph, (), compiled=self._is_compiled)
 
         return self._known_or(f"{name} with results", count)
 
@@ -243,7 +244,12 @@ class Differentiated:
         if name != "forward":
             kinds = [self.unit.sources[index].kind for index in self.unit.differentiable]
             held |= {len(held) + place for place, kind in enumerate(kinds) if kind == "x"}
-        return counted(graph, held)
+        return counted(graph, held, compiled=self._is_compiled)
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether its compiler fuses operations."""
+        return self._generator.compiler == "inductor"
 
     @property
     def is_trained(self) -> bool:
@@ -260,6 +266,11 @@ class Differentiated:
     def workspace_nbytes(self) -> int:
         """The most bytes that its code has alive inside, beside inputs and results."""
         return max(self.cost(name).nbytes for name in {"forward", self.last_name})
+
+    @property
+    def on_all(self) -> tuple[str, ...]:
+        """The operations that run on all tokens, by name, of a layer that runs in pieces otherwise."""
+        return ()
 
     def _resized(self, name: str, cut: Cut) -> fx.GraphModule:
         """A graph of a level with numbers for its symbols."""

@@ -114,6 +114,10 @@ class InPieces(Differentiated):
         """Why it cannot run in pieces, where that was wanted; "" where it can."""
         return self.common.pieces.reason if self.common.pieces else ""
 
+    @property
+    def on_all(self) -> tuple[str, ...]:
+        return self.chain.on_all if self.unit.unit != EPILOGUE and self.tokens_per_piece else ()
+
     @cached_property
     def _cuts(self) -> Cuts:
         return Cuts(self, (), "it runs in pieces of tokens") if self.tokens_per_piece else super()._cuts
@@ -263,6 +267,11 @@ class InPieces(Differentiated):
             part.pull(values, gradients, keep, results)
         names = (self.chain.given[index] for index in self.unit.differentiable)
         return tuple(gradients[name] if name in gradients else torch.zeros_like(values[name]) for name in names)
+
+
+def on_tokens(size: int, on_all: Collection[str]) -> str:
+    """What is said of a unit in pieces."""
+    return f"on {size} tokens at a time" + (f", but for {', '.join(on_all)}" if on_all else "")
 
 
 def _total(nbytes: Mapping[str, int], names: Set[str]) -> int:

@@ -12,34 +12,44 @@ is ahead of all. A loss summed over tokens becomes the loss of each token and it
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from math import prod
-from typing import Any, NamedTuple, Never
+from typing import Any
 
 import torch
 from torch import fx
 
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.capture.inductor import changes_memory, draws_random, named_arguments
+from gs_compile.codegen.token_axes import (
+    MOVING,
+    OF_TOKENS,
+    Form,
+    MixesTokensError,
+    args_of,
+    aten,
+    mix,
+    packet_of,
+    rank_of,
+    removed,
+    shifted,
+    viewed,
+    without,
+)
+from gs_compile.codegen.token_rows import ADDING, CASTS, VIEWS, form_of_item, form_of_rows, is_inverse
 from gs_compile.errors import GreedySnakeError
 
-aten = torch.ops.aten
-VIEWS = {aten.view, aten._unsafe_view, aten.reshape}
 # What takes a shape, and what takes another one in its place, whatever memory is like.
 SHAPED = {**dict.fromkeys(VIEWS, aten.reshape.default), aten.expand: aten.expand.default}
-SAME = {
-    aten._to_copy,
-    aten.clone,
-    aten.detach,
-    aten.alias,
-    aten.where,
-    aten.masked_fill,
-}  # beside those tagged pointwise
+LIKE = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}
+CONSTANT = LIKE | {aten.detach}  # have no gradient
+SAME = CASTS | LIKE | {aten.where, aten.masked_fill}  # beside those tagged pointwise
 # These work along their `dim`, and keep it, or not, as they say.
 ALONG = {aten.sum, aten.mean, aten.amax, aten.amin, aten.logsumexp, aten.any, aten.all, aten.prod, aten.max, aten.min}
 ALONG |= {aten.argmax, aten.argmin, aten.var, aten.var_mean, aten.std, aten.norm, aten.linalg_vector_norm}
-ALONG |= {aten._softmax, aten._log_softmax, aten.cumsum, aten.sort, aten.topk, aten.flip, aten.gather, aten.cat}
+ALONG |= {aten._softmax, aten._log_softmax, aten.cumsum, aten.sort, aten.topk, aten.flip, aten.cat}
 ALONG |= {aten.split, aten.split_with_sizes, aten.slice, aten._safe_softmax}
+PICKING = {aten.gather, aten.scatter, aten.scatter_add}  # so do these, of as many rows as they are given places for
 LAST = {aten.native_layer_norm, aten._fused_rms_norm}  # these work along the last dimensions
 NONE, MEAN, SUM = 0, 1, 2  # reductions of a loss
 
@@ -51,30 +61,16 @@ class NotInPiecesError(GreedySnakeError):
     """Why a unit's graph cannot run on some of the tokens at a time."""
 
 
-class _MixesTokensError(Exception):
-    """An operation does not act on tokens one by one."""
-
-
-class Form(NamedTuple):
-    """Where a value has its tokens: along (samples, tokens) or along one axis; of each sample those from `start` on.
-
-    start: None: of what does not follow from x some that stand beside those that do.
-    """
-
-    axes: tuple[int, ...]
-    start: int | None
-    length: int
-
-
 class Forms:
     """The forms and stages of a graph's values; it has operations rewritten where these go over to the next stage.
 
     forms: of the values that have one; read: of those that have none by themselves, and are read as if they had.
-    trained: the values with a gradient.
+    trained: the values with a gradient. mixing: the operations that act on all tokens. whole: the names of those that
+    are to be taken for such.
     """
 
-    def __init__(self, unit: UnitGraph, module: fx.GraphModule) -> None:
-        self.graph = module.graph
+    def __init__(self, unit: UnitGraph, module: fx.GraphModule, whole: Set[str]) -> None:
+        self.graph, self.whole = module.graph, whole
         placeholders = self.graph.find_nodes(op="placeholder")
         kinds = [source.kind for source in unit.sources]
         if "x" not in kinds or len(shape := unit.specs[kinds.index("x")].shape) < 2 or 0 in shape or -1 in shape:
@@ -87,6 +83,7 @@ class Forms:
         self.forms: dict[fx.Node, Form] = {}
         self.read: dict[fx.Node, Form] = {}
         self.stages: dict[fx.Node, int] = {self.x: 0}
+        self.mixing: list[fx.Node] = []
         self.trained = {node for node, spec in zip(placeholders, unit.specs, strict=True) if spec.requires_grad}
         for node, spec in zip(placeholders, unit.specs, strict=True):
             if node is self.x or (spec.batch_dims and self._begins(spec.shape)):
@@ -94,6 +91,7 @@ class Forms:
         for node in list(self.graph.nodes):
             if node.op == "call_function":
                 self._visit(node)
+        self.graph.eliminate_dead_code()
 
     def stage(self, node: fx.Node) -> int:
         return self.stages.get(node, AHEAD)
@@ -107,22 +105,29 @@ class Forms:
         return tuple(shape[: len(self._leading)]) == self._leading
 
     def _sizes(self, form: Form) -> tuple[int, ...]:
-        return (self.samples, form.length) if len(form.axes) == 2 else (self.samples * form.length,)
+        if len(form.axes) == 2:
+            return (self.samples, form.length)
+        return (self.samples * form.length * form.rows.each,) if form.axes else ()
 
     def _visit(self, node: fx.Node) -> None:
+        if is_inverse(node, self.forms):
+            return self._sort_back(node)
         if changes_memory(node) or draws_random(node):
             raise NotInPiecesError(f"{node.target} {'changes memory' if changes_memory(node) else 'draws at random'}")
-        if not self.trained.isdisjoint(node.all_input_nodes) and packet_of(node) is not aten.detach:
+        dtype = getattr(node.meta["val"], "dtype", torch.float)
+        has_gradient = packet_of(node) not in CONSTANT and (dtype.is_floating_point or dtype.is_complex)
+        if has_gradient and not self.trained.isdisjoint(node.all_input_nodes):
             self.trained.add(node)
         stage = max(map(self.stage, node.all_input_nodes), default=AHEAD)
         if stage != AHEAD:
             self.stages[node] = stage
         has_form = not self.forms.keys().isdisjoint(node.all_input_nodes)
         try:
-            self.forms[node] = self._form(node) if has_form else _mix()
-        except _MixesTokensError:
+            self.forms[node] = self._checked(node, self._form(node) if has_form else mix())
+        except MixesTokensError:
             if stage != AHEAD:
                 self.stages[node] = stage | 1
+                self.mixing += [node] if has_form or node.name in self.whole else []
                 if isinstance(node.meta["val"], torch.Tensor) and self._begins(node.meta["val"].shape):
                     self.forms[node] = self._whole  # all that reads it may read some of it
             if has_form:
@@ -131,21 +136,36 @@ class Forms:
             if stage % 2 and stage != AHEAD and node.target is not operator.getitem:
                 self.stages[node] = stage + 1
 
+    def _checked(self, node: fx.Node, form: Form) -> Form:
+        value = node.meta["val"]
+        is_one = isinstance(value, torch.Tensor)
+        return mix() if is_one and tuple(value.shape[axis] for axis in form.axes) != self._sizes(form) else form
+
     def _form(self, node: fx.Node) -> Form:
-        """The form of what an operation gives; raises `_MixesTokensError` where it has none."""
+        """The form of what an operation gives; raises `MixesTokensError` where it has none."""
         packet = packet_of(node)
+        if node.name in self.whole:
+            return mix()
         if node.target is operator.getitem:
-            return self.forms[args_of(node)[0]]
+            return form_of_item(node, self.forms)
+        if (form := form_of_rows(node, self.forms)) is not None:
+            return form
         if packet in VIEWS:
-            return self._viewed(node)
+            source = args_of(node)[0]
+            return viewed(self.forms[source], self.samples, source.meta["val"].shape, node.meta["val"].shape)
         if packet is aten.squeeze:
             return self._squeezed(node)
         if packet in MOVING:
             return MOVING[packet](self.forms[args_of(node)[0]], rank_of(args_of(node)[0]), **named_arguments(node))
         if packet in (aten.mm, aten.addmm):
             return self._product(node)
+        if packet in ADDING:
+            return self._added(node)
+        if packet is aten.bmm:  # of the rows that each token has by itself
+            form = self._aligned(node, node.all_input_nodes, 3)
+            return form if form.axes == (0,) else mix()
         if packet is aten.embedding:
-            return self.forms[args_of(node)[1]] if args_of(node)[1] in self.forms else _mix()
+            return self.forms[args_of(node)[1]] if args_of(node)[1] in self.forms else mix()
         if packet is aten.nll_loss_forward:
             return self._loss(node)
         if packet is aten.expand:
@@ -154,19 +174,19 @@ class Forms:
             return self._aligned(node, node.all_input_nodes, rank_of(node))
         if packet in LAST:
             return self._along(node, range(-len(args_of(node)[1]), 0))
-        if packet in ALONG:
+        if packet in ALONG | PICKING:
             dims = named_arguments(node).get("dim")
             return self._along(node, dims if isinstance(dims, (list, tuple)) else [dims])
-        return _mix()
+        return mix()
 
     def _aligned(self, node: fx.Node, operands: Sequence[fx.Node], rank: int) -> Form:
         """Of values that are aligned at their last dimensions; those without a form are read as if they had it."""
         formed = [each for each in operands if each in self.forms]
-        found = [_shifted(self.forms[each], rank - rank_of(each)) for each in formed]
+        found = [shifted(self.forms[each], rank - rank_of(each)) for each in formed]
         found.sort(key=lambda form: form.start is None)
-        form, *others = found or _mix()
+        form, *others = found or mix()
         if any(other not in (form, form._replace(start=None)) for other in others):
-            return _mix()
+            return mix()
         for each in operands:
             if each not in self.forms and isinstance(each.meta["val"], torch.Tensor):
                 self._align(node, each, form, rank)
@@ -178,15 +198,17 @@ class Forms:
         sizes = [shape[axis] for axis in form.axes]
         if set(sizes) == {1}:
             return
-        if any(size not in (1, whole) for size, whole in zip(sizes, self._sizes(form), strict=True)):
-            _mix()
+        if form.rows != OF_TOKENS or any(
+            size not in (1, whole) for size, whole in zip(sizes, self._sizes(form), strict=True)
+        ):
+            mix()
         if sizes != list(self._sizes(form)) or rank > rank_of(operand):
             for axis, size in zip(form.axes, self._sizes(form), strict=True):
                 shape[axis] = size
             operand = self._expand(node, operand, shape)
             self.forms.pop(operand, None)
         if self.read.setdefault(operand, form) != form:
-            _mix()
+            mix()
 
     def _expand(self, node: fx.Node, operand: fx.Node, shape: list[int]) -> fx.Node:
         with self.graph.inserting_before(node):
@@ -200,73 +222,82 @@ class Forms:
         first = args_of(node)[0][0] if isinstance(args_of(node)[0], (list, tuple)) else args_of(node)[0]
         rank, arguments = rank_of(first), named_arguments(node)
         along = [dim % rank for dim in dims if dim is not None]
-        form = self._aligned(node, [each for each in node.all_input_nodes if rank_of(each) == rank], rank)
+        operands = [each for each in node.all_input_nodes if rank_of(each) == rank]
+        if packet_of(node) in PICKING and len({_rest(each.meta["val"].shape, along) for each in operands}) > 1:
+            return mix()
+        form = self._aligned(node, operands, rank)
         if packet_of(node) is aten.slice and tuple(along) == form.axes[-1:]:
             return self._sliced(node, form, arguments)
         if not along or set(along) & set(form.axes):
-            return _mix()
+            return mix()
         goes = "keepdim" in arguments and not arguments["keepdim"]
-        return _without(form, along) if goes else form
+        return without(form, along) if goes else form
 
     def _sliced(self, node: fx.Node, form: Form, arguments: Mapping[str, Any]) -> Form:
         """Of a part of the tokens of each sample."""
         first, last, step = slice(*(arguments[name] for name in ("start", "end", "step"))).indices(form.length)
-        if step != 1 or (len(form.axes) == 1 and self.samples > 1):
-            return _mix()
+        if step != 1 or (len(form.axes) == 1 and self.samples > 1) or form.rows != OF_TOKENS:
+            return mix()
         if last - first == form.length:
             return form
         is_known = node in self.stages and form.start is not None
         return Form(form.axes, (form.start or 0) + first if is_known else None, last - first)
-
-    def _viewed(self, node: fx.Node) -> Form:
-        """Of the same elements in another shape: the tokens' sizes stand behind as many elements as before."""
-        form = self.forms[args_of(node)[0]]
-        before, after = args_of(node)[0].meta["val"].shape, node.meta["val"].shape
-        sizes = (self.samples, form.length)
-        if len(form.axes) == 1 or self.samples == 1:
-            found = _axis(before, form.axes[-1], after, self.samples * form.length)
-            if found is not None:
-                return _at(form, (found,))
-            found = _axis(before, form.axes[-1], after, self.samples)
-            fits = found is not None and found + 1 < len(after) and after[found + 1] == form.length
-            return _at(form, (found, found + 1)) if found is not None and fits else _mix()
-        kept = [_axis(before, axis, after, size) for axis, size in zip(form.axes, sizes, strict=True)]
-        if None not in kept:
-            return _at(form, tuple(axis for axis in kept if axis is not None))
-        is_row = prod(before[form.axes[0] + 1 : form.axes[1]]) == 1 and form.axes[0] < form.axes[1]
-        flat = _axis(before, form.axes[0], after, prod(sizes)) if is_row else None
-        return _at(form, (flat,)) if flat is not None else _mix()
 
     def _squeezed(self, node: fx.Node) -> Form:
         """Without dimensions of size 1, among those that are named if some are."""
         source = args_of(node)[0]
         sizes, named = source.meta["val"].shape, named_arguments(node).get("dim", range(rank_of(source)))
         dims = [dim % len(sizes) for dim in ([named] if isinstance(named, int) else named)]
-        return _removed(self.forms[source], len(sizes), [dim for dim in dims if sizes[dim] == 1])
+        return removed(self.forms[source], len(sizes), [dim for dim in dims if sizes[dim] == 1])
 
     def _expanded(self, node: fx.Node) -> Form:
         if args_of(node)[0] not in self.forms:
-            return _mix()
-        return _shifted(self.forms[args_of(node)[0]], rank_of(node) - rank_of(args_of(node)[0]))
+            return mix()
+        return shifted(self.forms[args_of(node)[0]], rank_of(node) - rank_of(args_of(node)[0]))
 
     def _product(self, node: fx.Node) -> Form:
         """Of the product of rows, each of a token, with a matrix."""
         left, right = args_of(node)[-2:]
         form = self.forms.get(left)
         if form is None or form.axes != (0,) or right in self.forms:
-            return _mix()
+            return mix()
         return self._aligned(node, [*args_of(node)[:-2], left], 2)
+
+    def _added(self, node: fx.Node) -> Form:
+        """Of rows that are added to others, or put there, by their places."""
+        base, *rest = args_of(node)
+        dim, places, rows = (0, *rest[0], rest[1]) if packet_of(node) is aten.index_put else rest[:3]
+        form = self.forms.get(places)
+        if form is None or form.places is None or (dim, form.axes) != (0, (0,)):
+            return mix()
+        to = form._replace(rows=form.places, places=None)
+        if self.forms.get(rows) != form._replace(places=None) or self.forms.get(base, to) != to:
+            return mix()
+        if base not in self.forms:
+            self._align(node, base, to, rank_of(base))
+        return to
 
     def _loss(self, node: fx.Node) -> Form:
         log_p, target, weight, reduction = args_of(node)[:4]
         form = self.forms.get(log_p)
         if form is None or form.axes != (0,) or reduction != NONE or weight in self.forms:
-            return _mix()
+            return mix()
         if self.forms.get(target, form) not in (form, form._replace(start=None)):
-            return _mix()
+            return mix()
         if target not in self.forms and self.read.setdefault(target, form) != form:
-            return _mix()
+            return mix()
         return form
+
+    def _sort_back(self, node: fx.Node) -> None:
+        """Have places to go back to made by a sort, which a piece does by itself."""
+        places = next(each for each in node.all_input_nodes if each in self.forms and self.forms[each].places)
+        with self.graph.inserting_before(node):
+            made = self._new(aten.sort.default, places)
+            back = self._new(operator.getitem, made, 1)
+        node.replace_all_uses_with(back)
+        self.graph.erase_node(node)
+        self._visit(made)
+        self._visit(back)
 
     # Sums over tokens -------------------------------------------------------------------------------------------------
 
@@ -274,7 +305,7 @@ class Forms:
         """Let what reduces over tokens and more reduce over the rest alone first, for each token."""
         packet, source = packet_of(node), args_of(node)[0]
         form = self.forms.get(source) if isinstance(source, fx.Node) else None
-        if form is None:
+        if form is None or not form.is_of_tokens:
             return
         if packet is aten.nll_loss2d_forward:
             self._flatten_loss(node)
@@ -343,74 +374,8 @@ class Forms:
         return node
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def _mix() -> Never:
-    raise _MixesTokensError
-
-
-def _at(form: Form, axes: tuple[int, ...]) -> Form:
-    return Form(axes, form.start, form.length)
-
-
-def _shifted(form: Form, by: int) -> Form:
-    return _at(form, tuple(axis + by for axis in form.axes))
-
-
-def _without(form: Form, dims: Sequence[int]) -> Form:
-    """Where these dimensions are gone."""
-    return _at(form, tuple(axis - sum(dim < axis for dim in dims) for axis in form.axes))
-
-
-def _axis(before: Sequence[int], axis: int, after: Sequence[int], size: int) -> int | None:
-    """The axis of a new shape that begins where `axis` of the old one does, and is as long as `size`."""
-    ahead = prod(before[:axis])
-    return next((b for b in range(len(after)) if prod(after[:b]) == ahead and after[b] == size), None)
-
-
-def _permuted(form: Form, rank: int, dims: Sequence[int], **_: Any) -> Form:
-    order = [dim % rank for dim in dims]
-    return _at(form, tuple(order.index(axis) for axis in form.axes))
-
-
-def _transposed(form: Form, rank: int, dim0: int, dim1: int, **_: Any) -> Form:
-    order = list(range(rank))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permuted(form, rank, order)
-
-
-def _unsqueezed(form: Form, rank: int, dim: int, **_: Any) -> Form:
-    place = dim % (rank + 1)
-    return _at(form, tuple(axis + (axis >= place) for axis in form.axes))
-
-
-def _removed(form: Form, rank: int, dim: Any, **_: Any) -> Form:
-    dims = [each % rank for each in (dim if isinstance(dim, (list, tuple)) else [dim])]
-    return _mix() if set(dims) & set(form.axes) else _without(form, dims)
-
-
-MOVING: Mapping[Any, Callable[..., Form]] = {
-    aten.permute: _permuted,
-    aten.transpose: _transposed,
-    aten.t: lambda form, rank, **_: _transposed(form, rank, 0, rank - 1),
-    aten.unsqueeze: _unsqueezed,
-    aten.select: _removed,
-    aten.unbind: _removed,
-}
-
-
-def packet_of(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
-
-
-def args_of(node: fx.Node) -> Any:
-    return node.args
-
-
-def rank_of(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return value.dim() if isinstance(value, torch.Tensor) else -1
+def _rest(shape: Sequence[int], along: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for axis, size in enumerate(shape) if axis not in along)
 
 
 def is_slice(node: fx.Node) -> bool:

@@ -22,17 +22,9 @@ from gs_compile.capture.graph import Length, Source, TensorSpec, UnitGraph, outp
 from gs_compile.capture.inductor import Generator
 from gs_compile.capture.reached import made_of
 from gs_compile.codegen.levels import spec_of, subgraph
-from gs_compile.codegen.token_forms import (
-    AHEAD,
-    SHAPED,
-    Form,
-    Forms,
-    NotInPiecesError,
-    aten,
-    is_slice,
-    packet_of,
-    rank_of,
-)
+from gs_compile.codegen.token_axes import Form, aten, packet_of, rank_of
+from gs_compile.codegen.token_forms import AHEAD, SHAPED, Forms, NotInPiecesError, is_slice
+from gs_compile.codegen.token_rows import KEEPING
 
 SYMBOL = sympy.Symbol("tokens", integer=True, positive=True)  # of a piece
 
@@ -90,7 +82,7 @@ class TokenPart:
 
     def rows(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A value with tokens as [samples, tokens, ...], or [1, tokens, ...] where it has them in one row."""
-        axes, start, _ = self.forms[name]
+        axes, start, *_ = self.forms[name]
         if self.is_cut(name):
             value = value.narrow(axes[-1], self._offset(start), self.length)
         value = value.movedim(axes, tuple(range(len(axes))))
@@ -106,7 +98,7 @@ class TokenPart:
 
     def shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         """A value as the unit has it, of [tokens, ...], with zeros for tokens that are not of the part."""
-        axes, start, length = self.forms[name]
+        axes, start, length, *_ = self.forms[name]
         sizes = (self.samples, self.length) if len(axes) == 2 else (self.num_tokens,)
         found = flat.reshape(*sizes, *flat.shape[1:]).movedim(tuple(range(len(axes))), axes)
         if not self.is_cut(name):
@@ -126,12 +118,14 @@ class Chain:
     """The parts of a unit, in the order they run.
 
     given, made: the names of the unit's inputs and results; of a result that is no value, the value itself. x: of x.
+    on_all: the operations that act on all tokens, by name.
     """
 
     parts: tuple[Part | TokenPart, ...]
     given: tuple[str, ...]
     made: tuple[Any, ...]
     x: str
+    on_all: tuple[str, ...]
 
 
 def chain(unit: UnitGraph, last: int = 1) -> Chain:
@@ -144,25 +138,46 @@ def chain(unit: UnitGraph, last: int = 1) -> Chain:
             raise NotInPiecesError(f"{node.target} is a graph inside it")
     eager = Generator("eager")
     module = eager.functional(eager.trace(unit.module, unit.specs), unit.specs)
-    return _Cut(unit, module, last).chain()
+    whole = set[str]()
+    while True:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        try:
+            return _Cut(unit, fx.GraphModule(module, graph), last, whole).chain()
+        except _LeavesError as error:
+            whole.add(error.name)
+
+
+class _LeavesError(Exception):
+    """Rows in the order of a sort, or their places, leave the part that is to run in pieces.
+
+    name: of the operation that is to act on all tokens for that.
+    """
+
+    def __init__(self, node: fx.Node, order: fx.Node | None, whole: Set[str]) -> None:
+        self.name = node.name if order is None or order.name in whole else order.name
+        assert self.name not in whole, node.format_node()
+        super().__init__(self.name)
 
 
 class _Cut:
-    """Cuts a graph at its stages."""
+    """Cuts a graph at its stages. whole: as of `Forms`."""
 
-    def __init__(self, unit: UnitGraph, module: fx.GraphModule, last: int) -> None:
+    def __init__(self, unit: UnitGraph, module: fx.GraphModule, last: int, whole: Set[str]) -> None:
         self.unit, self.module, self.last = unit, module, last
-        self.found = Forms(unit, module)
+        self.found = Forms(unit, module, whole)
         self.places = self._places()
 
     def chain(self) -> Chain:
-        made = output_values(self.module)
+        made, mixing = output_values(self.module), self.found.mixing
+        names = [packet_of(node).__name__ for node in mixing if node in self.places and packet_of(node) not in KEEPING]
         placeholders = self.module.graph.find_nodes(op="placeholder")
         return Chain(
             parts=tuple(self._part(place) for place in sorted(set(self.places.values()))),
             given=tuple(node.name for node in placeholders),
             made=tuple(each.name if isinstance(each, fx.Node) else each for each in made),
             x=self.found.x.name,
+            on_all=tuple(dict.fromkeys(names)),
         )
 
     def _places(self) -> dict[fx.Node, int]:
@@ -209,9 +224,12 @@ class _Cut:
 
     def _token_part(self, nodes: list[fx.Node], entries: list[fx.Node], exits: list[fx.Node]) -> TokenPart:
         found = self.found
+        for node in (*entries, *exits):
+            if (form := found.forms.get(node)) and not form.is_of_tokens:
+                raise _LeavesError(node, form.rows.order if form.groups is None else None, found.whole)
         forms = {node: form for node in entries if (form := found.forms.get(node, found.read.get(node)))}
         forms |= {node: found.forms[node] for node in exits}
-        spans = {found.forms[node][1:] for node in exits}
+        spans = {found.forms[node].span for node in exits}
         if len(spans) > 1:
             raise NotInPiecesError("it reads all tokens, and some of them")
         ((start, length),) = spans
@@ -256,11 +274,11 @@ class _Cut:
     def _resize(self, node: fx.Node, copies: dict[fx.Node, fx.Node], number: Length) -> None:
         """Give an operation of a piece the sizes of the piece; a slice of tokens is made of what the part takes."""
         forms = self.found.forms
-        if is_slice(node) and forms[node][1:] != forms[node.all_input_nodes[0]][1:]:
+        if is_slice(node) and forms[node].span != forms[node.all_input_nodes[0]].span:
             copies[node] = copies[node.all_input_nodes[0]]
         elif packet_of(node) in SHAPED:
-            shape = [*node.meta["val"].shape]
-            for axis, size in zip(forms[node].axes[::-1], (number, 1), strict=False):
+            shape, form = [*node.meta["val"].shape], forms[node]
+            for axis, size in zip(form.axes[::-1], (Length.product(number, form.rows.each), 1), strict=False):
                 shape[axis] = size
             copies[node].update_arg(1, shape)
             copies[node].target = SHAPED[packet_of(node)]

@@ -26,7 +26,7 @@ from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
 from gs_compile.capture.internals import add_artifact
 from gs_compile.capture.nondeterministic import Nondeterministic
 from gs_compile.codegen.compiled import Compilation, Step, compilations_of
-from gs_compile.codegen.pieces import InPieces
+from gs_compile.codegen.pieces import InPieces, on_tokens
 from gs_compile.errors import InspectionError
 from gs_compile.machine import format_bytes
 from gs_compile.program.fx import graph_module
@@ -274,7 +274,7 @@ class Inspection:
         for name, each in classes:
             code = self._model.counted[each.units[0]]
             if size := code.tokens_per_piece:
-                found.append(f"  {'pieces:':<19} the {name} runs on {size} tokens at a time")
+                found.append(f"  {'pieces:':<19} the {name} runs {on_tokens(size, code.on_all)}")
             elif code.whole_reason:
                 found.append(f"  {'pieces:':<19} the {name} runs on all tokens at a time: {code.whole_reason}")
         return found

@@ -128,9 +128,11 @@ class UnitCost(CodeCost):
 
     levels: of a layer, what it may save instead of its input alone; () where it can save nothing else, or is not to.
     workspace_nbytes: the most bytes that its code has alive inside, beside inputs and results.
+    on_all: of a layer in pieces, the operations that run on all tokens.
     """
 
     workspace_nbytes: int = 0
+    on_all: tuple[str, ...] = ()
     levels: tuple[LevelCost, ...] = ()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gs_compile.codegen.pieces import on_tokens
 from gs_compile.errors import NoFitError
 from gs_compile.machine import format_bytes
 
@@ -63,7 +64,9 @@ def told(plan: StepPlan) -> StepPlan:
     size = plan.problem.layer_tokens
     if size is None:
         return plan
-    why = f"layers run on {size} tokens at a time, and compute in {format_bytes(plan.workload.workspace_nbytes)} so"
+    on_all = dict.fromkeys(name for cost in plan.workload.costs.values() for name in cost.on_all)
+    memory = format_bytes(plan.workload.workspace_nbytes)
+    why = f"layers run {on_tokens(size, on_all)}, and compute in {memory} so"
     return replace(
         plan,
         placement=plan.placement.decided(layer_tokens=size),

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
-from alive import Alive
+from alive import Alive, most_allocated
 from captured import captured
 from parts import code_and_autograd
+from pieces import (
+    COMPILERS,
+    EAGER,
+    PIECE,
+    SAMPLES,
+    TOKENS,
+    WIDTH,
+    WORDS,
+    equal,
+    flat_loss,
+    hold_memory,
+    in_pieces,
+    layer_of,
+)
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
-from gs_compile.capture.inductor import Generator
+from benchmarks.pieces import UNITS, code_of
+from benchmarks.pieces import inputs_of as drawn
 from gs_compile.codegen.parts import OnSome
 from gs_compile.codegen.pieces import LEAST, InPieces
 from gs_compile.hf.fused_head import log_probabilities
-
-EAGER = Generator("eager")
-COMPILERS = [EAGER, pytest.param(Generator("inductor"), marks=pytest.mark.slow)]
-SAMPLES, TOKENS, WIDTH, WORDS = 4, 9, 8, 96
-PIECE = 5  # tokens: 18 or 9 are no multiple
 
 
 class Model(nn.Module):
@@ -48,10 +59,6 @@ def odd_views(model, x, ids, labels, mask, teacher):
     logits = model.words(x).unsqueeze(0).squeeze(0).squeeze(-1)[:, :, None].squeeze(2)
     first = logits.gather(-1, labels[:, :, None]).squeeze()
     return (first * mask + logits.norm(dim=-1)).sum() - logits.gather(1, labels[:, :1, None] % TOKENS).sum()
-
-
-def flat_loss(logits, labels, **how):
-    return cross_entropy(logits.reshape(-1, WORDS), labels.reshape(-1), **how)
 
 
 def moved_labels(model, x, ids, labels, mask, teacher):
@@ -144,25 +151,9 @@ def unit_of(head, size):
     return captured(Model(head), ids, labels, mask, teacher).split(size).units[-1]
 
 
-def in_pieces(unit, generator=EAGER, tokens=PIECE):
-    return InPieces(unit, generator, None, (), tokens)
-
-
 @cache
 def head_in_pieces(head, size, generator):
     return in_pieces(unit_of(head, size), generator)
-
-
-def equal(found, expected, generator=EAGER):
-    """Sums of fp32 in another order: rounding of some terms at 6e-8 each of the largest.
-
-    Compiled exponentials are others, too: the whole head's gradients are then up to 5e-6 away from autograd's.
-    """
-    tolerance = 2e-6 if generator is EAGER else 1e-5
-    found = [term if isinstance(term, torch.Tensor) else term.dense() for term in found]
-    for one, other in zip(found, expected, strict=True):
-        most = other.abs().max().item() if other.is_floating_point() else 0.0
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * most)
 
 
 @pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
@@ -210,6 +201,21 @@ def test_what_is_alive_is_what_is_planned_no_logits_are_and_products_run_once(he
     pieces = next(len(part._ranges) for part in code._parts if isinstance(part, OnSome))
     again = head in TWICE or head is partly_without_gradients
     assert counted.rows["products"] == (3 + again) * pieces  # logits, gradients of x and of the weight; logits again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["head", "layer"])
+def test_what_compiled_code_takes_is_what_is_planned(unit):
+    """As `benchmarks.pieces` has it; of a layer the parts that are not compiled need most."""
+    sizes = {"width": 64, "vocabulary": 4096, "experts": 0, "dtype": "float32", "compiler": "inductor"}
+    name, piece = UNITS[unit][1], 192
+    arguments = SimpleNamespace(**sizes, unit=unit, piece=piece, tokens=4 * piece)
+    code = code_of(arguments, arguments.tokens)
+    inputs = drawn(code, name, arguments)
+    with torch.no_grad():
+        most, results = most_allocated(code.function(name), *inputs)
+    held = next(each.nbytes for each in reversed(results) if each.shape == inputs[0].shape)  # the gradient of x
+    assert most - held == pytest.approx(code.cost(name).nbytes, rel=0.03)
 
 
 def test_gradients_of_all_pieces_are_summed_in_fp32():
@@ -313,26 +319,6 @@ class FeedForward(Attention):
         return x + self.down(functional.gelu(self.up(self.second(x)))) * turn[..., None]
 
 
-class Stack(nn.Module):
-    def __init__(self, layer) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.words = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(layer() for _ in range(2))
-
-    def forward(self, ids, turn):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x, turn)
-        return flat_loss(self.words(x), ids)
-
-
-@cache
-def layer_of(layer, size, tokens=TOKENS):
-    ids = torch.randint(WORDS, (SAMPLES, tokens))
-    return captured(Stack(layer), ids, torch.rand(SAMPLES, tokens)).split(size).units[1]
-
-
 @pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
 @pytest.mark.parametrize("size", [2, 1], ids=["two samples", "one sample"])
 @pytest.mark.parametrize("layer", [Attention, Parallel, FeedForward], ids=lambda layer: layer.__name__)
@@ -348,20 +334,7 @@ def test_layers_give_the_results_and_gradients_of_the_whole(layer, size, generat
 
 @pytest.mark.parametrize("layer", [Attention, FeedForward], ids=lambda layer: layer.__name__)
 def test_what_a_layer_has_alive_is_what_is_planned(layer):
-    unit = layer_of(layer, 2, 40)
-    inputs = [torch.rand(spec.shape) for spec in unit.specs]
-    gradients = [torch.rand(unit.result_specs[index].shape) for index in unit.differentiated]
-    nbytes = {}
-    for tokens in (8, 0):
-        code = in_pieces(unit, tokens=tokens)
-        function, alive = code.function("backward"), Alive()
-        with torch.no_grad(), alive:
-            results = function(*inputs, *gradients)
-        x = next(i for i, index in enumerate(unit.differentiable) if unit.sources[index].kind == "x")
-        nbytes[tokens] = code.cost("backward").nbytes
-        if tokens:
-            assert alive.most - results[x].nbytes == pytest.approx(nbytes[tokens], rel=0.03)
-    assert nbytes[8] < 0.6 * nbytes[0]
+    hold_memory(layer_of(layer, 2, 40))
 
 
 def test_only_what_attention_reads_is_computed_again():

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401 (which makes an operation of products of groups)
 from learner import distance
 from tiered import options
 from torch import nn
@@ -55,6 +56,24 @@ class Chosen(Routed):
             given = x.index_select(0, token).view(token.numel(), 2, WIDTH // 2).flatten(1)
             y = y.index_add(0, token, weights * expert(given))
         return x_BTD + y.view_as(x_BTD)
+
+
+class Sorted(nn.Module):
+    """Two experts of three for each token, whose rows are sorted by expert, as transformers does."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(3, WIDTH, 12)), nn.Parameter(torch.randn(3, 12, WIDTH))
+
+    def forward(self, x_BTD):
+        x, product = self.norm(x_BTD).flatten(0, 1), torch.ops.transformers.grouped_mm_fallback
+        scores, chosen = self.gate(x).softmax(-1).topk(2)
+        sorted_, rows = chosen.flatten().sort()
+        ends = torch.histc(sorted_.float(), 3, 0, 2).cumsum(0, dtype=torch.int32)
+        made = product(functional.gelu(product(x[rows // 2], self.up, ends)), self.down, ends)
+        made = (made * scores.flatten()[rows, None])[rows.argsort()].unflatten(0, (-1, 2)).sum(1)
+        return x_BTD + made.view_as(x_BTD)
 
 
 class Model(nn.Module):
@@ -155,6 +174,13 @@ def test_experts_learn_what_they_do_in_plain_pytorch(stored):
 def test_experts_learn_the_same_bits_wherever_data_is(stored, tmp_path, changes):
     found = train(tmp_path, **changes)
     torch.testing.assert_close(found, stored, rtol=0, atol=0)
+
+
+def test_experts_in_pieces_learn_the_same_bits_wherever_data_is(tmp_path):
+    places = {"memory": {"ratios": IN_MEMORY, "alpha": 0.5}, "storage": {}}
+    found, stored = (train(tmp_path / name, Sorted, layer_tokens=3, **place) for name, place in places.items())
+    torch.testing.assert_close(found, stored, rtol=0, atol=0)
+    assert distance(found, train(None, Sorted)) < 1e-6
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gs_compile.capture.flops import count_flops
 from gs_compile.capture.inductor import Generator
-from gs_compile.capture.memory import peak_nbytes
+from gs_compile.capture.memory import lifetimes, most_alive, peak_nbytes
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.planner.cost.flops import unit_cost
 
@@ -70,6 +70,54 @@ def test_what_is_alive_at_once():
     assert peak_nbytes(graph) == one + 2 * one + 2 * one  # first lives until neg, through its view
     assert peak_nbytes(graph, held={1}) == one + 2 * one + 2 * one
     assert peak_nbytes(traced(lambda x: ((x * 2).neg(),), torch.empty(4, 8)), held={0}) == one
+
+
+def most(function, *shapes):
+    """Of the bytes that compiled code has alive at once."""
+    graph = traced(function, *(torch.empty(shape) for shape in shapes))
+    return most_alive(lifetimes(graph, compiled=True))
+
+
+def test_compiled_code_has_alive_what_products_read_and_what_that_is_made_of():
+    def head(x, w, chosen):
+        logits = x @ w
+        shifted = logits - logits.amax(1, keepdim=True)
+        log_p = shifted - shifted.exp().sum(1, keepdim=True).log()
+        return (log_p * chosen).sum(), (log_p.exp() - chosen) @ w.t()
+
+    rows, one = R * 4, 4
+    assert most(head, (R, M), (M, N), (R, N)) == 2 * N * rows + 2 * rows + one  # and largest ones, sums, and the loss
+
+
+def test_compiled_code_makes_again_what_is_cheap_and_keeps_the_rest():
+    def cheap(x, w):
+        made = x * 2
+        return ((made.exp() @ w) * made,)
+
+    def dear(x, w):
+        made = x.tanh()
+        return (((made * 2) @ w) * made,)
+
+    assert [most(function, (R, N), (N, N)) for function in (cheap, dear)] == [2 * R * N * 4, 3 * R * N * 4]
+
+
+def test_what_is_changed_in_place_is_in_memory():
+    def written(x, places):
+        made = torch.zeros_like(x)
+        made[places] = 1.0
+        return ((made * x).sum(),)
+
+    graph = make_fx(written, tracing_mode="fake")(torch.empty(R, N), torch.empty(3, dtype=torch.long))
+    assert most_alive(lifetimes(graph, compiled=True)) == R * N * 4 + 4 + 4  # and the number, and the sum
+
+
+def test_compiled_code_makes_together_what_it_makes_of_the_same():
+    def both(x, w, y):
+        inner = x @ w
+        first = inner.relu() @ w
+        return first, (inner * y) @ w
+
+    assert most(both, (R, N), (N, N), (R, N)) == 4 * R * N * 4  # inner, both that are made of it, and first
 
 
 class Deep(nn.Module):

@@ -100,6 +100,7 @@ def test_a_named_model_has_longer_samples_in_pieces():
     assert whole.backward_flops < cut.backward_flops < 1.1 * whole.backward_flops
     found = door.decided(problem, 1, search)
     assert "layers on 512 tokens at a time" in settings(found)
+    assert "layers run on 512 tokens at a time, but for _scaled_dot_product_flash" in " ".join(found.notes)
     for size, fits in ((0, False), (512, True)):
         asked_for = door_of(config, Request(**NAMED, device_memory="18MiB", layer_tokens=size), [door])
         assert does_fit(asked_for, 1) == fits

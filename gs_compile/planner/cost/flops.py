@@ -15,7 +15,10 @@ def unit_cost(unit: UnitGraph, code: Differentiated) -> UnitCost:
     """The cost of `unit`, whose code this is, for one micro-batch."""
     backward = code.cost(code.last_name).flops if code.is_trained or unit.unit == EPILOGUE else 0.0
     return UnitCost(
-        forward_flops=code.cost("forward").flops, backward_flops=backward, workspace_nbytes=code.workspace_nbytes
+        forward_flops=code.cost("forward").flops,
+        backward_flops=backward,
+        workspace_nbytes=code.workspace_nbytes,
+        on_all=code.on_all,
     )
 
 

@@ -1,0 +1,163 @@
+"""axes: where the values of a unit's graph have tokens (`codegen.token_forms`), and where when their dimensions move.
+
+A value that holds several rows for each token, as one for each expert that is to see it, has them along one axis, those
+of a token beside each other: row r is of token r // each. Of what a sort along that axis gives, and of all that is
+computed from it row by row, the rows are in the order of that sort (`codegen.token_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal, NamedTuple, Never
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+class MixesTokensError(Exception):
+    """An operation does not act on tokens one by one."""
+
+
+class Rows(NamedTuple):
+    """The rows of an axis: `each` of a token, in the order of a sort; None: in that of the tokens."""
+
+    each: int = 1
+    order: fx.Node | None = None
+
+
+OF_TOKENS = Rows()
+
+
+class Form(NamedTuple):
+    """Where a value has its tokens: along (samples, tokens) or along one axis; of each sample those from `start` on.
+
+    start: None: of what does not follow from x some that stand beside those that do.
+    rows: what that one axis has. places: the rows that the value says the places of, which are others in a piece.
+    groups: it has no tokens, but says of sorted rows how many there are of each key, or where those of each end; the
+    rows' order is the value of the keys before they were sorted.
+    """
+
+    axes: tuple[int, ...]
+    start: int | None
+    length: int
+    rows: Rows = OF_TOKENS
+    places: Rows | None = None
+    groups: Literal["counts", "ends"] | None = None
+
+    @property
+    def span(self) -> tuple[int | None, int]:
+        """Which tokens of each sample it has."""
+        return self.start, self.length
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether a part of it belongs to each token, in their order, and is the same whatever tokens are beside it."""
+        return self.rows == OF_TOKENS and self.places is None and self.groups is None
+
+
+def mix() -> Never:
+    raise MixesTokensError
+
+
+def at(form: Form, axes: tuple[int, ...]) -> Form:
+    return form._replace(axes=axes)
+
+
+def shifted(form: Form, by: int) -> Form:
+    return at(form, tuple(axis + by for axis in form.axes))
+
+
+def without(form: Form, dims: Sequence[int]) -> Form:
+    """Where these dimensions are gone."""
+    return at(form, tuple(axis - sum(dim < axis for dim in dims) for axis in form.axes))
+
+
+def viewed(form: Form, samples: int, before: Sequence[int], after: Sequence[int]) -> Form:
+    """Of the same elements in another shape: the tokens' sizes stand behind as many elements as before."""
+    sizes = (samples, form.length)
+    if len(form.axes) == 1 or samples == 1:
+        return _viewed_rows(form, samples, before, after)
+    kept = [axis_behind(before, axis, after, size) for axis, size in zip(form.axes, sizes, strict=True)]
+    if None not in kept:
+        return at(form, tuple(axis for axis in kept if axis is not None))
+    is_row = prod(before[form.axes[0] + 1 : form.axes[1]]) == 1 and form.axes[0] < form.axes[1]
+    return _in_rows(form, prod(sizes), before, after) if is_row else mix()
+
+
+def _viewed_rows(form: Form, samples: int, before: Sequence[int], after: Sequence[int]) -> Form:
+    """The same, of tokens along one axis, or of one sample."""
+    axis, number = form.axes[-1], samples * form.length
+    if (form.rows.order, form.places) != (None, None):  # rows in another order, or places of rows: whole ones alone
+        found = axis_behind(before, axis, after, number * form.rows.each)
+        return at(form, (found,)) if found is not None else mix()
+    try:
+        return _in_rows(form, number, before, after)
+    except MixesTokensError:
+        found = axis_behind(before, axis, after, samples)
+        fits = found is not None and found + 1 < len(after) and after[found + 1] == form.length
+        return at(form, (found, found + 1))._replace(rows=OF_TOKENS) if found is not None and fits else mix()
+
+
+def _in_rows(form: Form, number: int, before: Sequence[int], after: Sequence[int]) -> Form:
+    """Along one axis, of so many tokens, with several rows of each if need be."""
+    found = axis_behind(before, form.axes[0], after, number)
+    if found is not None:
+        return at(form, (found,))._replace(rows=OF_TOKENS)
+    ahead = prod(before[: form.axes[0]])
+    for axis, size in enumerate(after):
+        if prod(after[:axis]) == ahead and size > number and size % number == 0:
+            return at(form, (axis,))._replace(rows=Rows(size // number))
+    return mix()
+
+
+def axis_behind(before: Sequence[int], axis: int, after: Sequence[int], size: int) -> int | None:
+    """The axis of a new shape that begins where `axis` of the old one does, and is as long as `size`."""
+    ahead = prod(before[:axis])
+    return next((b for b in range(len(after)) if prod(after[:b]) == ahead and after[b] == size), None)
+
+
+def _permuted(form: Form, rank: int, dims: Sequence[int], **_: Any) -> Form:
+    order = [dim % rank for dim in dims]
+    return at(form, tuple(order.index(axis) for axis in form.axes))
+
+
+def _transposed(form: Form, rank: int, dim0: int, dim1: int, **_: Any) -> Form:
+    order = list(range(rank))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permuted(form, rank, order)
+
+
+def _unsqueezed(form: Form, rank: int, dim: int, **_: Any) -> Form:
+    place = dim % (rank + 1)
+    return at(form, tuple(axis + (axis >= place) for axis in form.axes))
+
+
+def removed(form: Form, rank: int, dim: Any, **_: Any) -> Form:
+    dims = [each % rank for each in (dim if isinstance(dim, (list, tuple)) else [dim])]
+    return mix() if set(dims) & set(form.axes) else without(form, dims)
+
+
+MOVING: Mapping[Any, Callable[..., Form]] = {
+    aten.permute: _permuted,
+    aten.transpose: _transposed,
+    aten.t: lambda form, rank, **_: _transposed(form, rank, 0, rank - 1),
+    aten.unsqueeze: _unsqueezed,
+    aten.select: removed,
+    aten.unbind: removed,
+}
+
+
+def packet_of(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def args_of(node: fx.Node) -> Any:
+    return node.args
+
+
+def rank_of(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.dim() if isinstance(value, torch.Tensor) else -1
