@@ -200,15 +200,3 @@ def test_groups_that_have_changed_are_refused(tmp_path):
         one.optimizer.param_groups.pop()
         with pytest.raises(OptimizerError, match=r"was in param group 1 .* and is in none"):
             one.optimizer.step()
-
-
-@pytest.mark.parametrize("accumulate", [True, False])  # False: the first step, which begins again
-def test_a_step_ends_what_waits(accumulate, harness, tmp_path):
-    with harness.fresh(sgd, options(tmp_path, accumulate=accumulate)) as optimizer:
-        old = loss_of(harness.model, tokens(0))
-        for number in (1, 2):
-            loss_of(harness.model, tokens(number)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(StepOrderError, match=r"given up when optimizer\.step\(\) was called"):
-            old.backward()

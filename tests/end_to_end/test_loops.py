@@ -340,8 +340,7 @@ def test_gradients_that_are_not_finite_skip_the_whole_step(harness, tmp_path):
 
 def test_a_state_that_was_loaded_is_there_where_the_first_step_begins_again(harness, tmp_path):
     with harness.fresh(adamw, options(tmp_path, accumulate=True)) as optimizer:
-        for _ in accumulated(harness.model, 0):
-            pass
+        list(accumulated(harness.model, 0))
         optimizer.step()
         optimizer.zero_grad()
         model, state = copied(harness.model.state_dict()), copied(optimizer.state_dict())
@@ -352,13 +351,10 @@ def test_a_state_that_was_loaded_is_there_where_the_first_step_begins_again(harn
     with harness.fresh(adamw, options(tmp_path)) as optimizer:
         harness.model.load_state_dict(model)
         optimizer.load_state_dict(state)
-        beside = torch.nn.Parameter(torch.zeros(1))
-        optimizer.add_param_group({"params": [beside]})
-        with torch.no_grad():
-            loss_of(harness.model, 0)
+        optimizer.add_param_group({"params": [beside := torch.nn.Parameter(torch.zeros(1))]})
+        torch.no_grad()(loss_of)(harness.model, 0)
         beside.grad = torch.ones(1)
-        optimizer.step()  # of that alone: the model's first one is to come
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()  # of that alone: the model's first one is to come
         list(accumulated(harness.model, 1))
         optimizer.step()
         assert optimizer.num_steps == 2
@@ -425,3 +421,13 @@ def test_inputs_that_have_changed_cannot_be_done_again(harness, tmp_path):
         ids.copy_(tokens(1))
         with pytest.raises(StepOrderError, match=r'changed in place since then.*"accumulate": True'):
             harness.model(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])  # False: the first step, which begins again
+def test_a_step_ends_what_waits(accumulate, harness, tmp_path):
+    with harness.fresh(sgd, options(tmp_path, accumulate=accumulate)) as optimizer:
+        old = loss_of(harness.model, 0)
+        list(accumulated(harness.model, 1))
+        optimizer.step(), optimizer.zero_grad()
+        with pytest.raises(StepOrderError, match=r"given up when optimizer\.step\(\) was called"):
+            old.backward()
