@@ -27,7 +27,7 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config
 
-from gs_compile.capture import tracing
+from gs_compile.capture import toolchain, tracing
 from gs_compile.progress import stage
 
 compiler_config: Any = torch.compiler.config
@@ -67,9 +67,14 @@ def compiled_frame(*names: str) -> Mapping[str, Any]:
 
 def is_ours(backend: Any) -> bool:
     """Whether a backend, as Dynamo has wrapped it, is this package's."""
+    backend = _unwrapped(backend)
+    return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")).startswith("gs_compile.")
+
+
+def _unwrapped(backend: Any) -> Any:
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
-    return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")).startswith("gs_compile.")
+    return backend
 
 
 def _begin(begun: CallbackArgs) -> None:
@@ -82,6 +87,8 @@ def _begin(begun: CallbackArgs) -> None:
         first = max(given.values(), key=lambda each: each.dim() > 1, default=None)
         size = 1 if first is None else first.shape[0]
         free([source for source, each in given.items() if each.shape[0] == size > 1])
+        if first is not None:
+            toolchain.ask_for(first.device, getattr(_unwrapped(compiled["compiler_fn"]), "kwargs", {}))
 
 
 def _tensors(source: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gs_compile.capture import toolchain
 from gs_compile.capture.dynamo import user_line
 from gs_compile.capture.graph import Length, TensorSpec
 from gs_compile.errors import GraphBreakError
@@ -127,6 +128,7 @@ class Generator:
         patches["triton.cudagraphs"] = False  # a CUDA graph's next call overwrites its outputs; checkpoints live longer
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
         if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in inputs):
+            toolchain.wait()
             patches["fallback_random"] = True  # else masks are drawn in any order, in the backward in another one
         with torch.no_grad(), torch._C._DisableAutocast():
             compiled: Any = compile_fx(graph, inputs, config_patches=patches)

@@ -6,6 +6,7 @@
 * ``torch.cat(list(x))`` is ``x.flatten(0, 1)``, so that the number of rows stays a symbol; a list of rows that is read
   otherwise has its number, as Dynamo has it.
 * ``x.requires_grad_()`` of what the forward has made is ``x``, as where checkpointing asks it of embeddings.
+* The name of a line's function, for which Dynamo parses whole files, is found when a log has it: a tenth of a trace.
 
 These are in force while Dynamo compiles a frame for this backend (`frame_settings`).
 """
@@ -33,6 +34,7 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
+from torch._logging._internal import LazyString
 
 _BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "STORE_", "RETURN_", "YIELD_")
 _LIST: Any = getattr(builtin, "ListBuiltinVariable", builtin.BuiltinVariable)  # before 2.13 `list` has no own class
@@ -156,10 +158,15 @@ def _requires_grad(tensor: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
     return plain(tensor, *args, **kwargs)
 
 
+def _header(translator: Any, plain: Any, lineno: int | None = None) -> LazyString[[Any, int]]:
+    return LazyString(plain, translator, translator.lineno if lineno is None else lineno)
+
+
 _METHODS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (_LIST, "call_function", _list),
     (TorchInGraphFunctionVariable, "call_function", _cat),
     (TensorVariable, "method_requires_grad_", _requires_grad),
+    (InstructionTranslatorBase, "get_line_of_code_header", _header),
 )
 _JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_") for value in ("TRUE", "FALSE")]
 _INSTRUCTIONS: dict[int, Callable[..., None]] = {

@@ -13,7 +13,7 @@ import tiered
 import torch
 import zoo
 from torch import nn
-from torch._dynamo import callback_handler
+from torch._dynamo import callback_handler, symbolic_convert
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder as dynamo_builder
@@ -96,6 +96,20 @@ def traces_beside_another_setting():
 def test_the_first_trace_has_its_own_settings_and_is_the_only_one():
     set_from_the_start()
     assert len(traces_beside_another_setting()) == 1
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_files_are_parsed_for_logs_alone(monkeypatch, logged):
+    """Dynamo looks up the function of each line that it traces, where it has its name."""
+    looked_up = []
+    monkeypatch.setattr(symbolic_convert, "get_funcname", lambda *place: looked_up.append(place))
+    set_from_the_start()
+    torch._logging.set_logs(trace_call=logged)
+    try:
+        train(compile_model(GPT()), *batch())
+    finally:
+        torch._logging.set_logs()
+    assert bool(looked_up) == logged
 
 
 def test_other_backends_are_compiled_for_as_without_this_package():
