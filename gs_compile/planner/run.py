@@ -195,8 +195,10 @@ class Run:
         """
         layout, builder = self.model.layouts[0].in_pieces(layer_tokens), self.builder(self.masters)
         workload = workload_of(layout, builder.sizes)
+        beside = dict if layer_tokens else partial(self.levels.to_compile, workload, last=self.request.saves_all)
         with suppress(torch.OutOfMemoryError):  # whose frames hold what there was room for
-            return replace(timed(workload, layout, self.times), shape=builder.shape, world=builder.layout.world)
+            found = timed(workload, layout, self.times, beside)
+            return replace(found, shape=builder.shape, world=builder.layout.world)
         needed = format_bytes(workload.workspace_nbytes)
         raise NoFitError(f"the device has no room for what a unit computes with, {needed}: {remedies(self.request)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -100,6 +101,21 @@ def test_levels_that_spare_no_product_are_not_compiled(gpt2, monkeypatch, compil
     saving = LayerLevels([layout], lambda: workload, compiled=compiled)
     assert saving.workload(workload, last=False).num_levels == 2
     assert asked == [timed_ones]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_code_of_levels_is_compiled_with_all_other(gpt2, monkeypatch, asked):
+    """Where a plan has asked what layers may save; else they may never be timed."""
+    layout, workload = gpt2
+    compiled = []
+    monkeypatch.setattr(timing, "_compile", lambda layout, shape, levels: compiled.append(dict(levels)))
+    saving = LayerLevels([layout], lambda: timed(workload, layout, None, beside), compiled=True)
+    beside = partial(saving.to_compile, workload, last=False)
+    if asked:
+        saving.levels([layout.x_nbytes])
+    saving.workload(workload, last=False)
+    alone = {layer: [0, 1] for layer in range(zoo.LAYERS)}
+    assert compiled == [alone if asked else {}, alone]
 
 
 def test_the_workload_of_a_running_model(gpt2):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +39,8 @@ MOST_RUNS = 15  # of one function; the median of these is not moved by a few tha
 SECONDS = 2.0  # that all runs take together, without the first two of each, which are made at any rate
 CHECK_SECONDS = 0.1  # that runs take which show whether code is as fast as before
 SEED = 0
+
+OwnLevels = Mapping[Unit, Sequence[int]]  # of each layer that has several
 
 
 def priced(sizes: tuple[UnitSize, ...], profile: Profile, num_threads: int) -> tuple[UnitSize, ...]:
@@ -70,16 +71,22 @@ def with_products(sizes: tuple[UnitSize, ...], profile: Profile) -> tuple[UnitSi
     return tuple(map(with_own, sizes))
 
 
-def timed(workload: Workload, layout: SpecializedModel, known: KnownTimes | None = None) -> Workload:
+def timed(
+    workload: Workload,
+    layout: SpecializedModel,
+    known: KnownTimes | None = None,
+    beside: Callable[[], OwnLevels] = dict,
+) -> Workload:
     """`workload`, which is `layout`'s, with the seconds of each unit's forward and backward; a class is run once.
 
-    known: from where they are taken, if the first layer's forward is as fast now.
+    known: from where they are taken, if the first layer's forward is as fast now. beside: what is timed after it, to be
+    compiled at the same time.
     """
     known, classes, costs = known or KnownTimes(), _classes(layout), workload.costs
     share = SECONDS / (2 * len(classes))
 
     def measure() -> Rows:
-        _compile(layout, workload.shape)
+        _compile(layout, workload.shape, beside())
         return _each(classes.values(), lambda unit: _timed(workload, layout, unit, share), "timing the layers' code")
 
     if (before := known.get(layout.fingerprint)) and not _is_as_fast(layout, before):
@@ -102,15 +109,14 @@ def timed_levels(
     """
     known, costs = known or KnownTimes(), workload.costs
     classes = {key: unit for key, unit in _classes(layout).items() if costs[unit.unit].levels}
-    most = {unit: len(cost.levels) for unit, cost in costs.items() if cost.levels}
-    chosen = {unit: sorted({min(level, last) for level in levels}) for unit, last in most.items()}
+    chosen = _own_levels(costs, levels)
     share = SECONDS / (2 * (1 + len(levels)) * len(set(layout.uniform.layer_classes)))
 
     def time_one(unit: UnitGraph) -> Row:
-        return _timed_levels(layout, unit, costs[unit.unit], chosen[unit.unit], share)
+        return _timed_levels(layout, unit, costs[unit.unit], chosen[unit.unit][1:], share)
 
     def measure() -> Rows:
-        _compile(layout, workload.shape, {unit: (0, *own) for unit, own in chosen.items()})
+        _compile(layout, workload.shape, chosen)
         return _each(classes.values(), time_one, "timing the code of saved activations")
 
     rows = known.get_or(f"{layout.fingerprint} {sorted(levels)}", len(classes), measure)
@@ -120,6 +126,12 @@ def timed_levels(
         own = tuple(replace(level, forward_seconds=ahead, backward_seconds=back) for level, ahead, back in each)
         found[key] = replace(costs[unit.unit], levels=own)
     return _with_costs(workload, layout, found)
+
+
+def _own_levels(costs: Mapping[Unit, UnitCost], levels: Collection[int]) -> OwnLevels:
+    """Of each layer that has any, level 0 and those of `levels` that it has."""
+    most = {unit: len(cost.levels) for unit, cost in costs.items() if cost.levels}
+    return {unit: sorted({0, *(min(level, last) for level in levels)}) for unit, last in most.items()}
 
 
 def _with_costs(workload: Workload, layout: SpecializedModel, found: Mapping[Hashable, UnitCost]) -> Workload:
@@ -149,9 +161,7 @@ def _each(units: Collection[UnitGraph], time_one: Callable[[UnitGraph], Row], wo
     return found
 
 
-def _compile(
-    layout: SpecializedModel, shape: StepShape, levels: Mapping[Unit, Iterable[int]] = MappingProxyType({})
-) -> None:
+def _compile(layout: SpecializedModel, shape: StepShape, levels: OwnLevels) -> None:
     """By a function of its own, which does nothing where the seconds of code are given."""
     layout.compile_code(shape, levels)
 
@@ -219,12 +229,20 @@ class LayerLevels:
         """`workload` with what the levels of its layers cost, as their code runs; with `last` the last level alone."""
         return replace(workload, costs=self._costs(last))
 
+    def to_compile(self, workload: Workload, *, last: bool) -> OwnLevels:
+        """What of them is timed once `workload` is; nothing where nobody has asked for levels."""
+        found = levelled(workload, self.layouts[0]) if self._asked else workload
+        return _own_levels(found.costs, self._worthwhile(found, last))
+
     def _cost(self, last: bool) -> Mapping[Unit, UnitCost]:
         found = levelled(self.timed(), self.layouts[0])
-        if most := found.num_levels:
-            levels = [most] if last else [each for each in range(1, most + 1) if self._may_pay(found, each)]
-            found = timed_levels(found, self.layouts[0], levels, self.known)
+        if found.num_levels:
+            found = timed_levels(found, self.layouts[0], self._worthwhile(found, last), self.known)
         return found.costs
+
+    def _worthwhile(self, workload: Workload, last: bool) -> Sequence[int]:
+        most = workload.num_levels
+        return [most] if last else [each for each in range(1, most + 1) if self._may_pay(workload, each)]
 
     def _may_pay(self, workload: Workload, level: int) -> bool:
         """Whether a level is worth compiling: a compiler fuses what is no product with what reads it, so that where no
