@@ -1,7 +1,8 @@
 """Seconds to the end of a first step: a tiny GPT-2, or GPT-2, with torch.compile's inductor, and with this backend.
 
-Each runs in a process of its own, first without inductor's caches on disk, then with those that it has left. CPU
-seconds are of the process and of the C++ compilers that it starts; all seconds are without imports and the model.
+Each runs in a process of its own, first without caches on disk, inductor's and this package's, then with those that it
+has left. CPU seconds are of the process and of those that it starts, as C++ compilers; no seconds are of imports or of
+the model.
 
     python -m benchmarks.first_step --output benchmarks/results/first_step.json
     python -m benchmarks.first_step --size gpt2 --threads 2 --output benchmarks/results/first_step-gpt2.json
@@ -76,7 +77,7 @@ def main() -> None:
     for backend in arguments.backends:
         with tempfile.TemporaryDirectory() as cache:
             settings = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": str(arguments.threads)}
-            settings["OMP_NUM_THREADS"] = str(arguments.threads)
+            settings |= {"OMP_NUM_THREADS": str(arguments.threads), "XDG_CACHE_HOME": cache}
             for caches in ("cold", "warm"):
                 asked = ("--size", arguments.size, "--only", backend)
                 found = in_process("benchmarks.first_step", *asked, environment=settings)

@@ -23,9 +23,8 @@ class Terminal(io.StringIO):
 
 STAGES = [
     "tracing the model",
-    "compiling the layers' code",
+    "compiling the layers' code",  # that of saved activations with it
     "timing the layers' code",
-    "compiling the layers' code",  # of saved activations
     "timing the code of saved activations",
     "moving parameters",
 ]
@@ -55,7 +54,7 @@ def test_a_first_step(stream, measured, tmp_path, monkeypatch, caplog):
         assert (
             f"{progress.CLEAR}greedysnake: moving parameters {'━' * progress.WIDTH}{progress.CLEAR}" in shown.getvalue()
         )
-        for words in STAGES[1:5]:  # what takes longest: a bar by functions, and by classes of layers
+        for words in STAGES[1:4]:  # what takes longest: a bar by functions, and by classes of layers
             bars = set(re.findall(rf"{words} (━*─*)", shown.getvalue()))
             assert {"─" * progress.WIDTH, "━" * progress.WIDTH} <= bars, words
         assert shown.getvalue().endswith(progress.CLEAR)
