@@ -151,7 +151,7 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
         if (before := engine.durable.goes_on()) is not None:
             set_random_state(found := dict(before))
             seed = _seed(models, whole)
-        engine.durable.random = found
+        engine.durable.random, engine.durable.buffers = found, compilation.buffers(args)
     if engine is not None and ranks is not None:
         refuse_uneven(ranks, compilation.options.expert.schedule, models)
     if seed is not None and ranks is not None:

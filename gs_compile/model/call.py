@@ -286,6 +286,7 @@ class Call:
 
     def _executor(self, engine: Engine) -> TieredExecutor:
         """That of this call. In the first step it may show that a step has several, or that several need memory."""
+        engine.announce("the forward" if self.training else "an evaluation")
         may_begin_again = engine.may_begin_again and engine.is_of_this_thread
         if engine.record is not None and not engine.accumulates and may_begin_again:
             if is_zeroed(self.args):
