@@ -1,6 +1,7 @@
 """ranks: the processes that train one model together, and every word between them.
 
     lane "net"       all_gather, reduce_scatter, all_reduce   of the program, each rank the same ones in the same order
+                     what `announce` returns                  ahead of these: is it the same call on all
     lane "ssd_write" commit_together                          when all ranks have written what a commit needs
     lane "cpu"       spread                                   in updates, of what they need whole
     user's thread    broadcast, agree, from_first             before the first step, and for reads and writes between
@@ -169,17 +170,29 @@ class Ranks:
 
     def agree_on(self, what: str) -> None:
         """Raise `RankError` on all ranks where one of them asks for something else than `what`."""
+        self.announce(what)()
+
+    def announce(self, what: str) -> Callable[[], None]:
+        """Tell the other ranks what this one does now; what is returned does as `agree_on`, later and on any thread."""
         own = torch.zeros(LABEL, dtype=torch.uint8)
         text = what.encode()[:LABEL]
         own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         labels = torch.zeros(self.total * LABEL, dtype=torch.uint8)
-        self._gather(labels, own, what)
-        found = [bytes(label.tolist()).rstrip(b"\0").decode() for label in labels.view(self.total, LABEL)]
-        if len(set(found)) > 1:
-            words = ", ".join(f"rank {name}: {label}" for name, label in zip(self.names, found, strict=True))
-            raise RankError(
-                f"the ranks ask for different things ({words}); all have to call the same in the same order"
-            )
+        self.check(what)
+        work = _all_gather(labels, own, group=self._all, async_op=True)
+
+        def compare() -> None:
+            self._finish(what, own, lambda: work)
+            found = [
+                bytes(label.tolist()).rstrip(b"\0").decode(errors="replace") for label in labels.view(self.total, LABEL)
+            ]
+            if len(set(found)) > 1:
+                words = ", ".join(f"rank {name}: {label}" for name, label in zip(self.names, found, strict=True))
+                raise RankError(
+                    f"the ranks ask for different things ({words}); all have to call the same in the same order"
+                )
+
+        return compare
 
     def sum(self, numbers: Tensor, what: str = "sum") -> None:
         """The sum over all ranks, replicas too, in place; the same shape on all."""

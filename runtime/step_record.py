@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,6 +63,7 @@ class StepRecord:
     predicted_seconds: float = math.nan  # of such a step, as it was planned
     idle: frozenset[Slice] = frozenset()  # trained parameters that no gradient has come to: they stay as they are
     missed: Mapping[Slice, int] = field(default_factory=dict)  # the steps that parameters have been so, or frozen
+    means: Mapping[Tensor, int] = field(default_factory=dict)  # over ranks, of gradients in memory: their versions
 
     @property
     def grad_norm(self) -> float:
@@ -107,6 +110,14 @@ class StepRecord:
         if self.squares.keys() <= {"resident"}:
             norm.losses, self.losses = self.losses, (partial(norm.reading, 1),)
         self.squares[unit] = partial(norm.reading, 0)
+
+    @property
+    def told_settings(self) -> str:
+        """In words: alike where what was set is, to six digits."""
+        settings = [*self.groups, self.max_grad_norm, self.loss_scale]
+        text = re.sub(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?", lambda found: f"{float(found[0]):.6g}", repr(settings))
+        rates = ", ".join(f"{group.get('lr', 0):.6g}" for group in self.groups)
+        return f"lr {rates:.60}, all settings {zlib.crc32(text.encode()):08x}"
 
     def so_far(self) -> StepRecord:
         """What is known when an update is issued; what comes later does not change it."""

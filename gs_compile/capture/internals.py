@@ -18,6 +18,7 @@ __all__ = [
     "backward_hooks",
     "changes",
     "comes_to",
+    "makes_replicas",
     "makes_state_dict",
     "num_holders",
     "tree_leaves",
@@ -62,10 +63,21 @@ def num_holders(tensor: torch.Tensor) -> int:
 
 def makes_state_dict() -> bool:
     """Whether a parameter's __torch_function__, by a function of its own, asks this for a module's state dict."""
-    frame = sys._getframe(3)
+    return _caller(4) is torch.nn.Module._save_to_state_dict.__code__
+
+
+def makes_replicas() -> bool:
+    """The same, by two functions, for a DistributedDataParallel that is made: it sends all values to all ranks."""
+    found = getattr(torch.distributed, "utils", None)
+    return found is not None and _caller(5) is found._sync_module_states.__code__
+
+
+def _caller(depth: int) -> Any:
+    """The code that has called a function on a parameter, whose __torch_function__ is so many calls below."""
+    frame = sys._getframe(depth)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_UNTRACED):
         frame = frame.f_back
-    return frame.f_code is torch.nn.Module._save_to_state_dict.__code__
+    return frame.f_code
 
 
 def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:

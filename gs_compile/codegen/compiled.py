@@ -249,6 +249,11 @@ class Compilation:
             self.seconds += time.perf_counter() - start
         return self.models[key]
 
+    def buffers(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Those among the arguments of a call, by name."""
+        pairs = zip(self.captured.inputs, args, strict=True)
+        return {entry.path: arg for entry, arg in pairs if entry.role == "buffer"}
+
     def _key(self, sizes: Mapping[str, int], num_samples: int) -> tuple[Hashable, ...]:
         lengths = tuple(sorted((name, sizes[name]) for name in sizes.keys() - self._of_batch))
         return num_samples, lengths, self.tapped

@@ -44,7 +44,7 @@ def prepare(
     the norm of all gradients. loader: of the training data; it brings the batches of
     `accelerator.gradient_accumulation_steps`, which is 1 from then on, as one, padded as in `hf.gather`. Micro-batches
     have the size that its batches had. The loss is the mean over a whole step, where accumulation takes the mean of the
-    batches' means. others: schedulers, loaders of data to evaluate on, prepared as they come.
+    batches' means. others: schedulers, of which commits keep the states, loaders of data to evaluate on: as they come.
 
     Returns what `accelerator.prepare` does: the model, the optimizer, the loader and the others, in this order. Raises
     OptionError for another optimizer, fp8, a dynamo backend, DeepSpeed and FSDP.
@@ -63,8 +63,11 @@ def prepare(
     if accelerator.scaler is not None:
         accelerator.scaler.serve(optimizer)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, *others)
+    schedulers = [each for each in prepared[3:] if hasattr(each, "get_last_lr")]
+    states = {f"scheduler_{number}": each for number, each in enumerate(schedulers)} if asked.durability else {}
+    optimizer.kept.states.update(states)
     if asked.resume is not None:  # so that the optimizer's number of steps is true from now on
-        resume(model, optimizer, storage=asked.storage, group=asked.group, mesh=asked.mesh)
+        resume(model, optimizer, storage=asked.storage, group=asked.group, mesh=asked.mesh, **states)
     return prepared
 
 

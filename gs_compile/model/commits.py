@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import platform
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -20,7 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DataLoader, Sampler
 
+from gs_compile.capture.internals import changes
 from gs_compile.errors import OptimizerError, ResumeError
 from gs_compile.model.in_memory import parameters_in_memory
 from gs_compile.model.optimizer_state import settings_of
@@ -29,7 +32,7 @@ from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
 from gs_compile.runtime.storage.manifest import check_plain
-from gs_compile.runtime.storage.stored import FORMAT, Manifest, StoredParameter, StoredPart
+from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
 
@@ -47,6 +50,8 @@ class OptimizerLike(Protocol):
     max_grad_norm: float | None
     orthogonalizes: bool
 
+    @property
+    def step(self) -> Callable[..., Any]: ...
     def matrices(self, parameter: torch.Tensor, path: str, *, of_layer: bool) -> Matrices | None: ...
     @property
     def num_steps(self) -> int: ...
@@ -65,8 +70,8 @@ class OptimizerLike(Protocol):
 class Durable:
     """Which steps are committed, with what.
 
-    optimizer: gives it, while it lives. plan: what commits keep of the plan. former: the commit that the run has gone
-    on from.
+    optimizer: gives it, while it lives. plan: what commits keep of the plan. buffers: of the latest call, by name.
+    former: the commit that the run has gone on from.
     """
 
     def __init__(
@@ -75,10 +80,13 @@ class Durable:
         tiers: Tiers,
         parameters: Sequence[StoredParameter],
         plan: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
         assert tiers.commits is not None, "no step is durable"
         self.every = tiers.placement.durability
         self.random: Mapping[str, str] | None = None  # that the call under way has found
+        self.buffers = buffers
+        self._first_buffers = {name: (weakref.ref(each), changes(each)) for name, each in buffers.items()}
         self._optimizer = optimizer
         self._tiers = tiers
         setting = tiers.setting
@@ -90,6 +98,7 @@ class Durable:
             "parameters": tuple(parameters),
             "rank": setting.ranks.rank if setting.ranks else 0,
             "world": setting.placement.world,
+            "together": _name_of_run(tiers),
         }
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
         self._is_open = False  # that commit was made between two calls: schedulers and values may change after it
@@ -114,10 +123,10 @@ class Durable:
     def take(self, num_steps: int, *, always: bool = False) -> bool:
         """Whether a program between two calls commits what `num_steps` have left; `always`: it is asked for.
 
-        Ranks leave it at that commit: one of them alone may have asked for values.
+        On ranks it has to be asked for, and they leave it at that commit: one of them alone may have asked for values.
         """
         self._num_steps, self._is_open = num_steps, self._tiers.setting.ranks is None
-        is_due = num_steps > self._num_committed and num_steps % self.every == 0
+        is_due = self._is_open and num_steps > self._num_committed and num_steps % self.every == 0
         return is_due or (always and num_steps > max(0, self._num_committed - self._is_open))
 
     def leave(self, *, training: bool) -> None:
@@ -131,7 +140,7 @@ class Durable:
         optimizer, store = self._optimizer(), self._tiers.setting.store
         assert optimizer is not None, "an optimizer is there until its engine is closed"
         assert store is not None, "commits need storage"
-        rest = rest_of(optimizer)
+        rest = {**rest_of(optimizer), **self._changed_buffers}
         facts = {
             **self._fixed,
             "run": store.run,
@@ -146,6 +155,24 @@ class Durable:
         }
         return lambda parts: Manifest(parts=parts, **facts), rest
 
+    @property
+    def _changed_buffers(self) -> dict[str, torch.Tensor]:
+        """Those that a script changes between steps, as no forward does, by their names in `rest`."""
+        known = {name: (first(), number) for name, (first, number) in self._first_buffers.items()}
+        return {
+            f"{BUFFER}{name}": each
+            for name, each in self.buffers.items()
+            if name not in known or known[name][0] is not each or known[name][1] != changes(each)
+        }
+
+
+def _name_of_run(tiers: Tiers) -> str:
+    """That it has on all ranks; of one process its storage has one. All ranks call it."""
+    ranks, store = tiers.setting.ranks, tiers.setting.store
+    if ranks is None or store is None:
+        return ""
+    return store.former.together if store.former else ranks.from_first("the name of the run", lambda: store.run)
+
 
 def rest_of(optimizer: OptimizerLike) -> dict[str, torch.Tensor]:
     """Parameters in memory beside the compiled model, and their states, by their places in the optimizer."""
@@ -158,12 +185,20 @@ def rest_of(optimizer: OptimizerLike) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def give_back_rest(optimizer: OptimizerLike, rest: Tensors) -> None:
-    """The inverse."""
+def give_back_rest(optimizer: OptimizerLike, rest: Tensors, buffers: Mapping[str, torch.Tensor]) -> None:
+    """The inverse; buffers: by name, get what a script has made of them.
+
+    Raises ResumeError where the model has none of a name, or of another shape.
+    """
     beside = dict(_beside(optimizer))
     for name, values in rest.items():
         number, _, component = name.partition(".")
-        if component:
+        if name.startswith(BUFFER):
+            buffer = buffers.get(name.removeprefix(BUFFER))
+            if buffer is None or buffer.shape != values.shape:
+                raise ResumeError(f"the commit has a {name} of shape {tuple(values.shape)}, and the model has none")
+            buffer.copy_(values)
+        elif component:
             optimizer.state[beside[int(number)]][component] = values
         else:
             beside[int(number)].copy_(values)
@@ -174,13 +209,18 @@ def _beside(optimizer: OptimizerLike) -> Iterator[tuple[int, torch.Tensor]]:
     return ((place, each) for place, each in parameters_in_memory(optimizer.param_groups) if each.requires_grad)
 
 
-def check_alike(former: Manifest, optimizer: OptimizerLike, parameters: Sequence[StoredParameter], world: int) -> None:
-    """Raise ResumeError where a commit is of another model, optimizer or number of ranks."""
+def check_alike(
+    former: Manifest, optimizer: OptimizerLike, parameters: Sequence[StoredParameter], world: int, rank: int = 0
+) -> None:
+    """Raise ResumeError where a commit is of another model, optimizer, number of ranks or place among them."""
     check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
     trained = {each.name: each.trained for each in parameters}
     states = {each.name: tuple(each.components) for each in parameters}
     others = [each.name for each in former.parameters if tuple(each.components) != states[each.name]]
     changed = [each.name for each in former.parameters if each.trained != trained[each.name]]
+    here = {each.name: each for each in parameters}
+    moved = [each for each in former.parameters if each.group not in (None, here[each.name].group)]
+    late = [each for each in former.parameters if each.missed not in (None, here[each.name].missed)]
     if changed:
         what = f"{changed[0]} was {'frozen' if trained[changed[0]] else 'trained'} there"
     elif (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
@@ -193,6 +233,14 @@ def check_alike(former: Manifest, optimizer: OptimizerLike, parameters: Sequence
         str(number): tuple(each.shape) for number, each in _beside(optimizer)
     }:
         what = "it has other parameters beside the compiled model"
+    elif moved:
+        what = f"{moved[0].name} was in param group {moved[0].group} there, and is in {here[moved[0].name].group} here"
+    elif late:
+        what = (
+            f"{late[0].name} took {late[0].missed} steps fewer than others there, and {here[late[0].name].missed} here"
+        )
+    elif former.rank != rank:
+        what = f"it is of rank {former.rank} of those that share the model, and this is rank {rank} of them"
     elif former.world != world:
         what = f"it is of {former.world} ranks, this run of {world}, which can load a checkpoint of state dicts"
     else:
@@ -229,6 +277,8 @@ class Kept:
         0: none was found; ranks: by torch's numbers, those that have looked for it together.
     begins_anew: the run goes on from elsewhere, and a commit in its storage stays until it makes one.
     has_random_state: random numbers go on already, so the first call leaves them as they are.
+    positions: the states of samplers and data loaders as the last step has ended. The call that commits it comes behind
+        the next batch.
     """
 
     states: dict[str, Any] = field(default_factory=dict)
@@ -238,13 +288,19 @@ class Kept:
     ranks: tuple[int, ...] | None = None
     begins_anew: bool = False
     has_random_state: bool = False
+    positions: dict[str, Any] = field(default_factory=dict)
+
+    def end_step(self) -> None:
+        """A step has ended, and nobody has taken the next batch yet."""
+        among = ((name, each) for name, each in self.states.items() if isinstance(each, Sampler | DataLoader))
+        self.positions = {name: _plain(each.state_dict()) for name, each in among}  # type: ignore[union-attr]
 
     def snapshot(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Copies of both, and of the optimizer's param groups, as they are now, by the names that a manifest has.
 
         Raises OptimizerError for what no JSON can hold.
         """
-        states = {name: _plain(each.state_dict()) for name, each in self.states.items()}
+        states = {name: _plain(each.state_dict()) for name, each in self.states.items()} | self.positions
         found = {"states": states, "user": self.user, "groups": tuple(map(settings_of, groups))}
         try:
             for name, each in found.items():

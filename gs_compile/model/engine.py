@@ -86,12 +86,13 @@ class Engine(ParameterStore):
         super().__init__(tiers, self.options.storage[0], optimizer.components)
         self.turn, self.sums = optimizer.turn, Sums(tiers)
         plan = self.planning.planned.facts
-        self.durable = Durable(self._optimizer, tiers, stored, plan) if tiers.commits else None
+        buffers = call.compilation.buffers(call.args)
+        self.durable = Durable(self._optimizer, tiers, stored, plan, buffers) if tiers.commits else None
         spans = {call.args[index]: span for index, span in arrangement.spans.items()}
         self.num_parameters = len(spans)
         self._idle = Idle(arrangement.spans, call.args, call.models[0].split.idle, call.ranks, self.durable)
         if self.durable is not None and self.durable.former is not None:
-            give_back_rest(optimizer, take_up(self, spans, stored))
+            give_back_rest(optimizer, take_up(self, spans, stored), buffers)
         else:
             move_in(self, spans, self.planning.run.whole_nbytes, self.options.storage[0])
         self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
@@ -214,6 +215,7 @@ class Engine(ParameterStore):
         step have left was dropped.
         """
         executor.record = self._begin_record(losses, reached, zeroed=zeroed)
+        self.announce("the backward", f", {executor.record.told_settings}")
         self.num_backwards += 1
 
     def _begin_record(self, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool) -> StepRecord:

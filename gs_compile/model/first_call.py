@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,7 +17,7 @@ from gs_compile.capture.graph import Captured
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.capture.split import Split
 from gs_compile.codegen.layout import Arrangement, arrange, encoded, of_layers, stored_types, tied_units
-from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
+from gs_compile.errors import LeftoverError, OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
 from gs_compile.model.call import Call
 from gs_compile.model.commits import OptimizerLike, check_alike
 from gs_compile.model.offloaded import UnavailableGradient
@@ -31,7 +32,7 @@ from gs_compile.runtime.former import alike
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.storage.folder import folder_in
+from gs_compile.runtime.storage.folder import folder_in, folder_of
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.storage.stored import Manifest, StoredParameter
@@ -72,7 +73,7 @@ def plan_tiers(optimizer: OptimizerLike, call: Call, host_nbytes: int | None = N
     types = {masters: stored_types(optimizer.moments, pairs=masters != "whole") for masters in kinds}
     arrangements = {masters: arrange(split, captured, types[masters], **how) for masters in kinds}
     first = arrangements[kinds[0]]
-    stored = stored_parameters(call, first)
+    stored = stored_parameters(call, first, optimizer)
     former = {} if ranks else former_plan(options, stored, optimizer)
     run = Run(
         ModelAtHand(
@@ -194,11 +195,13 @@ def _open_store(
             )
         if store.former is None and looks_in is not None and not anew:
             words = ", ".join(map(str, looks_in or options.storage))
+            if ranks is not None:
+                _refuse_misplaced(store, ranks)
             log.info("no durable run has left a commit in %s: this one begins anew", words)
         if store.former is not None:
             log.info("run %s goes on from step %d (%s)", store.run, store.former.step, store.former.written)
-            check_alike(store.former, optimizer, stored, planning.placement.world)
-            _refuse_what_was_read(store.former, optimizer)
+            check_alike(store.former, optimizer, stored, planning.placement.world, ranks.rank if ranks else 0)
+            _refuse_what_is_lost(store.former, optimizer)
             folders = [drive.folder for drive in store.drives]
             same = alike(store.former, planning.placement, arrangement.types, stored, folders)
         store.reserve_check(planning.ssd_nbytes - store.nbytes_of(same))
@@ -206,15 +209,43 @@ def _open_store(
     return store, same
 
 
-def _refuse_what_was_read(former: Manifest, optimizer: OptimizerLike) -> None:
-    """Raise StepOrderError where the user has been told another number of steps than the run goes on from."""
+def _refuse_what_is_lost(former: Manifest, optimizer: OptimizerLike) -> None:
+    """Raise StepOrderError where the option ``resume`` alone goes on, and leaves what `gs_compile.resume` gives back.
+
+    The user has been told another number of steps, has a scheduler, or has handed states in.
+    """
+    if optimizer.kept.step is not None:
+        return
     found, read = former.step - former.num_skipped, optimizer.num_steps_read
-    if optimizer.kept.step is None and read not in (None, found):
+    if read not in (None, found):
         raise StepOrderError(
             f"optimizer.num_steps was read as {read} before the model's first call, and run {former.run} goes on from "
             f"{found} steps: call `run = gs_compile.resume(model, optimizer, storage=...)` before that, and begin with "
             "batch run.step"
         )
+    states = ["a scheduler"] if hasattr(optimizer.step, "_wrapped_by_lr_sched") else []
+    states += [f"the commit's state of {name}" for name in sorted(former.states)]
+    if states:
+        raise StepOrderError(
+            f"run {former.run} goes on from step {former.step} by the option resume alone, and {states[0]} would begin "
+            "anew: call `run = gs_compile.resume(model, optimizer, storage=..., scheduler=scheduler)` before the "
+            "model's first call, with all that the commit has states of"
+        )
+
+
+def _refuse_misplaced(store: Store, ranks: Ranks) -> None:
+    """Raise `LeftoverError` on all ranks, none of which has a commit, where one has the directory of another's."""
+    pairs = ((name, drive.folder.parent) for name in ranks.names for drive in store.drives if name != ranks.name)
+    own = sorted({name for name, directory in pairs if commits_in([folder_of(directory, name)])})
+    every = dict(zip(ranks.names, ranks.agree("commits of other ranks", own), strict=True))
+    if any(every.values()):
+        having = ((name, ", ".join(map(str, each))) for name, each in every.items() if each)
+        words = "; ".join(f"rank {name} has that of rank {others}" for name, others in having)
+        what = (
+            f"no rank finds its commit, and {words}: they have come to other machines than before. Give each the "
+            "number that it had (torchrun --node-rank), or bring it the folder of its number; nothing was changed"
+        )
+        raise LeftoverError(errno.EEXIST, what, str(store.drives[0].folder.parent))
 
 
 def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: OptimizerLike) -> Mapping[str, Any]:
@@ -233,8 +264,9 @@ def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: 
     return {}
 
 
-def stored_parameters(call: Call, arrangement: Arrangement) -> tuple[StoredParameter, ...]:
+def stored_parameters(call: Call, arrangement: Arrangement, optimizer: OptimizerLike) -> tuple[StoredParameter, ...]:
     """Where each parameter is in its unit, as commits say it, in the order of the arrangement."""
+    args, group_of = call.args, optimizer.group_of
     names = [entry.path for entry in call.compilation.captured.inputs]
     return tuple(
         StoredParameter(
@@ -242,11 +274,13 @@ def stored_parameters(call: Call, arrangement: Arrangement) -> tuple[StoredParam
             span.unit,
             span.offset,
             tuple(span.shape),
-            bool(call.args[index].requires_grad),
+            bool(args[index].requires_grad),
             str(span.dtype or "").removeprefix("torch."),
             span.codec,
             span.components,
             span.second,
+            group_of[args[index]] if args[index].requires_grad else None,
+            optimizer.missed.get(args[index], 0),
         )
         for index, span in arrangement.spans.items()
     )

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from gs_compile.capture.internals import changes
 from gs_compile.errors import OptimizerError
 from gs_compile.machine import in_groups
 from gs_compile.model.optimizer_state import has_values, whole_step
@@ -45,9 +46,27 @@ def count(parameters: Sequence[Tensor], record: StepRecord, ranks: Ranks | None 
         means = averaged(ranks, [parameter.grad for parameter in parameters if parameter.grad is not None])
         for parameter, mean in zip(parameters, means, strict=True):
             parameter.grad = mean
+        record.means = {mean: changes(mean) for mean in means}
     if parameters:
         square = _sum_of_squares(parameters) * record.num_ranks**2  # as the others are, which are summed
         record.squares["resident"] = lambda: square
+
+
+def average_late(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks | None) -> None:
+    """Average over ranks what has come since `count`, as to a module whose output the compiled model takes.
+
+    Where a step is clipped, `update` refuses that.
+    """
+    beside = [parameter for _, parameter in parameters_in_memory(groups) if parameter.requires_grad]
+    if ranks is None or record.max_grad_norm is not None or not beside:
+        return
+    gradients = [parameter.grad for parameter in beside]
+    is_late = [each is not None and record.means.get(each) != changes(each) for each in gradients]
+    ranks.sum(counts := torch.tensor(is_late, dtype=torch.int32), "which gradients came after the model's backward")
+    late = [parameter for parameter, number in zip(beside, counts.tolist(), strict=True) if number]
+    whole = [torch.zeros_like(each) if each.grad is None else each.grad for each in late]
+    for parameter, mean in zip(late, averaged(ranks, whole) if late else (), strict=True):
+        parameter.grad = mean
 
 
 class Optimizer(Protocol):
@@ -131,12 +150,13 @@ def _step(
 def ranks_that_average(parameters: Sequence[Tensor], buffers: Mapping[str, Tensor], options: Options) -> Ranks | None:
     """The ranks of a model that none of our optimizers trains; None: there are no others, or others average already.
 
-    In its first step all get the first rank's values, of buffers by name too. The model may be in a
-    DistributedDataParallel, which does both.
+    parameters: frozen ones too. In its first step all get the first rank's values, of buffers by name too. The model
+    may be in a DistributedDataParallel, which does both.
     """
-    residency = residency_of(parameters[0])
+    first = next(parameter for parameter in parameters if parameter.requires_grad)
+    residency = residency_of(first)
     if residency.ranks is None:
-        ranks = None if _is_wrapped(parameters[0]) else ranks_of(options)
+        ranks = None if is_wrapped(first) else ranks_of(options)
         if ranks is not None:
             begin_alike(ranks, parameters, buffers)
         residency.ranks = (ranks,)
@@ -148,9 +168,9 @@ def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
     ranks.agree_on(f"the mean of {len(gradients)} gradients, {sum(each.numel() for each in gradients)} elements")
     found = []
     for bucket in _buckets(gradients):
-        flat = torch.cat([each.reshape(-1) for each in bucket])
+        flat = torch.cat([each.reshape(-1) for each in bucket]) / ranks.total  # the sum may be too large for float16
         ranks.sum(flat, "the mean of gradients")
-        parts = (flat / ranks.total).split([each.numel() for each in bucket])
+        parts = flat.split([each.numel() for each in bucket])
         found += [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
     return found
 
@@ -185,7 +205,8 @@ def begin_alike(ranks: Ranks, parameters: Sequence[Tensor], buffers: Mapping[str
         tensor.data.copy_(values)
 
 
-def _is_wrapped(parameter: Tensor) -> bool:
+def is_wrapped(parameter: Tensor) -> bool:
+    """Whether a DistributedDataParallel has it."""
     if not torch.distributed.is_initialized():  # none can be made then, and there are many objects
         return False
     found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.errors import NoBatchInputError, RankError
+from gs_compile.errors import NoBatchInputError, OptimizerError, RankError
 from gs_compile.model.call import Call
-from gs_compile.model.in_memory import begin_alike, parameters_in_memory, ranks_that_average
-from gs_compile.model.residency import is_offloaded
+from gs_compile.model.in_memory import begin_alike, is_wrapped, parameters_in_memory, ranks_that_average
+from gs_compile.model.offloaded import REPLICATED
+from gs_compile.model.optimizer_state import has_values
+from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.saving import gather_when_saved
 from gs_compile.model.tiered_optimizer import TieredOptimizer, optimizers_of
 from gs_compile.options import Options
@@ -49,14 +51,17 @@ def meet(args: Sequence[Any], options: Options, compilation: Compilation | None)
     if (optimizer := _optimizer_of(args)) is not None:
         if optimizer.engine is not None:
             return optimizer.engine.ranks
+        if is_wrapped(next(arg for arg in args if isinstance(arg, torch.nn.Parameter))):
+            raise OptimizerError(f"the model is in a DistributedDataParallel, and {REPLICATED}")
         ranks = ranks_of(options)
         if ranks is not None:  # each has a device of its own, and no other is to have anything of it
             device_of(next(arg.device for arg in args if isinstance(arg, torch.nn.Parameter))).enter()
         return ranks
-    trained = [arg for arg in args if isinstance(arg, torch.nn.Parameter) and arg.requires_grad]
-    if not trained or not torch.is_grad_enabled() or any(map(is_offloaded, trained)):
+    parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained or not torch.is_grad_enabled() or any(map(is_offloaded, parameters)):
         return None
-    return ranks_that_average(trained, _buffers(compilation, args) if compilation else {}, options)
+    return ranks_that_average(parameters, compilation.buffers(args) if compilation else {}, options)
 
 
 def agree(ranks: Ranks, call: Call, optimizer: TieredOptimizer) -> None:
@@ -66,11 +71,11 @@ def agree(ranks: Ranks, call: Call, optimizer: TieredOptimizer) -> None:
     of threads is corrected before anything is timed on it.
     """
     correct_thread_count()
-    facts = chain(_of_options(call.compilation.options), _of_optimizer(optimizer), _of_model(call))
+    facts = chain(_of_options(call.compilation.options), _of_optimizer(optimizer), _of_model(call, optimizer))
     ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
     gather_when_saved()
     resident = [parameter for _, parameter in parameters_in_memory(optimizer.param_groups)]
-    begin_alike(ranks, resident, _buffers(call.compilation, call.args))
+    begin_alike(ranks, resident, call.compilation.buffers(call.args))
 
 
 def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
@@ -100,12 +105,6 @@ def refuse_uneven(ranks: Ranks, schedule: Schedule, models: Sequence[Specialized
         ranks.require_same(f'expert.schedule "{schedule}"', facts)
 
 
-def _buffers(compilation: Compilation, args: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Those among the arguments of a call, by name."""
-    inputs = zip(compilation.captured.inputs, args, strict=True)
-    return {entry.path: arg for entry, arg in inputs if entry.role == "buffer"}
-
-
 Facts = Iterator[tuple[str, Any]]
 
 
@@ -124,14 +123,20 @@ def _of_optimizer(optimizer: TieredOptimizer) -> Facts:
     yield "what state_dtype stores moments in", str(optimizer.moments)
     for number, group in enumerate(optimizer.param_groups):
         yield f"param group {number}", {name: value for name, value in group.items() if name != "params"}
+    yield "the number of steps behind it", optimizer.as_set().number - 1
+    yield "the number of states that were loaded", sum(map(has_values, optimizer.state.values()))
 
 
-def _of_model(call: Call) -> Facts:
-    captured = call.compilation.captured
+def _of_model(call: Call, optimizer: TieredOptimizer) -> Facts:
+    captured, group_of = call.compilation.captured, optimizer.group_of
     for entry, arg in zip(captured.inputs, call.args, strict=True):
         if entry.role == "batch":
             yield f"the dtype of {entry.path}", arg.dtype
     for graph in call.models[0].split.units:
-        specs = graph.parameters(captured).values()
-        words = (f"{spec.dtype} {tuple(spec.shape)}{'' if spec.requires_grad else ' frozen'}" for spec in specs)
+        words = []
+        for index, spec in graph.parameters(captured).items():
+            role = f"in group {group_of.get(call.args[index])}" if spec.requires_grad else "frozen"
+            words.append(f"{spec.dtype} {tuple(spec.shape)} {role}")
         yield f"what unit {graph.unit} has", ", ".join(words)
+    shared = (residency_of(arg) for arg in call.args if is_offloaded(arg))
+    yield "the number of values that were written to storage", sum(each.num_writes for each in shared if each.mesh)

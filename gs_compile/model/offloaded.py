@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
-from gs_compile.capture.internals import changes, makes_state_dict, tree_map_only, untraced
+from gs_compile.capture.internals import changes, makes_replicas, makes_state_dict, tree_map_only, untraced
 from gs_compile.errors import ReleasedParameterError
 from gs_compile.model.files import shares_memory
 
@@ -39,6 +39,10 @@ _REFUSED = {
     **dict.fromkeys(("set_", "resize_", "resize_as_", "share_memory_"), "has no memory of its own"),
     **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook"), "gives its gradient to its update alone"),
 }
+REPLICATED = (
+    "the ranks share the parameters of this model, and average its gradients, by themselves: leave the wrapper out. "
+    "With a torch.optim optimizer, which leaves parameters in memory, it may be there"
+)
 CHANGE_STATE = "Take optimizer.state_dict(), change the tensors of that, and give it to optimizer.load_state_dict()"
 
 
@@ -415,6 +419,8 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 def _refuse(name: str, first: Any) -> None:
     """Raise ReleasedParameterError for what cannot be done with a value that is elsewhere."""
+    if isinstance(first, OffloadedParameter) and name == "detach" and makes_replicas():
+        raise ReleasedParameterError(f"DistributedDataParallel: {REPLICATED}")
     if isinstance(first, OffloadedParameter) and name in _REFUSED:
         raise ReleasedParameterError(f"{name}: a parameter that lives on the tiers {_REFUSED[name]}")
     if isinstance(first, Alias) and name in ("data_ptr", "untyped_storage", *_REFUSED):

@@ -129,6 +129,7 @@ class ParameterStore:
     def write(self, span: Slice, values: Tensor) -> None:
         """A new value, in the parameter's dtype or the master's. A master that rounds to it stays as it is."""
         self.synchronize()
+        self._agree_on(f"a new value of shape {tuple(span.shape)} in unit {span.unit}")
         values = whole(values)
         own, wide = self.tiers.dtype(span), self.tiers.dtype(span, master=True)
         given = self._masters.get(span)
@@ -171,6 +172,7 @@ class ParameterStore:
         where another component is missing, and where one is of another shape.
         """
         self.synchronize()
+        self._agree_on(f"a state of shape {tuple(span.shape)} in unit {span.unit}")
         self.has_loaded_state = True
         self._masters.pop(span, None)
         for number, name in enumerate(self._components(span)):
@@ -183,6 +185,17 @@ class ParameterStore:
             for piece in pieces_of(span, 4):
                 self.tiers.write_state(piece, number, _part(values, span, piece))
                 leave_memory(values.untyped_storage())
+
+    def announce(self, what: str, how: str = "") -> None:
+        """Have all ranks do the same next; `RankError` on all where they do not, ahead of any exchange."""
+        if (ranks := self.tiers.setting.ranks) is not None:
+            words = f"{what} in step {self.num_steps + 1}{how}"
+            self.tiers.lane("net").submit(words, ranks.announce(words))
+
+    def _agree_on(self, what: str) -> None:
+        """Of several ranks each writes what it has of a value: all of them have to."""
+        if (ranks := self.tiers.setting.ranks) is not None:
+            ranks.agree_on(what)
 
     def begin_sums(self, *, zeroed: bool) -> None:
         """Have sums of gradients to which one from outside of the model is added; zeroed: what they have is dropped."""

@@ -54,13 +54,16 @@ def resume(
     be on. `storage` is as in `Options`; the model may be compiled with another one, to which the run then moves. All
     ranks that train together call this; `group` or `mesh`, the model's option, says which where not all do.
     `states` are objects with `state_dict` and `load_state_dict`, such as schedulers, samplers or a LossScaler: each
-    commit keeps their states by name, and they are given back here. The optimizer's settings are those of that step.
+    commit keeps their states by name, and they are given back here; None: the run goes on without. Of torch's samplers
+    and data loaders these are as of `optimizer.step()`, before the next batch is taken. The optimizer's settings are
+    those of that step.
 
-    Raises ResumeError where the run was of another model or optimizer, ManifestError for a damaged commit, and
-    StepOrderError after the model's first call.
+    Raises ResumeError where the run was of another model or optimizer, or has other states, ManifestError for a damaged
+    commit, and StepOrderError after the model's first call.
     """
     if optimizer.engine is not None:
         raise StepOrderError("the model has run: resume before its first call, which brings the values to the tiers")
+    given, states = {*states, *optimizer.kept.states}, {name: each for name, each in states.items() if each is not None}
     for name, each in states.items():
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
             raise OptionError(f"{name} has no state_dict and load_state_dict: a {type(each).__name__}")
@@ -72,12 +75,18 @@ def resume(
     if former is None:
         optimizer.kept.step = 0
         return Resumed()
-    named = model.named_parameters(remove_duplicate=False)
-    check_parameters(former, {name.removeprefix("_orig_mod."): tuple(each.shape) for name, each in named})
+    named = {name.removeprefix("_orig_mod."): each for name, each in model.named_parameters(remove_duplicate=False)}
+    check_parameters(former, {name: tuple(each.shape) for name, each in named.items()})
     if missing := sorted(states.keys() - former.states.keys()):
         known = ", ".join(sorted(former.states)) or "none"
         raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
+    if left := sorted(former.states.keys() - given):
+        raise ResumeError(
+            f"the commit of step {former.step} has a state of {', '.join(left)}, which would begin anew: hand it in, "
+            f"as {left[0]}=..., or {left[0]}=None to go on without"
+        )
     optimizer.kept.give_back(former.states)
+    optimizer.missed = {named[each.name]: each.missed or 0 for each in former.parameters}
     optimizer.go_on(former)
     optimizer.kept.user, optimizer.kept.step = former.user, former.step
     return Resumed(former.step, former.user)

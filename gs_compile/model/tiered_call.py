@@ -54,6 +54,7 @@ class TieredCall(Call):
 
     def _executor(self) -> TieredExecutor:
         """That of the engine, which may be another one from now on: see `first_step`."""
+        self.engine.announce("the forward" if self.training else "an evaluation")
         self.engine = self.engine.first_step.engine_for_forward(self)
         try:
             return self.engine.begin(self, self._inputs())

@@ -189,6 +189,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         finished = self.engine.finish(dropped=are_dropped(self._parameters))
         record = finished or self._step_in_memory()
         if record is not None:
+            in_memory.average_late(self.param_groups, record, self.engine.ranks)
             in_memory.update(self, self._resident, record)
             for parameter in self._parameters:
                 end_gradient(parameter, dropped=record.is_dropped)
@@ -196,6 +197,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self.num_skipped += record.skipped
                 miss(self, record)
                 self._count(self._num_steps + (not record.skipped))
+                if self.engine.durable is not None:
+                    self.kept.end_step()
             is_bad = record.skipped and not record.is_dropped
             if is_bad and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)

@@ -56,6 +56,7 @@ def check(manifest: Manifest) -> None:
     """Raise a ValueError that names the first entry that does not agree with the others."""
     _demand(manifest.format in FORMATS, "format", manifest.format, "is not", FORMAT)
     _demand(RUN.fullmatch(manifest.run), "run: not 8 hex digits")
+    _demand(not manifest.together or RUN.fullmatch(manifest.together), "together: not 8 hex digits")
     _demand(manifest.rank < manifest.world, "rank: of", manifest.world, "there is no", manifest.rank)
     _distinct("units", (unit.unit for unit in manifest.units))
     _distinct("parts", (part.value for part in manifest.parts))

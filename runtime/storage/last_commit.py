@@ -13,7 +13,8 @@ from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.stored import Manifest
 
-Steps = Mapping[int, bool]  # of one rank, and whether each is committed, or prepared alone
+Step = tuple[int, str]  # its number, and the run of all ranks that it is of
+Steps = Mapping[Step, bool]  # of one rank, and whether each is committed, or prepared alone
 Agree = Callable[[Steps], Sequence[Steps]]  # gives those of all ranks
 
 
@@ -38,10 +39,15 @@ def commits_in(folders: Iterable[Path], *, prepared: bool = False) -> list[Left]
 
 def newest_of(left: Iterable[Left], agree: Agree | None = None) -> Manifest | None:
     """The newest of commits, or of several ranks the newest that all have; None: there is none."""
-    known = {each.commit.step: each for each in sorted(left, key=lambda each: (each.is_made, each.commit.number))}
+    known = {step_of(each.commit): each for each in sorted(left, key=lambda each: (each.is_made, each.commit.number))}
     own = {step: each.is_made for step, each in known.items()}
     step = common_step(agree(own) if agree else [own])
     return None if step is None else known[step].commit
+
+
+def step_of(commit: Manifest) -> Step:
+    """What it has in common with those of other ranks."""
+    return commit.step, commit.together
 
 
 def order(commit: Manifest) -> tuple[int, int]:
@@ -73,7 +79,7 @@ def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = 
     newest = newest_of(left, agree)
     for commit, folder, is_made in left:
         if not is_made:
-            is_next = newest is not None and commit.step == newest.step
+            is_next = newest is not None and step_of(commit) == step_of(newest)
             folders[folder].promote() if is_next else folders[folder].unlink(manifest.NEXT)
     return newest
 
@@ -85,14 +91,15 @@ def _beside(left: Iterable[Left], here: Iterable[Path]) -> list[Left]:
     return [each for each in found if (each.folder, each.commit.run) in named]
 
 
-def common_step(given: Sequence[Steps]) -> int | None:
-    """The last step that all ranks have; None: there is none. What one has committed, all have prepared.
+def common_step(given: Sequence[Steps]) -> Step | None:
+    """The last step that all ranks have of one run; None: there is none. What one has committed, all have prepared.
 
     Raises RankError where they have none in common.
     """
     common = set.intersection(*map(set, given))
     if not common and any(is_committed for each in given for is_committed in each.values()):
-        found = ", ".join(f"rank {rank}: {max(each, default='none')}" for rank, each in enumerate(given))
+        last = ("{} of run {}".format(*max(each)) if each else "none" for each in given)
+        found = ", ".join(f"rank {rank}: {words}" for rank, words in enumerate(last))
         raise RankError(f"the ranks have commits of different steps ({found}): name the storage of one run on all")
     return max(common, default=None)
 

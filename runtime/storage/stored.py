@@ -18,6 +18,7 @@ from annotated_types import Interval
 FOLDER = "greedysnake-run"
 FORMAT = 2
 REST = "rest"  # the part of the tensors beside the tiers
+BUFFER = "buffer "  # ahead of the name of one among these
 # Names of extents, of a durable run with its name before
 OURS = re.compile(r"(([0-9a-f]{8})-[0-9a-f]{4}-)?(rest|(dw|[sc]?[ws]|[ax])(\d+|e|h|t)[-_0-9a-z]*)(\.\d+)?")
 FOLDERS = re.compile(rf"{FOLDER}(-[0-9]+)?(\.[0-9]+)?")
@@ -112,7 +113,9 @@ class StoredUnit:
 @dataclass(frozen=True)
 class StoredParameter:
     """Where a parameter is in the whole space of its unit, all ranks' shares together; dtype: "" for the unit's; codec:
-    in which it is stored, "" for none; components: of its state, () for the commit's; second: as of `Slice`.
+    in which it is stored, "" for none; components: of its state, () for the commit's; second: as of `Slice`; group: the
+    optimizer's param group, of a trained one; missed: the steps before its first. None: an older commit, which does
+    not say.
     """
 
     name: str
@@ -124,6 +127,8 @@ class StoredParameter:
     codec: str = ""
     components: Many[str] = ()
     second: Count = 0
+    group: Count | None = None
+    missed: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One commit of one rank, its `number`th. components: of optimizer state, the master aside; written: ISO 8601."""
+    """One commit of one rank, its `number`th. components: of optimizer state, the master aside; written: ISO 8601;
+    together: the name that the run has on all ranks.
+    """
 
     format: Count
     run: str
@@ -160,6 +167,7 @@ class Manifest:
     rank: Count
     world: Annotated[int, Interval(ge=1, le=1 << 20)]
     number: Count = 0
+    together: str = ""
 
     @property
     def nbytes(self) -> int:

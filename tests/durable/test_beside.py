@@ -1,4 +1,4 @@
-"""What an optimizer trains beside the compiled model is in a commit, too."""
+"""What an optimizer trains beside the compiled model, and what a script makes of buffers, is in a commit, too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Trunk(GPT2):
         x_BTD = parts.drop(parts.wte(input_ids) + parts.wpe.weight[: input_ids.shape[1]])
         for block in parts.h:
             x_BTD = block(x_BTD)
-        return parts.ln_f(x_BTD)
+        return parts.ln_f(x_BTD) + self.shift
 
 
 def made(folder):
@@ -30,6 +30,7 @@ def made(folder):
     torch.manual_seed(0)
     trunk, head = Trunk(2, 32, VOCABULARY, 0.1, tied=False), torch.nn.Linear(32, VOCABULARY)
     del trunk.lm_head
+    trunk.register_buffer("shift", torch.zeros(32))
     optimizer = gs_compile.AdamW([*trunk.parameters(), *head.parameters()], lr=1e-2)
     trunk.compile(backend="greedysnake", options=options(folder, outputs="all", durability="step"))
     return trunk, head, optimizer, gs_compile.resume(trunk, optimizer, storage=folder).step
@@ -45,6 +46,7 @@ def trained(folder, last):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        trunk.shift += loss.item()
         losses.append(loss.item())
     optimizer.commit()
     state = optimizer.state_dict()["state"]

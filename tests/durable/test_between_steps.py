@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiered import gpt2, options, step, tokens
+from torch.utils.data import Sampler
 
 import gs_compile
 from gs_compile.cli.stored.export import export
@@ -18,18 +19,39 @@ from gs_compile.runtime.storage.stored import FOLDER
 NAME = "transformer.h.0.ln_1.weight"
 
 
+class Batches(Sampler):
+    """Numbers of batches, and how many were taken."""
+
+    taken = 0
+
+    def __iter__(self):
+        while True:
+            self.taken += 1
+            yield self.taken - 1
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
 def train(folder, durability, change):
-    """A step, values that somebody reads, and a change after it; then `change` is told the optimizer and the model."""
+    """A step, values that somebody reads, and a change after it; then the next batch is taken, and `change` is told the
+    optimizer and the model.
+    """
     model = gpt2(tied=False)
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)
     model.compile(backend="greedysnake", options=options(folder, alpha=0.5, durability=durability))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    gs_compile.resume(model, optimizer, storage=folder, schedule=schedule)
-    step(model, optimizer, tokens(0))
+    gs_compile.resume(model, optimizer, storage=folder, schedule=schedule, batches=(batches := Batches()))
+    numbers = iter(batches)
+    step(model, optimizer, tokens(next(numbers)))
     optimizer.synchronize()
     schedule.step()
     with torch.no_grad():
         model.get_parameter(NAME).fill_(3.0)
+    next(numbers)
     change(model, optimizer)
     optimizer.engine.tiers.synchronize()
 
@@ -46,6 +68,7 @@ def test_a_commit_has_what_came_after_values_were_read(tmp_path, durability, how
     gc.collect()
     made = read(tmp_path / FOLDER)
     assert (made.step, made.states["schedule"]["last_epoch"], made.groups[0]["lr"]) == (1, 1, 5e-3)
+    assert made.states["batches"] == {"taken": 1}, "the batch that is under way is none of the commit's steps"
     files = export(found_in(tmp_path), tmp_path / "out")["files"]
     found = {name: each for file in files for name, each in load_file(tmp_path / "out" / file).items()}
     assert bool((found[NAME] == 3).all())

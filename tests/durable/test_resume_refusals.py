@@ -36,6 +36,10 @@ def one_group(groups):
     return gs_compile.AdamW([parameter for group in groups for parameter in group["params"]])
 
 
+def swapped(groups):
+    return adamw(groups[::-1])
+
+
 def half_frozen(seed=0):
     model = gpt2(seed=seed)
     model.transformer.wpe.weight.requires_grad = False
@@ -49,14 +53,16 @@ def half_frozen(seed=0):
         (half_frozen, adamw, "transformer.wpe.weight was trained there"),
         (None, sgd, "its optimizer is AdamW, with exp_avg, exp_avg_sq of each parameter"),
         (None, one_group, "its optimizer has 2 param groups, and 1 here"),
+        (None, swapped, "transformer.wte.weight was in param group 0 there, and is in 1 here"),
         (None, "2 ranks", "it is of 2 ranks, this run of 1"),
+        (None, "the other rank", "it is of rank 1 of those that share the model, and this is rank 0 of them"),
     ],
-    ids=["width", "frozen", "optimizer", "groups", "ranks"],
+    ids=["width", "frozen", "optimizer", "groups", "order", "ranks", "rank"],
 )
 def test_what_is_of_something_else_is_refused(harness, given, tmp_path, build, make, words):
     folder = tmp_path / FOLDER
-    if make == "2 ranks":
-        save(folder, replace(read(folder), world=2))
+    if isinstance(make, str):
+        save(folder, replace(read(folder), world=2, rank=int(make == "the other rank")))
         make = adamw
     if build is not None:
         harness = Harness(build)
@@ -135,6 +141,46 @@ def test_a_number_of_steps_that_was_read_before_the_first_call_is_true_or_refuse
         assert optimizer.num_steps == 0
         steps(harness, optimizer, (0,))
         assert optimizer.num_steps == 1
+
+
+def test_what_would_begin_anew_is_refused(harness, given, tmp_path):
+    """A schedule that nobody gives its state, and a state that nobody takes."""
+    with resumed(harness, adamw, given) as optimizer:
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with pytest.raises(StepOrderError, match=r"a scheduler would begin anew: call .*resume\(.*scheduler=scheduler"):
+            steps(harness, optimizer, (2,))
+    save(tmp_path / FOLDER, replace(read(tmp_path / FOLDER), states={"schedule": {"last_epoch": 2}}))
+    refusal = pytest.raises(StepOrderError, match="the commit's state of schedule would begin anew")
+    with resumed(harness, adamw, given) as optimizer, refusal:
+        steps(harness, optimizer, (2,))
+    with resumed(harness, adamw, given) as optimizer:
+        words = "of step 2 has a state of schedule, .* hand it in, as schedule=..., or schedule=None"
+        with pytest.raises(ResumeError, match=words):
+            gs_compile.resume(harness.model, optimizer, storage=tmp_path)
+        assert gs_compile.resume(harness.model, optimizer, storage=tmp_path, schedule=None).step == 2
+
+
+def test_steps_that_a_parameter_has_missed_are_kept(harness, given, tmp_path):
+    """A state dict has said it, which the process that goes on does not load again."""
+    clean(given)
+    name = "transformer.ln_f.bias"
+    with harness.fresh(adamw, given | {"durability": "step"}) as optimizer:
+        parameter = harness.model.get_parameter(name)
+        zeros = {each: dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.zeros(each.shape)) for each in optimizer.group_of}
+        states = {
+            n: {"step": 1 if each is parameter else 5, **zeros[each]} for n, each in enumerate(optimizer.group_of)
+        }
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+        steps(harness, optimizer, (0,))
+    refusal = pytest.raises(ResumeError, match=f"{name} took 4 steps fewer than others there, and 0 here")
+    with resumed(harness, adamw, given) as optimizer, refusal:
+        steps(harness, optimizer, (1,))
+    with resumed(harness, adamw, given) as optimizer:
+        gs_compile.resume(harness.model, optimizer, storage=tmp_path)
+        steps(harness, optimizer, (1,))
+        assert optimizer.missed == {harness.model.get_parameter(name): 4}
+        taken = {float(each["step"]) for each in optimizer.state_dict()["state"].values()}
+        assert taken == {3.0, 7.0}
 
 
 @pytest.mark.parametrize("what", ["groups", "states"])

@@ -17,13 +17,13 @@ from stored_run import save, stored_run
 from tiered import gpt2, options, step, tokens
 
 import gs_compile
-from gs_compile.errors import OptionError
+from gs_compile.errors import LeftoverError, OptionError, RankError
 from gs_compile.model.resume import last_of
 from gs_compile.options import Options
 from gs_compile.placement.levels import Share
 from gs_compile.planner.boundary import FIRST
 from gs_compile.runtime.storage import manifest
-from gs_compile.runtime.storage.folder import folder_in
+from gs_compile.runtime.storage.folder import folder_in, folder_of
 
 LAST = 5
 
@@ -38,6 +38,10 @@ def looks(info, tmp_path):
         if info.rank:
             save(folder, replace(made, step=made.step + 1), manifest.NEXT)
         assert last_of(Options(storage=tmp_path, group=group)) == made
+        (folder / manifest.NEXT).unlink(missing_ok=True)
+        save(folder, replace(made, together="ab"[info.rank] * 8))  # as where one machine has a drive of another run
+        with pytest.raises(RankError, match="rank 0: 3 of run aaaaaaaa, rank 1: 3 of run bbbbbbbb"):
+            last_of(Options(storage=tmp_path, group=group))
 
 
 def test_ranks_of_a_group_look_alone(tmp_path):
@@ -83,6 +87,22 @@ def test_resume_looks_with_the_ranks_that_train_together(pair, tmp_path):
     pair.run(looks_with_others, tmp_path)
 
 
+def looks_elsewhere(info, tmp_path):
+    """Each rank is on the machine of the other, with its directory."""
+    directory = tmp_path / str(info.rank)
+    folder = folder_of(directory, 1 - info.rank)
+    for path in (directory, folder):
+        path.mkdir(mode=0o700)
+    save(folder, stored_run(folder, on_disk=False))
+    learner = Learner(info, directory, durability="step", resume="auto")
+    with pytest.raises(LeftoverError, match=r"rank 0 has that of rank 1; rank 1 has that of rank 0: they have come to"):
+        learner.train(0)
+
+
+def test_ranks_on_other_machines_than_before_do_not_begin_anew(pair, tmp_path):
+    pair.run(looks_elsewhere, tmp_path)
+
+
 def trains(info, tmp_path, dies_at=None, **changes):
     """Steps until the last; a rank is killed after it has prepared the commit of a step, or has made it."""
     torch.manual_seed(info.rank)
@@ -102,6 +122,8 @@ def trains(info, tmp_path, dies_at=None, **changes):
         manifest.system.rename = rename
     learner.train(*range(run.step, LAST))
     values = learner.values()
+    assert manifest.read(folder_in(tmp_path / "storage")).step == LAST - 1, "schedulers may move on after this"
+    learner.optimizer.commit()
     committed = manifest.read(folder_in(tmp_path / "storage"))
     return run.step, values, committed.step
 

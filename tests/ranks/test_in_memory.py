@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import zoo
 from learner import distance
@@ -12,6 +13,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import gs_compile
+from gs_compile.errors import OptimizerError, ReleasedParameterError
 from gs_compile.model.residency import residency_of
 
 KEEPS_CAPTURES = True  # each process captures its own
@@ -34,16 +36,31 @@ def spread(model, rank):
         tensor.data.mul_(1 + rank)
 
 
+class Trunk(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList((Scaled(), Scaled()))
+
+    def forward(self, x_BTD):
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return x_BTD
+
+
 class Headed(torch.nn.Module):
-    """A compiled trunk with an eager head, whose parameters stay in memory."""
+    """A compiled trunk between an eager embedding and an eager head, which share parameters that stay in memory: their
+    gradients come before and after the trunk's backward.
+    """
 
     def __init__(self):
         super().__init__()
-        self.trunk = zoo.GPT(Scaled, num_layers=2)
+        self.words = torch.nn.Embedding(zoo.VOCAB, zoo.WIDTH)
+        self.trunk = Trunk()
         self.scale = torch.nn.Parameter(torch.tensor([1.5, 0.5]))
 
     def forward(self, ids, labels):
-        return (self.trunk(ids, labels)[1] * self.scale).sum()
+        logits = self.trunk(self.words(ids)) @ self.words.weight.T * self.scale.sum()
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Forked(zoo.GPT):
@@ -83,6 +100,7 @@ def learns(info, tmp_path):
     """How far each way is from DDP of a plain model."""
     found = {}
     spread(plain := zoo.GPT(Scaled, num_layers=2), info.rank)
+    plain.norm.requires_grad_(False)
     ours, inside = copy.deepcopy(plain), zoo.compile_model(copy.deepcopy(plain))
     wrapped = DistributedDataParallel(plain)
     wanted = train(info, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
@@ -104,8 +122,13 @@ def learns(info, tmp_path):
     reference = DistributedDataParallel(copy.deepcopy(model))
     wanted = train(info, reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
-    model.trunk.compile(backend="greedysnake", options=options(tmp_path))
+    model.trunk.compile(backend="greedysnake", options=options(tmp_path, outputs="all"))
     found["head"] = distance(train(info, model, optimizer), wanted)
+    with pytest.raises(ReleasedParameterError, match="DistributedDataParallel: the ranks share the parameters of this"):
+        DistributedDataParallel(model)
+    wrapped, optimizer = DistributedDataParallel(inside), gs_compile.SGD(inside.parameters(), lr=0.1)
+    with pytest.raises(OptimizerError, match="the model is in a DistributedDataParallel, and the ranks share"):
+        train(info, wrapped, optimizer)
     return found
 
 

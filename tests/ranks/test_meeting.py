@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from launch import Fleet
-from tiered import gpt2, options, tokens
+from tiered import gpt2, options, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import LaneError, OptimizerError, RankError, StorageError
@@ -23,9 +24,9 @@ from gs_compile.runtime.storage.folder import Folder
 LIMIT = 60  # seconds: the others end at once; what is more is a loaded machine
 
 
-def begin(tmp_path, num_layers=2, **changes):
+def begin(tmp_path, num_layers=2, groups=torch.nn.Module.parameters, **changes):
     model = gpt2(num_layers)
-    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)
+    optimizer = gs_compile.AdamW(groups(model), lr=1e-2)
     model.compile(backend="greedysnake", options=options(tmp_path / "storage", **changes))
     return model, optimizer
 
@@ -42,11 +43,26 @@ def steps(model, optimizer, rows):
         step(model, optimizer, tokens(index, rows))
 
 
+def one_moved(model):
+    matrices, others = two_groups(model)
+    matrices["params"].append(others["params"].pop())
+    return [matrices, others]
+
+
+def states():
+    """Those of a step of torch's."""
+    step(model := gpt2(), optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2), tokens(0))
+    return optimizer.state_dict()
+
+
 def refused(info, tmp_path, mine, others, rows=4):
     """The message of the `RankError` that the first step raises on this rank."""
     given = dict(mine if info.rank == 1 else others)
     ids = tokens(0, rows if info.rank == 1 else 4).to(given.pop("dtype", torch.int64))
+    loads = given.pop("loads", False)
     model, optimizer = begin(tmp_path, **given)
+    if loads:
+        optimizer.load_state_dict(states())
     with pytest.raises(RankError) as caught:
         step(model, optimizer, ids)
     return str(caught.value)
@@ -57,7 +73,9 @@ def refused(info, tmp_path, mine, others, rows=4):
     [
         ({"micro_batch_size": 1}, {}, "the option micro_batch_size is 2 on rank 0; 1 on rank 1."),
         ({"dtype": torch.int32}, {}, "the dtype of input_ids is torch.int64 on rank 0; torch.int32 on rank 1."),
-        ({"num_layers": 3}, {"num_layers": 2}, "what unit 2 has is absent on rank 0; torch.float32 (32,), "),
+        ({"num_layers": 3}, {"num_layers": 2}, "what unit 2 has is absent on rank 0; torch.float32 (32,) in group 0, "),
+        ({"groups": one_moved}, {"groups": two_groups}, "what unit h has is torch.float32 (32,) in group 1, torch."),
+        ({"loads": True}, {}, "the number of steps behind it is 0 on rank 0; 1 on rank 1."),
     ],
 )
 def test_what_differs_is_refused_by_name(pair, tmp_path, mine, others, message):
@@ -74,6 +92,39 @@ def test_orders_that_follow_micro_batches_are_refused_where_these_differ(pair, t
         assert each.startswith(
             f'expert.schedule "{schedule}": the number of micro-batches is 2 on rank 0; 4 on rank 1.'
         )
+
+
+def differs(info, tmp_path, what):
+    """Something comes on one rank alone between two steps, or is another there."""
+    model, optimizer = begin(tmp_path)
+    step(model, optimizer, tokens(0, 4))
+    ways = {
+        "a call": partial(model, input_ids=tokens(0, 4), labels=tokens(0, 4)),
+        "a value": lambda: model.transformer.ln_f.bias.copy_(torch.ones(32)),
+        "a state": lambda: optimizer.load_state_dict(states()),
+        "a rate": lambda: optimizer.param_groups[0].update(lr=1e-3),
+    }
+    try:
+        with torch.set_grad_enabled(what == "a state"):
+            _ = info.rank == 1 and ways[what]()
+        steps(model, optimizer, 4)
+    except RankError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("a call", "rank 0: the forward in step 2, rank 1: an evaluation in step 2)"),
+        ("a value", "rank 0: the forward in step 2, rank 1: a new value of shape (32,) in unit h)"),
+        ("a state", "rank 0: the forward in step 2, rank 1: a state of shape "),
+        ("a rate", "rank 0: the backward in step 2, lr 0.01, all settings "),
+    ],
+)
+def test_what_comes_on_one_rank_alone_is_refused_on_all(pair, tmp_path, what, words):
+    """It would meet what comes next on the others, and both go on with what is neither."""
+    for each in pair.run(differs, tmp_path, what=what):
+        assert f"the ranks ask for different things ({words}" in each, each
 
 
 def freezes(info, tmp_path):

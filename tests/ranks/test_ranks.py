@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import os
+import re
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +16,14 @@ import torch.distributed as dist
 from launch import Fleet
 from torch.distributed.device_mesh import init_device_mesh
 
+from gs_compile.codegen import compiled
 from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
 from gs_compile.runtime import ranks as module
 from gs_compile.runtime.ranks import ranks_of
 from gs_compile.runtime.storage.folder import folder_in
 
-KEEPS_CAPTURES = True  # captures nothing
+KEEPS_CAPTURES = True  # each process captures its own
 
 
 def moves(info, tmp_path):
@@ -123,11 +130,26 @@ def test_a_mesh_and_groups(tmp_path):
 
 
 def launched(info, tmp_path):
+    """The example that torchrun starts, in small; and what it prints."""
     assert not dist.is_initialized()
-    ranks = ranks_of(Options())
-    return ranks.rank, ranks.number, dist.get_backend()
+    path = Path(__file__).parents[2] / "examples" / "train_gpt2.py"
+    specification = importlib.util.spec_from_file_location("train_gpt2", path)
+    specification.loader.exec_module(example := importlib.util.module_from_spec(specification))
+    config = example.GPT2Config
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as printed:
+        patched.setattr(example, "GPT2Config", lambda **sizes: config(**sizes | {"n_embd": 48, "n_layer": 2}))
+        for name, number in {"SEQUENCE": 16, "BATCH": 4, "MICRO_BATCH": 2}.items():
+            patched.setattr(example, name, number)
+        patched.setattr(compiled, "best_compiler", lambda device_type: "eager")
+        patched.setattr(sys, "argv", [path.name, "--steps", "12", "--storage", str(tmp_path / "storage")])
+        assert example.main() == 0
+    return (dist.get_rank(), dist.get_world_size(), dist.get_backend()), printed.getvalue()
 
 
 def test_torchruns_variables_are_enough(tmp_path):
     with Fleet(2, initialize=False) as fleet:
-        assert fleet.run(launched, tmp_path) == [(0, 2, "gloo"), (1, 2, "gloo")]
+        (first, told), (second, nothing) = fleet.run(launched, tmp_path)
+    assert (first, second, nothing) == ((0, 2, "gloo"), (1, 2, "gloo"), "")
+    at_first, at_last = map(float, re.search(r"loss (.*) at the first step, (.*) over the last", told).groups())
+    assert at_last < at_first, told
+    assert not list(tmp_path.glob("storage/*")), "an example leaves nothing"

@@ -20,8 +20,8 @@ from gs_compile.cli.stored.values import Values, nbytes_of, opened
 from gs_compile.errors import OptionError
 from gs_compile.machine import in_groups
 from gs_compile.runtime.formats import narrow
-from gs_compile.runtime.storage.last_commit import common_step
-from gs_compile.runtime.storage.stored import Manifest
+from gs_compile.runtime.storage.last_commit import common_step, step_of
+from gs_compile.runtime.storage.stored import BUFFER, Manifest
 
 Tensor = torch.Tensor
 
@@ -72,8 +72,8 @@ def _one_run(runs: Sequence[Found]) -> list[Manifest]:
             f"to export are the commits of one run, of all its ranks, and here is {words or 'none'}: name a directory "
             "that has these alone, or the folder of a run in it"
         )
-    step = common_step([{each.step: each is found.commit for each in found.known} for found in ranks])
-    return [each for found in ranks for each in found.known if each.step == step]
+    step = common_step([{step_of(each): each is found.commit for each in found.known} for found in ranks])
+    return [each for found in ranks for each in found.known if step_of(each) == step]
 
 
 def _make(target: Path) -> None:
@@ -94,7 +94,8 @@ def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Entry]:
 
         yield Entry(name, nbytes, read)
     for each in first.commit.rest:
-        yield Entry(each.name, nbytes_of(each), lambda each=each: first.beside(each))  # type: ignore[misc]
+        name = each.name.removeprefix(BUFFER)
+        yield Entry(name, nbytes_of(each), lambda each=each: first.beside(each))  # type: ignore[misc]
 
 
 def _states(ranks: Sequence[Values]) -> Iterator[Entry]:
