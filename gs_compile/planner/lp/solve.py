@@ -10,7 +10,7 @@ For n micro-batches and one alpha (arXiv 2512.17570, section 4.4). The variables
 and what is left, 1 - c - dc and so on, is on SSD. Each stack has such ratios of its own, or all have the same. All else
 is affine in c, p, o, dc, dp, a_kt. With f a phase, i a lane:
 
-    minimise    t_f + t_b + eps (bytes to and from SSD) + eps a                               `System.optimum`
+    minimise    t_f + t_b + eps (bytes to and from SSD + those on the link / 10) + eps a      `System.optimum`
     subject to
       t_f  >=   x_i                             x_i: seconds of lane i in f, alone            `coefficients.Formulas`
       t_f  >=   y + x (1 - b) / a               lanes x and y that disturb each other,        `_times`
@@ -51,6 +51,7 @@ from gs_compile.planner.request import Budgets, Request
 from gs_compile.program.ir import TIERS
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
+LINK_PART = 0.1  # of that, for those between host and device: of equals nothing is moved in vain
 OPTIONS = {"output_flag": False, "primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}  # of HiGHS
 # HiGHS may find no status for a nearly infeasible program that it has simplified, and its simplex method for one more;
 # where budgets may be exceeded, and are by far, it may call a program unbounded that has an optimum.
@@ -190,7 +191,8 @@ class System:
         scale = np.where(self.is_time, 1 / self.unit_seconds, 1.0)
         others = self.others if elastic else self.others * np.isin(np.arange(NUM_OTHERS), TIMES)
         matrix = np.hstack([self.rows[:, 1:] * scale[:, None], others])
-        traffic = self.numbers.ssd[1:] / max(float(self.numbers.ssd[0]), 1.0)
+        traffic, link = (each[1:] / max(float(each[0]), 1.0) for each in (self.numbers.ssd, self.numbers.link))
+        traffic = traffic + LINK_PART * link
         saved = self.formulas.saved_columns - 1
         traffic[saved] = np.maximum(traffic[saved], 0.0) + 1.0  # nothing is saved in vain
         prices = [*np.zeros(len(traffic) + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
