@@ -7,12 +7,13 @@ a minimum cut, and where a budget is set a knapsack before that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch import config
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch.fx.node import map_aggregate
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -44,11 +45,10 @@ def choices(
     Raises `CannotSaveError` where torch refuses the graph.
     """
     from networkx import NetworkXException  # late, as torch itself does
-    from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 
-    found, known = [], get_default_op_list()
+    found = []
     for again, budget in BUDGETS:
-        copy = _cut_away(module, given, free, known.is_compute_intensive)
+        copy = _cut_away(module, given, free)
         with config.patch(activation_memory_budget=budget, aggressive_recomputation=again, recompute_views=True):
             try:
                 forward, _ = min_cut_rematerialization_partition(copy, None, num_fwd_outputs=num_results)
@@ -82,11 +82,9 @@ def write_sizes(graph: fx.Graph) -> None:
                     node.args = map_aggregate(node.args, written)
 
 
-def _cut_away(
-    module: fx.GraphModule, given: Sequence[fx.Node], free: Set[fx.Node], is_intensive: Callable[[fx.Node], bool]
-) -> fx.GraphModule:
+def _cut_away(module: fx.GraphModule, given: Sequence[fx.Node], free: Set[fx.Node]) -> fx.GraphModule:
     """A copy with `free` nodes as constants, each node with its origin, named as the partitioner expects it."""
-    graph, copies, constants = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
+    graph, copies, constants, known = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](), get_default_op_list()
     for node in module.graph.nodes:
         if node.op == "output" or LIKE in node.meta or (node in free and free >= node.users.keys()):
             continue
@@ -104,7 +102,7 @@ def _cut_away(
         if not is_sized(node.meta.get("val")):
             copies[node].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             continue
-        if node not in free and node_flops(node) and not is_intensive(node):
+        if node not in free and node_flops(node) and not known.is_compute_intensive(node):
             copies[node].meta["recompute"] = CheckpointPolicy.MUST_SAVE
     results: list[Any] = [copies.get(value) if value not in free else None for value in output_values(module)]
     graph.output(tuple(results))
