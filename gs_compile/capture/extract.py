@@ -9,7 +9,7 @@ from itertools import chain, groupby
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import Source, UnitGraph
+from gs_compile.capture.graph import Source, UnitGraph, graph_module
 from gs_compile.capture.operations import IN_MEMORY, operation
 from gs_compile.capture.residual_stream import changed, storage_of
 from gs_compile.capture.specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
@@ -52,5 +52,5 @@ def extract(
             graph.call_function(EXIT_AUTOCAST, (region,))
     graph.output(tuple(known[node] for node in returned))
     owner = (*nodes, *returned)[0].graph.owning_module
-    module = fx.GraphModule(owner if owner is not None else torch.nn.Module(), graph)
+    module = graph_module(owner if owner is not None else torch.nn.Module(), graph)
     return UnitGraph(unit, module, sources, specs, tuple(kind for kind, _ in results))

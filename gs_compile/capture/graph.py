@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import sympy
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 
 from gs_compile.program.ir import EPILOGUE, Unit
@@ -261,6 +262,11 @@ class UnitCode(Protocol):
 
     @property
     def draws_random(self) -> bool: ...
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """The module of a graph. Its Python code is made where it is asked for: most graphs are read alone."""
+    return _LazyGraphModule(root, graph)
 
 
 def output_values(module: fx.GraphModule) -> tuple[Any, ...]:

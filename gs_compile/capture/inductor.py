@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate
@@ -32,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture import toolchain
 from gs_compile.capture.dynamo import user_line
-from gs_compile.capture.graph import Length, TensorSpec
+from gs_compile.capture.graph import Length, TensorSpec, graph_module
 from gs_compile.errors import GraphBreakError
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class Generator:
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env)
         is_symbolic = bool(sizes.symbols) or not is_sized
         in_python = enable_python_dispatcher() if is_symbolic else nullcontext()  # C++ asks for numbers
-        with mode, in_python, one_thread, torch.enable_grad(), torch._C._DisableAutocast():
+        unwritten = _use_lazy_graph_module(True)  # as of `graph_module`
+        with mode, in_python, one_thread, torch.enable_grad(), torch._C._DisableAutocast(), unwritten:
             inputs = [
                 torch.empty_strided(
                     sizes.symbolic(s.shape),
@@ -101,6 +103,8 @@ class Generator:
         self, graph: fx.GraphModule, specs: Iterable[TensorSpec], sizes: Sizes | None = None
     ) -> fx.GraphModule:
         """A traced graph with nothing changed in place: the same operations otherwise, and the same random numbers."""
+        if not any(map(changes_memory, graph.graph.nodes)):
+            return graph
         constant = [replace(spec, requires_grad=False) for spec in specs]
         return self.trace(torch.func.functionalize(graph, remove="mutations"), constant, sizes)
 
@@ -164,7 +168,7 @@ def _tolerant(graph: fx.GraphModule) -> fx.GraphModule:
     copied.output(copied.graph_copy(graph.graph, copy_of))
     for node in views:
         copy_of[node].target = torch.ops.aten.reshape.default
-    return fx.GraphModule(graph, copied)
+    return graph_module(graph, copied)
 
 
 class Sizes:

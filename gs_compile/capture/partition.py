@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from gs_compile.capture.dynamo import is_sized
 from gs_compile.capture.flops import node_flops
-from gs_compile.capture.graph import output_values
+from gs_compile.capture.graph import graph_module, output_values
 
 # From what saves most operations for its bytes to all that the backward reads: whether everything but products is
 # computed again, and the part of memory to stay in.
@@ -106,4 +106,4 @@ def _cut_away(module: fx.GraphModule, given: Sequence[fx.Node], free: Set[fx.Nod
             copies[node].meta["recompute"] = CheckpointPolicy.MUST_SAVE
     results: list[Any] = [copies.get(value) if value not in free else None for value in output_values(module)]
     graph.output(tuple(results))
-    return fx.GraphModule(constants, graph)
+    return graph_module(constants, graph)

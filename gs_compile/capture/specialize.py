@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, source_line
+from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, graph_module, source_line
 from gs_compile.capture.operations import CHOOSING, FUNCTION, REGROUPING, operation
 from gs_compile.errors import GROUPED, CaptureError
 
@@ -46,7 +46,7 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
         if node.name in sizes and isinstance(example, SYMBOLIC) and isinstance(example.node.expr, sympy.Symbol):
             numbers[example.node.expr] = sizes[node.name]
     numbers |= dict.fromkeys(captured.batch_symbols, micro_batch_size)
-    result = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    result = graph_module(torch.nn.Module(), fx.Graph())
     copy = _Copy(result, _Fold(numbers, captured.batch_symbols), captured.autocast)
     result.graph.output(copy.copy(captured.module, {}))
     places = {entry.name: index for index, entry in enumerate(captured.inputs)}

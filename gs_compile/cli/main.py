@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from gs_compile import __version__
 from gs_compile.cli import store
+from gs_compile.cli.process import do_with_all, do_without
 from gs_compile.cli.requests import Directory, File, InspectRequest, Json, Storage, option, plans, takes
 from gs_compile.errors import (
     GreedySnakeError,
@@ -75,7 +76,7 @@ app.add_typer(store.app, name="store")
 def main() -> None:
     """Run the command that the process was started with, and exit."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # as from an error: files are removed on the way
-    gc.disable()  # to look for circles among all operations of a large step would take half of a command's time
+    do_without()
     atexit.register(_leave)
     app(prog_name="greedysnake")
 
@@ -261,7 +262,7 @@ def train(
     """Train a model as a file says, with TRL's SFTTrainer, and save it: no script is needed."""
     from gs_compile.cli.train import train
 
-    gc.enable()
+    do_with_all()
     done = train(file, changes or ())
     loss = "" if done["loss"] is None else f", loss {done['loss']:.4g}"
     typer.echo(json.dumps(done) if as_json else f"{done['steps']} steps{loss}; saved in {done['saved']}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from threading import Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
+from gs_compile.cli.process import Beside, is_own, may_start
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from gs_compile.planner.request import Request
     from gs_compile.planner.step_plan import StepPlan
 
+FIT = "gs_compile.planner.fit"
 QUIET_SECONDS = 1.0  # what is done sooner needs no progress
 UNITS = (  # of a field by the end of its name; the first that fits
     ("bytes_per_second", 1e9, "GB/s"),
@@ -32,17 +35,23 @@ UNITS = (  # of a field by the end of its name; the first that fits
 def make_plan(model: str, request: Request) -> StepPlan:
     """Ask the planner for what a request describes; raises the errors of `planner.plan.plan`."""
     with busy(f"planning {model}"):
-        from gs_compile.planner.plan import plan
+        from gs_compile.planner.plan import door_of
 
-        return plan(model, request)
+        return door_of(model, request, keeps=is_own()).plan()
 
 
 def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
-    """Ask what fits; raises the errors of `planner.fit.fit`."""
-    with busy(f"planning {model}"):
+    """Ask what fits, of adapters in a second process where that may be; raises the errors of `planner.fit.fit`."""
+    with busy(f"planning {model}"), Beside(FIT) if may_start() else nullcontext() as other:
         from gs_compile.planner.fit import fit
+        from gs_compile.planner.measure.machines import profile
 
-        return fit(model, request, longest=longest)
+        asked: dict[str, Any] = {"longest": longest, "keeps": is_own()}
+        if other is None:
+            return fit(model, request, **asked)
+        request = replace(request, machine=profile(request.machine, request.storage))  # one process measures it
+        adapters = other.call("fit", model, request, adapters=True, **asked)
+        return [*fit(model, request, adapters=False, **asked), *adapters()]
 
 
 def find_longest(model: str, request: Request) -> int:
@@ -50,7 +59,7 @@ def find_longest(model: str, request: Request) -> int:
     with busy(f"looking for the longest sequence of {model}"):
         from gs_compile.planner.fit import longest_sequence
 
-        return longest_sequence(model, request)
+        return longest_sequence(model, request, keeps=is_own())
 
 
 @contextmanager

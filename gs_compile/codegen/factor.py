@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from gs_compile.capture.dynamo import hint
 from gs_compile.capture.gradients import Factors, Product, Rows, Term
-from gs_compile.capture.graph import output_values
+from gs_compile.capture.graph import graph_module, output_values
 
 aten = torch.ops.aten
 Form = Callable[[Tensor, Tensor], Factors]  # what two results of the code are together
@@ -50,7 +50,7 @@ def factor(module: fx.GraphModule, chosen: Sequence[bool]) -> tuple[fx.GraphModu
         results += parts
     graph.output(tuple(results))
     graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph), tuple(forms)
+    return graph_module(module, graph), tuple(forms)
 
 
 def assemble(results: Sequence[Tensor], forms: Sequence[Form | None]) -> tuple[Term, ...]:

@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture.dynamo import hint, is_sized
 from gs_compile.capture.flops import count_flops
-from gs_compile.capture.graph import TensorSpec, output_values
+from gs_compile.capture.graph import TensorSpec, graph_module, output_values
 from gs_compile.capture.inductor import changes_memory, draws_random, memory_of
 from gs_compile.capture.partition import LIKE, CannotSaveError, choices, write_sizes
 from gs_compile.placement.levels import aligned
@@ -262,7 +262,7 @@ def subgraph(
             copies[node] = graph.node_copy(node, read.__getitem__)
             copies[node].meta.pop(LIKE, None)
     graph.output(tuple(copies[value] if isinstance(value, fx.Node) else value for value in wanted))
-    return fx.GraphModule(module, graph)
+    return graph_module(module, graph)
 
 
 def _part(forward: fx.GraphModule, num_results: int) -> None:

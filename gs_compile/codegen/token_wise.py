@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import Length, Source, TensorSpec, UnitGraph, output_values
+from gs_compile.capture.graph import Length, Source, TensorSpec, UnitGraph, graph_module, output_values
 from gs_compile.capture.inductor import Generator
 from gs_compile.capture.reached import made_of
 from gs_compile.codegen.levels import spec_of, subgraph
@@ -269,7 +269,7 @@ class _Cut:
             rest = tuple(length for axis, length in enumerate(found.shape) if axis not in forms[node].axes)
             return replace(found, shape=(number, *rest), stride=torch.empty(1, *rest, device="meta").stride())
 
-        return self._named(fx.GraphModule(self.module, graph), entries, exits, spec)
+        return self._named(graph_module(self.module, graph), entries, exits, spec)
 
     def _resize(self, node: fx.Node, copies: dict[fx.Node, fx.Node], number: Length) -> None:
         """Give an operation of a piece the sizes of the piece; a slice of tokens is made of what the part takes."""

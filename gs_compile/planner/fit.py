@@ -6,6 +6,7 @@ them. Its seconds are a bound that a simulated step exceeds by some per cent.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -67,12 +68,15 @@ def fit(
     request: Request | None = None,
     *,
     longest: bool = False,
+    adapters: bool | None = None,
     doors: list[Door] | None = None,
+    keeps: bool = False,
     **settings: Any,
 ) -> list[Fit]:
     """Each way of training a model, given as for `plan`; request.lora, frozen: the rank and the codec of adapters.
 
-    doors: of the same model, whose captures serve again; those that are made are put there.
+    adapters: the ways that train them alone, or the others alone; None: all.
+    doors: of the same model, whose captures serve again; those that are made are put there. keeps: as of `door_of`.
 
     Raises `PlanError` for what is wrong with the model or the request; what does not fit, or with adapters cannot be
     captured, says so.
@@ -81,7 +85,9 @@ def fit(
     found: list[Fit] = []
     doors = [] if doors is None else doors
     for way, asked in ways(request):
-        doors.append(door_of(model, asked, doors))
+        if adapters not in (None, bool(asked.lora)):
+            continue
+        doors.append(door_of(model, asked, doors, keeps=keeps))
         try:
             found.append(_fit(way, doors[-1], model, longest=longest))
         except CaptureError as error:
@@ -91,15 +97,15 @@ def fit(
     return found
 
 
-def longest_sequence(model: str | Path | PretrainedConfig, request: Request) -> int:
-    """The longest of which a sample fits, in tokens: the request's own times a power of two.
+def longest_sequence(model: str | Path | PretrainedConfig, request: Request, *, keeps: bool = False) -> int:
+    """The longest of which a sample fits, in tokens: the request's own times a power of two. keeps: as of `door_of`.
 
     Raises `PlanError` where not even that one fits, or model or request are wrong.
     """
-    door = door_of(model, request)
+    door = door_of(model, request, keeps=keeps)
     problem, _ = door.searched()[0]
     counted = {problem.layer_updates: problem.formulas.counted}
-    return _longest(model, door.request, _largest(door, problem.workload.micro_batch_size, counted))
+    return _longest(model, door, _largest(door, problem.workload.micro_batch_size, counted))
 
 
 def ways(request: Request) -> Iterator[tuple[str, Request]]:
@@ -127,23 +133,23 @@ def _fit(way: str, door: Door, model: Any, *, longest: bool) -> Fit:
         written_nbytes=written,
         rated_nbytes=problem.profile.ssd_rated_nbytes,
         largest_micro_batch=largest,
-        longest=_longest(model, door.request, largest) if longest else None,
+        longest=_longest(model, door, largest) if longest else None,
     )
 
 
 def _largest(door: Door, size: int, counted: dict[int, Counted]) -> int:
     """The samples of the largest micro-batch that fits, where `size` do: that times a power of two."""
-    while 2 * size <= MOST_SAMPLES and does_fit(door, 2 * size, counted):
-        size *= 2
-    return size
+    sizes = [size << times for times in range(1, MOST_SAMPLES.bit_length()) if size << times <= MOST_SAMPLES]
+    return ([size, *sizes])[bisect_left(sizes, True, key=lambda each: not does_fit(door, each, counted))]
 
 
-def _longest(model: Any, request: Request, largest: int) -> int:
+def _longest(model: Any, door: Door, largest: int) -> int:
     """The longest sequence of which one sample fits: what fits in samples does in tokens, but for attention's own."""
+    request, keeps = door.request, door.model.keeps
     length = request.sequence << (largest.bit_length() - 1)
     while length > request.sequence:
         with suppress(PlanError):  # longer than the model's positions
-            if does_fit(door_of(model, replace(request, sequence=length)), 1):
+            if does_fit(door_of(model, replace(request, sequence=length), keeps=keeps), 1):
                 return length
         length //= 2
     return request.sequence

@@ -30,8 +30,7 @@ from gs_compile.placement.shards import shared
 from gs_compile.placement.workload import Workload, beside_slab
 from gs_compile.planner import in_pieces
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, workload_levels
-from gs_compile.planner.cost.timing import with_products
-from gs_compile.planner.cost.workload import ModelSpec
+from gs_compile.planner.cost.known_workloads import KnownWorkloads
 from gs_compile.planner.decide import decide
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.lp.search import Search
@@ -41,16 +40,20 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
 from gs_compile.planner.request import ITSELF, Request
+from gs_compile.planner.simulate.prices import with_products
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.schedules import Schedule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from gs_compile.planner.cost.workload import ModelSpec
+
 log = logging.getLogger(__name__)
 
 MORE = 1e-3  # of throughput: less is nothing
 
+OF_CODE = ("sequence", "precision", "masters", "states", "lora")
 OF_WORKLOADS = tuple(ITSELF[name] for name in ("masters", "states", "optimizer"))
 
 Found = tuple[Problem, Search]
@@ -73,26 +76,30 @@ def plan(
     return door_of(model, request).plan()
 
 
-def door_of(model: Any, request: Request, known: Iterable[Door] = ()) -> Door:
+def door_of(model: Any, request: Request, known: Iterable[Door] = (), *, keeps: bool = False) -> Door:
     """From a model, as of `plan`, and what is asked of it, to its problems and its plan.
 
-    known: doors of the same model; the capture of one that asks for the same code serves this one too.
+    known: doors of the same model; the capture of one that asks for the same code serves this one too. keeps: what a
+    capture of a named model comes to is kept in the user's cache, and taken from there.
     """
     profile = of_one_rank(find_profile(request.machine, request.storage), request.gpus, request.nodes, request.network)
     like = next((each.model for each in known if _of_code(each.request) == _of_code(request)), None)
-    return Door(_Model(model, request, like), request, profile)
+    return Door(_Model(model, request, like, keeps=keeps), request, profile)
 
 
 def _of_code(request: Request) -> tuple[Any, ...]:
     """What a capture is made for: not the machine, nor the codec of frozen matrices."""
-    return request.sequence, request.precision, request.masters, request.states, request.lora
+    return tuple(getattr(request, name) for name in OF_CODE)
 
 
 class _Model:
     """One rank's share of a model without its weights, at any micro-batch size and with either masters."""
 
-    def __init__(self, model: Any, request: Request, like: _Model | None = None) -> None:
-        self.model, self.request = model, request
+    def __init__(self, model: Any, request: Request, like: _Model | None = None, *, keeps: bool = False) -> None:
+        self.model, self.request, self.keeps = model, request, keeps
+        asked = {name: getattr(request, name) for name in (*OF_CODE, "frozen", "optimizer")}
+        may_keep = keeps and isinstance(model, str | Path)
+        self._kept = KnownWorkloads.of(model, asked) if may_keep else KnownWorkloads()
         self.captured: Callable[[Schedule], ModelSpec] = like.captured if like else cache(self._captured)
         self.spec = cache(self._spec)
         self._known: dict[tuple[Any, ...], Workload] = {}
@@ -110,6 +117,8 @@ class _Model:
             )
 
     def _captured(self, schedule: Schedule) -> ModelSpec:
+        from gs_compile.planner.cost.workload import ModelSpec  # late: with torch's compiler
+
         request = self.request
         return ModelSpec.of(
             self.model,
@@ -134,7 +143,11 @@ class _Model:
             if isinstance(self.model, Workload):
                 found = shared(self._scaled(size, schedule).bare(), world)
             else:
-                found = self.spec(_cutting(schedule)).workload(size, masters, layer_tokens, world)
+                like = _cutting(schedule)
+                found = self._kept.get_or(
+                    (like, size, masters, layer_tokens, world),
+                    lambda: self.spec(like).workload(size, masters, layer_tokens, world),
+                )
             self._known[key] = found
         return self._known[key]
 
@@ -142,7 +155,9 @@ class _Model:
         """One of `workload`s with the levels of its layers."""
         if isinstance(self.model, Workload):
             return shared(self._scaled(workload.micro_batch_size, schedule), self.request.ranks)
-        return self.spec(_cutting(schedule)).levelled(workload)
+        like = _cutting(schedule)
+        key = like, workload.micro_batch_size, "levels"
+        return replace(workload, costs=self._kept.get_or(key, lambda: self.spec(like).levelled(workload)).costs)
 
     def _scaled(self, size: int, schedule: Schedule) -> Workload:
         if cut := SCHEDULES[schedule].block_cut:

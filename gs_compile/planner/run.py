@@ -29,7 +29,7 @@ from gs_compile.placement.workload import UnitSize, Workload, beside_slab
 from gs_compile.planner import in_pieces
 from gs_compile.planner.builder import StepBuilder, peak, waiting_nbytes
 from gs_compile.planner.cost.known_times import KnownTimes
-from gs_compile.planner.cost.timing import LayerLevels, priced, timed, with_products
+from gs_compile.planner.cost.timing import LayerLevels, priced, timed
 from gs_compile.planner.cost.workload import activations, workload_of
 from gs_compile.planner.decide import decide, remedies, undecided
 from gs_compile.planner.measure.machines import ENVIRONMENT, Where, named, remembered_code
@@ -38,6 +38,7 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS, as_before, facts_of, fingerprint
+from gs_compile.planner.simulate.prices import with_products
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
 from gs_compile.progress import stage

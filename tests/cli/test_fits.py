@@ -54,7 +54,8 @@ in full: m does not fit: it needs 2.0 GiB of host memory, 1.0 GiB more than it m
 def found(monkeypatch):
     asked = []
 
-    def fit(model, request, *, longest):
+    def fit(model, request, *, longest, keeps):
+        assert not keeps  # in this process
         asked.append((model, request.lora, longest))
         return [FULL, LORA, OVER]
 

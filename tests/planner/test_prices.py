@@ -16,9 +16,9 @@ from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import Products, UnitCost, UnitSize, Workload
-from gs_compile.planner.cost.timing import priced, with_products
+from gs_compile.planner.cost.timing import priced
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.simulate.prices import op_prices, update_nbytes, work_nbytes
+from gs_compile.planner.simulate.prices import op_prices, update_nbytes, with_products, work_nbytes
 from gs_compile.program.ir import DRAIN, EPILOGUE, PROLOGUE, Op, Program, Stage, StepShape, Value
 
 GPU = Profile(

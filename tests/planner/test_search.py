@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from planned import A100, GB, formulas, gpt, on
 
 from gs_compile.errors import OptionError, PlanError
-from gs_compile.planner.lp.search import GROWTH, search, shortfall
+from gs_compile.planner.lp import solve as module
+from gs_compile.planner.lp.search import GROWTH, fits, search, shortfall
 from gs_compile.planner.lp.solve import solve
 from gs_compile.planner.plan import plan
 from gs_compile.planner.request import ALPHAS, Budgets, Request
@@ -121,6 +122,26 @@ def test_a_model_that_fits_nowhere():
     assert "of host memory" in said
     assert "more than it may use" in said
     assert "smaller" in said
+
+
+def test_what_one_alpha_shows_of_memory_holds_for_others(monkeypatch):
+    """Few are solved, and the answer is that of all."""
+    solved, usual = [], module._linear_program
+
+    def counted(*numbers, is_feasible):
+        solved.append(is_feasible)
+        return usual(*numbers, is_feasible=is_feasible)
+
+    monkeypatch.setattr(module, "_linear_program", counted)
+    found = {}
+    for host in (1.0, 2.0, 2.2, 2.4, 3.0):
+        budgets = replace(DESKTOP, host_nbytes=int(host * GB))
+        found[host] = any(solve(known(XL, A100), 4, alpha, budgets, Request()) for alpha in ALPHAS)
+        solved.clear()
+        assert fits(known(XL, A100), 4, budgets, Request()) == found[host]
+        assert len(solved) < 8
+    assert not found[1.0]
+    assert found[3.0]
 
 
 def test_what_is_short_is_said_of_each_tier():

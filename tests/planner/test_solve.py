@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import cvxpy
+import highspy
 import numpy as np
 import pytest
 from hypothesis import given
@@ -272,19 +272,28 @@ def test_split_masters_are_never_slower_where_parameters_live_elsewhere():
     assert max(gains) > 1.15
 
 
+@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize("profile", [A100, replace(A100, device="cpu")], ids=["device", "host"])
+def test_the_computation_is_the_same_for_all_alphas(profile, speculative):
+    """The search starts from what it takes, before any alpha is solved."""
+    known = formulas(SMALL, profile, speculative=speculative)
+    for n in (1, 2, 5):
+        systems = [System(known, n, alpha, ROOMY, Request()) for alpha in (0.0, 0.13, 0.5, 1.0)]
+        assert [each.computing for each in systems] == pytest.approx([systems[0].computing] * 4)
+        assert all(each.solution().seconds >= each.computing for each in systems)
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch, number):
     """HiGHS says that it does not know of some that nearly fit, unless it takes them as they are, or by another method."""
-    known, usual, asked = formulas(SMALL, A100), cvxpy.Problem.solve, []
+    known, usual, asked = formulas(SMALL, A100), highspy.Highs.getModelStatus, []
     expected = solve(known, 4, 0.5, ROOMY, ELSEWHERE)
 
-    def unknown(problem, **settings):
-        asked.append({name: settings[name] for name in ("presolve", "highs_options") if name in settings})
-        if len(asked) <= number:
-            raise ValueError("Cannot unpack invalid solution")
-        return usual(problem, **settings)
+    def unknown(solver):
+        asked.append(tuple(solver.getOptionValue(name)[1] for name in ("presolve", "solver")))
+        return highspy.HighsModelStatus.kUnknown if len(asked) <= number else usual(solver)
 
-    monkeypatch.setattr(cvxpy.Problem, "solve", unknown)
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", unknown)
     found = solve(known, 4, 0.5, ROOMY, ELSEWHERE)
     assert found.seconds == pytest.approx(expected.seconds)
-    assert asked == [{}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}}][: number + 1]
+    assert asked == [("choose", "choose"), ("off", "choose"), ("choose", "ipm")][: number + 1]

@@ -53,25 +53,6 @@ def priced(sizes: tuple[UnitSize, ...], profile: Profile, num_threads: int) -> t
     return tuple(replace(size, conversion_nbytes=int(size.conversion_nbytes * times)) for size in sizes)
 
 
-def with_products(sizes: tuple[UnitSize, ...], profile: Profile) -> tuple[UnitSize, ...]:
-    """With the time of the matrix products in updates: in that of the update, and on a device with memory of its own,
-    which computes them beside the step, in the time that a step computes.
-    """
-    rates = profile.matmul_flops_per_second
-    rate = rates.get("bf16") or min(rates.values())
-
-    def with_own(size: UnitSize) -> UnitSize:
-        if size.products is None:
-            return size
-        seconds = size.products.flops / rate
-        exchanged = size.products.shared_nbytes / profile.transfer_rate("net")
-        waits = (seconds + exchanged) * lane_rate("cpu", profile) / size.num_trained
-        passes = seconds * profile.memory_bytes_per_second if profile.separate else 0
-        return replace(size, conversion_nbytes=size.conversion_nbytes + int(waits), device_nbytes=int(passes))
-
-    return tuple(map(with_own, sizes))
-
-
 def timed(
     workload: Workload,
     layout: SpecializedModel,

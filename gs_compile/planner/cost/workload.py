@@ -9,7 +9,7 @@ graphs of its code. Nothing is computed, and a model by name or config has no we
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,39 +93,27 @@ class ModelSpec:
         The model is neither changed nor read. Raises `PlanError` for a model that cannot be built, `InspectionError`
         where Dynamo cannot capture it without weights, and whatever the backend would refuse it with.
         """
+        expert = {"compiler": "eager", "schedule": schedule, "masters": masters}
+        options = Options.of({"outputs": "loss", "precision": precision, "expert": expert})
         name = type(model).__name__
         if isinstance(model, str | Path):
             name, model = str(model), named_config(str(model))
         elif not isinstance(model, nn.Module):
             name = model.name_or_path or model.model_type
         check_length(getattr(model, "config", model), sequence)
-        module = model if isinstance(model, nn.Module) else built(model)
-        if lora:
-            name, module = f"{name} with LoRA of rank {lora}", adapted(module, lora)
-        expert = {"compiler": "eager", "schedule": schedule, "masters": masters}
-        options = Options.of({"outputs": "loss", "precision": precision, "expert": expert})
-        found = cls._captured(name, sequence, meta_copy(getattr(module, "_orig_mod", module), options).train(), options)
-        return replace(found, moments=moment_types(STATES[states], ADAMW.states))
+        name += f" with LoRA of rank {lora}" if lora else ""
+        given = getattr(model, "_orig_mod", model)
 
-    @classmethod
-    def _captured(cls, name: str, sequence: int, model: nn.Module, options: Options) -> ModelSpec:
-        """Captured with two blocks, where these can be seen to stand for all; else whole."""
+        def whole() -> nn.Module:
+            return (meta_copy(given, options) if isinstance(given, nn.Module) else built(given)).train()
 
-        def capture() -> ModelSpec:
-            graph, symbols = captured_call(model, meta_tokens(model, sequence))
+        def capture(module: nn.Module) -> ModelSpec:
+            if not isinstance(given, nn.Module):
+                module = meta_copy(adapted(module, lora) if lora else module, options)
+            graph, symbols = captured_call(module, meta_tokens(module, sequence))
             return cls(name, sequence, Compilation(graph, options), symbols)
 
-        if (stack := repeated(model)) is not None:
-            blocks = list(stack)
-            del stack[DEPTH:]
-            with suppress(GreedySnakeError):  # code that counts its blocks, for one, is captured whole
-                found = capture()
-                shortened = found.specialized(1)
-                if _is_alike(shortened):
-                    return replace(found, num_layers=len(blocks) * shortened.split.layers_per_block)
-            stack.extend(blocks[DEPTH:])
-        found = capture()
-        return replace(found, num_layers=found.specialized(1).split.num_layers)
+        return replace(_shortened(whole, capture), moments=moment_types(STATES[states], ADAMW.states))
 
     def specialized(self, micro_batch_size: int) -> SpecializedModel:
         """The captured layers at one micro-batch size; raises `CaptureError` where their code fixes the batch size."""
@@ -235,6 +223,22 @@ def _estimated(level: LevelCost, cost: UnitCost) -> LevelCost:
     part = (cost.backward_flops - level.backward_flops) / max(cost.forward_flops, 1.0)
     backward = max(cost.backward_seconds - part * cost.forward_seconds, 0.0)
     return replace(level, forward_seconds=cost.forward_seconds, backward_seconds=backward)
+
+
+def _shortened(whole: Callable[[], nn.Module], capture: Callable[[nn.Module], ModelSpec]) -> ModelSpec:
+    """The capture of a model with two blocks, where these can be seen to stand for all; else whole."""
+    module = whole()
+    if (stack := repeated(module)) is not None:
+        number = len(stack)
+        del stack[DEPTH:]
+        with suppress(GreedySnakeError):  # code that counts its blocks, for one, is captured whole
+            found = capture(module)
+            shortened = found.specialized(1)
+            if _is_alike(shortened):
+                return replace(found, num_layers=number * shortened.split.layers_per_block)
+        module = whole()
+    found = capture(module)
+    return replace(found, num_layers=found.specialized(1).split.num_layers)
 
 
 def _is_alike(found: SpecializedModel) -> bool:

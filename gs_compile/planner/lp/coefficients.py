@@ -49,13 +49,15 @@ Columns = npt.NDArray[np.intp]
 class Numbers(NamedTuple):
     """All formulas of one alpha and one number of micro-batches.
 
-    seconds: of each lane by phase, alone. alive: by tier, `[point, 1 + ratios]`. ssd, written: bytes to and from SSD.
+    seconds: of each lane by phase, alone. alive: by tier, `[point, 1 + ratios]`. ssd, written: bytes to and from SSD;
+    link: between host and device.
     """
 
     seconds: Mapping[tuple[str, str], Array]
     alive: Mapping[str, Array]
     ssd: Array
     written: Array
+    link: Array
 
 
 class Formulas:
@@ -157,10 +159,11 @@ class Formulas:
                 for column, (level, _) in zip(self.saved_columns[stack], self.saved, strict=True):
                     more = code_seconds(unit, self.workload, self.profile, backward=is_backward, level=level) - alone
                     seconds[PHASES[phase], "compute"][column] += times * more / self.savable(stack)
-        read, written = (moved[:, TIMED.index(lane)].sum(axis=0) for lane in ("ssd_read", "ssd_write"))
+        lanes = ("ssd_read", "ssd_write", "h2d", "d2h")
+        read, written, down, up = (moved[:, TIMED.index(lane)].sum(axis=0) for lane in lanes)
         points = self._points(anchors(alpha), several=number > 1)
         alive = {tier: self._alive(found, tier)[points[tier]] for tier in self.tiers}
-        return Numbers(seconds, alive, read + written, written)
+        return Numbers(seconds, alive, read + written, written, down + up)
 
     def savable(self, stack: int) -> float:
         """The part of a stack's layers that have levels."""

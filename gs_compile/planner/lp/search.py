@@ -30,7 +30,7 @@ from gs_compile.options import Ratios
 from gs_compile.placement.boundaries import total
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Array, anchors
-from gs_compile.planner.lp.solve import Solution, System, short, solve
+from gs_compile.planner.lp.solve import FEASIBLE, Solution, System, short
 from gs_compile.planner.request import ALPHAS, Budgets, Request, several
 
 GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
@@ -39,6 +39,8 @@ PART = 0.1  # of a part of micro-batches, that throughput has to grow by
 # half a million operations.
 MOST = {"relative": 1024, "paper": 101}
 ROUNDING = 1e-5  # of seconds: how far the solver's rounding may move a bound
+
+Systems = Callable[[float], System]  # of one number of micro-batches, by alpha
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def fits(
     formulas: Formulas, num_micro_batches: int, budgets: Budgets, request: Request, alphas: Sequence[float] = ()
 ) -> bool:
     """Whether a step fits with one of these alphas, or of the request's; which is best is not looked for."""
-    return any(solve(formulas, num_micro_batches, alpha, budgets, request) for alpha in alphas or request.alphas)
+    return _Tries(formulas, budgets, request, alphas).fits(num_micro_batches)
 
 
 # The number of micro-batches ------------------------------------------------------------------------------------------
@@ -122,10 +124,10 @@ def _is_enough(found: _Tries, number: int, most: int) -> bool:
 class _Tries:
     """The best solution of each number of micro-batches that was asked for."""
 
-    def __init__(self, formulas: Formulas, budgets: Budgets, request: Request) -> None:
+    def __init__(self, formulas: Formulas, budgets: Budgets, request: Request, alphas: Sequence[float] = ()) -> None:
         self.formulas, self.budgets, self.request = formulas, budgets, request
         self.known: dict[int, Solution | None] = {}
-        self.most = dict.fromkeys(request.alphas, inf)  # by alpha, from where on nothing fits
+        self.most = dict.fromkeys(alphas or request.alphas, inf)  # by alpha, from where on nothing fits
         self.multipliers: dict[tuple[tuple[float, ...], bool], list[Array]] = {}  # by what has the same rows
 
     def at(self, number: int) -> Solution | None:
@@ -133,48 +135,70 @@ class _Tries:
             self.known[number] = self._best(number)
         return self.known[number]
 
+    def fits(self, number: int) -> bool:
+        """Whether there is a solution for any alpha."""
+        system = self._systems(number)
+        while left := self._left(number):
+            if system(left[0]).solution() is not None:
+                return True
+            self._refuse(left[0], number, system)
+        return False
+
     def _best(self, number: int) -> Solution | None:
         """The alpha with the lowest bound is solved, which moves the bounds of others, until none can be better."""
-
-        @cache
-        def system(alpha: float) -> System:
-            return System(self.formulas, number, alpha, self.budgets, self.request)
-
-        found: Solution | None = None
-        bounds = {alpha: 0.0 for alpha, most in self.most.items() if number < most}
+        system, left, found = self._systems(number), self._left(number), None
+        bounds = dict.fromkeys(left, system(left[0]).computing if left else 0.0)
         for between in set(map(anchors, bounds)):
             self._raise(bounds, between, self.multipliers.get((between, number > 1), ()), system)
         while bounds:
             bound, alpha = min((bound, alpha) for alpha, bound in bounds.items())
             if found and bound >= found.seconds * (1 - ROUNDING):
                 break
-            del bounds[alpha]
             solution = system(alpha).solution()
             if solution is None:
-                self.most[alpha] = number
+                self._refuse(alpha, number, system)
+                bounds = {each: bound for each, bound in bounds.items() if number < self.most[each]}
                 continue
+            del bounds[alpha]
             self.multipliers.setdefault((anchors(alpha), number > 1), []).append(solution.multipliers)
             self._raise(bounds, anchors(alpha), [solution.multipliers], system)
             if found is None or (solution.seconds, alpha) < (found.seconds, found.alpha):
                 found = solution
         return found
 
+    def _systems(self, number: int) -> Systems:
+        return cache(lambda alpha: System(self.formulas, number, alpha, self.budgets, self.request))
+
+    def _left(self, number: int) -> list[float]:
+        """The alphas of which it is not known that nothing fits."""
+        return [alpha for alpha, most in self.most.items() if number < most]
+
+    def _refuse(self, alpha: float, number: int, system: Systems) -> None:
+        """Nothing fits with this alpha; nor with others that the same multipliers of the rows say it of."""
+        alike = [each for each in self._left(number) if anchors(each) == anchors(alpha)]
+        exceeded = _least(alike, [system(alpha).refusal()], system)
+        parts = zip(alike, exceeded.tolist(), strict=True)
+        self.most |= {each: number for each, part in parts if part > FEASIBLE or each == alpha}
+
     def _raise(
-        self,
-        bounds: dict[float, float],
-        between: tuple[float, ...],
-        multipliers: Sequence[Array],
-        system: Callable[[float], System],
+        self, bounds: dict[float, float], between: tuple[float, ...], multipliers: Sequence[Array], system: Systems
     ) -> None:
-        """Raise the bounds of the alphas that are lowered `between` these: the rows are affine in alpha there."""
+        """Raise the bounds of the alphas that are lowered `between` these."""
         alphas = [alpha for alpha in bounds if anchors(alpha) == between]
-        if not alphas or not len(multipliers):
-            return
-        low, high = between[0], between[-1]
-        first, last = (system(alpha).lagrangian(np.array(multipliers)) for alpha in (low, high))
-        shares = (np.array(alphas) - low) / (high - low or 1.0)
-        least = system(low).least(first + shares[:, None, None] * (last - first)).max(axis=1)
-        bounds.update((alpha, max(bounds[alpha], new)) for alpha, new in zip(alphas, least.tolist(), strict=True))
+        if alphas and len(multipliers):
+            least = _least(alphas, multipliers, system).tolist()
+            bounds.update((alpha, max(bounds[alpha], new)) for alpha, new in zip(alphas, least, strict=True))
+
+
+def _least(alphas: Sequence[float], multipliers: Sequence[Array], system: Systems) -> Array:
+    """What no ratios fall below by any of the multipliers, of alphas between the same anchors: the rows are affine in
+    alpha there.
+    """
+    low, high = anchors(alphas[0])[0], anchors(alphas[0])[-1]
+    first, last = (system(alpha).lagrangian(np.array(multipliers)) for alpha in (low, high))
+    shares = (np.array(alphas) - low) / (high - low or 1.0)
+    least: Array = system(low).least(first + shares[:, None, None] * (last - first)).max(axis=1)
+    return least
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

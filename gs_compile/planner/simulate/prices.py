@@ -24,6 +24,8 @@ What issuing costs on top, `Profile.op_seconds` each, is the issue loop's and no
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import op_nbytes
@@ -47,6 +49,25 @@ CODE = BACKWARD | {"embed", "forward", "head", "join"}  # what runs a unit's cod
 def op_prices(program: Program, placement: Placement, workload: Workload, profile: Profile) -> list[float]:
     """The seconds of each operation alone on its lane, in the program's order; a memory verb's hold the issue loop."""
     return [_seconds(op, placement, workload, profile) for op in program.ops]
+
+
+def with_products(sizes: tuple[UnitSize, ...], profile: Profile) -> tuple[UnitSize, ...]:
+    """With the time of the matrix products in updates: in that of the update, and on a device with memory of its own,
+    which computes them beside the step, in the time that a step computes.
+    """
+    rates = profile.matmul_flops_per_second
+    rate = rates.get("bf16") or min(rates.values())
+
+    def with_own(size: UnitSize) -> UnitSize:
+        if size.products is None:
+            return size
+        seconds = size.products.flops / rate
+        exchanged = size.products.shared_nbytes / profile.transfer_rate("net")
+        waits = (seconds + exchanged) * lane_rate("cpu", profile) / size.num_trained
+        passes = seconds * profile.memory_bytes_per_second if profile.separate else 0
+        return replace(size, conversion_nbytes=size.conversion_nbytes + int(waits), device_nbytes=int(passes))
+
+    return tuple(map(with_own, sizes))
 
 
 def code_seconds(unit: Unit, workload: Workload, profile: Profile, *, backward: bool, level: int = 0) -> float:

@@ -1,0 +1,100 @@
+"""known_workloads: what captures of named models have come to, in files of the user's cache.
+
+A workload follows from the model's config, from what is asked of its code, and from the versions of all that captures
+and counts it, this package's own code among them. A file has all of this in its name, so it is never out of date, and
+the same question is answered without the model, and without torch's compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gs_compile.options import default_storage
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.measure.machines import write_whole
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+log = logging.getLogger(__name__)
+
+CACHE = "workloads"  # a folder beside the default storage
+MOST = 500  # files, the latest
+CODE = Path(__file__).parents[2]  # of this package
+PACKAGES = ("torch", "transformers", "peft")  # that capture a named model
+
+
+class KnownWorkloads:
+    """Those of one model and request, by micro-batch size and the like. path: of the file; None: nothing is kept."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+
+    @classmethod
+    def of(cls, model: str | Path, asked: Mapping[str, Any]) -> KnownWorkloads:
+        """Of a model's name or config file. asked: of its code. Nothing is kept of what the hub may change."""
+        given = Path(model)
+        path = given / "config.json" if given.is_dir() else given
+        if not path.is_file() and "/" in str(model):
+            return cls()
+        config = path.read_text() if path.is_file() else ""
+        facts = json.dumps([str(model), config, dict(asked), _versions()], default=str)
+        return cls(default_storage() / CACHE / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json")
+
+    def get_or(self, key: tuple[Any, ...], make: Callable[[], Workload]) -> Workload:
+        """That of a key, made where it is not known."""
+        name = json.dumps(key)
+        if name not in self._found:
+            self._found[name] = make()
+            self._keep()
+        return self._found[name]
+
+    @cached_property
+    def _found(self) -> dict[str, Workload]:
+        try:
+            return _format().validate_json(self._path.read_bytes()) if self._path else {}
+        except (OSError, ValueError):  # there is none, or it is not ours
+            return {}
+
+    def _keep(self) -> None:
+        if self._path is None:
+            return
+        try:
+            write_whole(self._path, _format().dump_json(self._found).decode())
+            files = sorted(self._path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+            for oldest in files[:-MOST]:
+                oldest.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("what was captured could not be kept: %s", error)
+
+
+@cache
+def _format() -> TypeAdapter[dict[str, Workload]]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(dict[str, Workload])
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Of all that a workload follows from beside the model; of this package the hash of its code."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = ""
+    code = hashlib.sha256()
+    for folder, _, names in sorted(os.walk(CODE, followlinks=True)):
+        for name in sorted(name for name in names if name.endswith(".py")):
+            code.update((Path(folder) / name).read_bytes())
+    return found | {"gs_compile": code.hexdigest()}
