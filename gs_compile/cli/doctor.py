@@ -144,12 +144,12 @@ def compiler() -> Check:
 
 
 def solver() -> Check:
-    """Whether the planner can solve: it needs HiGHS."""
+    """Whether the planner can solve: it needs HiGHS, and cvxpy to speak to it."""
     try:
         import_module("highspy")
-        return Check(f"HiGHS {metadata.version('highspy')}")
+        return Check(f"HiGHS {metadata.version('highspy')}, by cvxpy {metadata.version('cvxpy')}")
     except (ImportError, OSError) as error:  # PackageNotFoundError is an ImportError
-        return Check(f"HiGHS is missing: {error}", "pip install highspy", is_bad=True)
+        return Check(f"HiGHS or cvxpy is missing: {error}", "pip install cvxpy highspy", is_bad=True)
 
 
 def profile(storage: Sequence[Path]) -> Check:

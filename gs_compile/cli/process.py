@@ -14,8 +14,8 @@ from typing import Any
 
 from gs_compile.machine import usable_cores
 
-# Packages that transformers and PEFT load where they find them, which takes longer than a capture; no plan needs them.
-LEFT_OUT = ("bitsandbytes", "scipy")
+# What PEFT loads where it finds it, which takes as long as a capture; no plan needs it.
+LEFT_OUT = ("bitsandbytes",)
 
 
 def do_without() -> None:

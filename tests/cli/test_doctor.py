@@ -116,10 +116,10 @@ def test_compilers(monkeypatch, devices, name, advice):
 
 def test_a_solver_that_is_not_installed(monkeypatch):
     assert doctor.solver().state == "ok"
-    monkeypatch.setattr(metadata, "version", fails(metadata.PackageNotFoundError("highspy")))
-    assert (doctor.solver().state, doctor.solver().advice) == ("bad", "pip install highspy")
+    monkeypatch.setattr(metadata, "version", fails(metadata.PackageNotFoundError("cvxpy")))
+    assert (doctor.solver().state, doctor.solver().advice) == ("bad", "pip install cvxpy highspy")
     monkeypatch.setattr(doctor, "import_module", fails(ImportError("no highspy")))
-    assert (doctor.solver().state, doctor.solver().advice) == ("bad", "pip install highspy")
+    assert (doctor.solver().state, doctor.solver().advice) == ("bad", "pip install cvxpy highspy")
 
 
 def test_no_cuda(tmp_path, monkeypatch):

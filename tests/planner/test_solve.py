@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import highspy
+import cvxpy
 import numpy as np
 import pytest
 from hypothesis import given
@@ -286,14 +286,16 @@ def test_the_computation_is_the_same_for_all_alphas(profile, speculative):
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch, number):
     """HiGHS says that it does not know of some that nearly fit, unless it takes them as they are, or by another method."""
-    known, usual, asked = formulas(SMALL, A100), highspy.Highs.getModelStatus, []
+    known, usual, asked = formulas(SMALL, A100), cvxpy.Problem.solve, []
     expected = solve(known, 4, 0.5, ROOMY, ELSEWHERE)
 
-    def unknown(solver):
-        asked.append(tuple(solver.getOptionValue(name)[1] for name in ("presolve", "solver")))
-        return highspy.HighsModelStatus.kUnknown if len(asked) <= number else usual(solver)
+    def unknown(problem, **settings):
+        asked.append({name: settings[name] for name in ("presolve", "highs_options") if name in settings})
+        if len(asked) <= number:
+            raise ValueError("Cannot unpack invalid solution")
+        return usual(problem, **settings)
 
-    monkeypatch.setattr(highspy.Highs, "getModelStatus", unknown)
+    monkeypatch.setattr(cvxpy.Problem, "solve", unknown)
     found = solve(known, 4, 0.5, ROOMY, ELSEWHERE)
     assert found.seconds == pytest.approx(expected.seconds)
-    assert asked == [("choose", "choose"), ("off", "choose"), ("choose", "ipm")][: number + 1]
+    assert asked == [{}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}}][: number + 1]

@@ -36,8 +36,11 @@ all SSD traffic there can be costs a millionth of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -52,10 +55,10 @@ from gs_compile.program.ir import TIERS
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
 LINK_PART = 0.1  # of that, for those between host and device: of equals nothing is moved in vain
-OPTIONS = {"output_flag": False, "primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}  # of HiGHS
+TOLERANCE = 1e-9  # of the solver
 # HiGHS may find no status for a nearly infeasible program that it has simplified, and its simplex method for one more;
 # where budgets may be exceeded, and are by far, it may call a program unbounded that has an optimum.
-SOLVERS: tuple[dict[str, str], ...] = ({}, {"presolve": "off"}, {"solver": "ipm"})
+SOLVERS: tuple[dict[str, Any], ...] = ({}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}})
 FEASIBLE = 1e-6  # of a budget: less is the solver's rounding
 PAIRS = (
     ("ssd_read", "ssd_write"),
@@ -197,9 +200,8 @@ class System:
         traffic[saved] = np.maximum(traffic[saved], 0.0) + 1.0  # nothing is saved in vain
         prices = [*np.zeros(len(traffic) + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
         bound = (self.limits - self.rows[:, 0]) * scale
-        lower, upper = np.zeros(len(prices)), np.full(len(prices), np.inf)
-        lower[: len(traffic)], upper[: len(traffic)] = self.lower, self.upper
-        found = _linear_program(np.array(prices), matrix, bound, lower, upper, is_feasible=elastic)
+        solved = _linear_program(len(bound), len(traffic))
+        found = solved(np.array(prices), matrix, bound, self.lower, self.upper, is_feasible=elastic)
         if found is None:
             return None
         columns, duals = found
@@ -253,37 +255,33 @@ class System:
             yield _block(self.numbers.written / wear, 0.0, *TIMES)
 
 
-def _linear_program(
-    prices: Array, matrix: Array, bound: Array, lower: Array, upper: Array, *, is_feasible: bool
-) -> tuple[Array, Array] | None:
-    """The columns that cost least, and what a larger bound of each row brings; None where nothing fits.
-
-    ``matrix @ columns <= bound``, ``lower <= columns <= upper``. is_feasible: something fits.
+@cache
+def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array, Array] | None]:
+    """A linear program of so many rows and ratios, as a function of its numbers: prices, matrix and bound of the rows,
+    lower and upper bounds of the ratios; is_feasible: something fits. It gives the columns and what a larger bound of
+    each row brings; None where nothing fits. cvxpy compiles it once. No solution before is begun from: of equals, which
+    one comes out hangs on the numbers alone.
     """
-    from highspy import Highs, HighsLp, HighsModelStatus, MatrixFormat
+    import cvxpy
 
-    model = HighsLp()
-    model.num_row_, model.num_col_ = matrix.shape
-    model.col_cost_, model.col_lower_, model.col_upper_ = prices, lower, upper
-    model.row_lower_, model.row_upper_ = np.full(len(bound), -np.inf), bound
-    rows, columns = np.nonzero(matrix)
-    model.a_matrix_.format_ = MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.searchsorted(rows, np.arange(len(bound) + 1))
-    model.a_matrix_.index_, model.a_matrix_.value_ = columns, matrix[rows, columns]
-    refused = HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible, HighsModelStatus.kUnbounded
-    for way in SOLVERS:
-        solver = Highs()
-        for name, value in {**OPTIONS, **way}.items():
-            solver.setOptionValue(name, value)
-        solver.passModel(model)
-        solver.run()
-        status = solver.getModelStatus()
-        if status == HighsModelStatus.kOptimal:
-            solution = solver.getSolution()
-            return np.array(solution.col_value), np.array(solution.row_dual)
-        if status in refused and not is_feasible:
-            return None
-    raise AssertionError(f"HiGHS ends with {solver.modelStatusToString(status)}")
+    columns = cvxpy.Variable(num_ratios + NUM_OTHERS, nonneg=True)
+    shapes = columns.size, (num_rows, columns.size), num_rows, num_ratios, num_ratios
+    numbers = prices, matrix, bound, lower, upper = [cvxpy.Parameter(shape) for shape in shapes]
+    rows, ratios = matrix @ columns <= bound, columns[:num_ratios]
+    problem = cvxpy.Problem(cvxpy.Minimize(prices @ columns), [rows, ratios >= lower, ratios <= upper])
+    tolerances = {"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE}
+
+    def solved(*values: Array, is_feasible: bool = False) -> tuple[Array, Array] | None:
+        for number, value in zip(numbers, values, strict=True):
+            number.value = value
+        for way in SOLVERS:
+            with suppress(ValueError) if way is not SOLVERS[-1] else nullcontext():
+                problem.solve(solver=cvxpy.HIGHS, warm_start=False, **tolerances, **way)
+                if problem.status == cvxpy.OPTIMAL or not is_feasible:
+                    break
+        return (columns.value, -rows.dual_value) if problem.status == cvxpy.OPTIMAL else None
+
+    return solved
 
 
 def _block(coefficients: Array, limit: float, *columns: int) -> tuple[Array, Array, Array]:
