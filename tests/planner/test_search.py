@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from planned import A100, GB, formulas, gpt, on
 
 from gs_compile.errors import OptionError, PlanError
-from gs_compile.planner.lp import solve as module
 from gs_compile.planner.lp.search import GROWTH, fits, search, shortfall
-from gs_compile.planner.lp.solve import solve
+from gs_compile.planner.lp.solve import System, solve
 from gs_compile.planner.plan import plan
 from gs_compile.planner.request import ALPHAS, Budgets, Request
 
@@ -126,13 +125,13 @@ def test_a_model_that_fits_nowhere():
 
 def test_what_one_alpha_shows_of_memory_holds_for_others(monkeypatch):
     """Few are solved, and the answer is that of all."""
-    solved, usual = [], module._linear_program
+    solved, usual = [], System.optimum
 
-    def counted(*numbers, is_feasible):
-        solved.append(is_feasible)
-        return usual(*numbers, is_feasible=is_feasible)
+    def counted(system, **settings):
+        solved.append(system)
+        return usual(system, **settings)
 
-    monkeypatch.setattr(module, "_linear_program", counted)
+    monkeypatch.setattr(System, "optimum", counted)
     found = {}
     for host in (1.0, 2.0, 2.2, 2.4, 3.0):
         budgets = replace(DESKTOP, host_nbytes=int(host * GB))
