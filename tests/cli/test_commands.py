@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -24,6 +23,17 @@ from gs_compile.planner.request import Request
 # plan -----------------------------------------------------------------------------------------------------------------
 
 
+def stand_for_planner(monkeypatch, plan):
+    """A function of a model and a request plans in the place of the planner."""
+
+    def door_of(model, request, *, keeps):
+        assert not keeps, "in a process that is not the command's own"
+        return SimpleNamespace(plan=lambda: plan(model, request))
+
+    monkeypatch.setattr("gs_compile.planner.plan.door_of", door_of)
+    monkeypatch.setattr("gs_compile.planner.plan.plan", plan)
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """The requests to the planner; it answers with a plan that is made up."""
@@ -33,7 +43,7 @@ def asked(monkeypatch):
         asked.append((model, request))
         return stand_in()
 
-    monkeypatch.setitem(sys.modules, "gs_compile.planner.plan", SimpleNamespace(plan=plan))
+    stand_for_planner(monkeypatch, plan)
     return asked
 
 
@@ -43,7 +53,7 @@ def test_what_is_not_given_is_the_planners_choice(asked):
 
 
 def test_the_longest_sequence_is_told(asked, monkeypatch):
-    monkeypatch.setattr("gs_compile.planner.fit.longest_sequence", lambda model, request: 4096)
+    monkeypatch.setattr("gs_compile.planner.fit.longest_sequence", lambda model, request, *, keeps: 4096)
     shown = printed("plan", "--model", "gpt-65b", "--longest")
     assert shown.endswith("The longest sequence of which a sample fits: 4096 tokens\n")
     assert json.loads(printed("plan", "--model", "gpt-65b", "--longest", "--json"))["longest_sequence"] == 4096
@@ -157,7 +167,7 @@ def plans(monkeypatch):
         plans.append(made)
         return made
 
-    monkeypatch.setitem(sys.modules, "gs_compile.planner.plan", SimpleNamespace(plan=plan))
+    stand_for_planner(monkeypatch, plan)
     return plans
 
 

@@ -117,7 +117,7 @@ def test_code_of_levels_is_compiled_with_all_other(gpt2, monkeypatch, asked):
     if asked:
         saving.levels([layout.x_nbytes])
     saving.workload(workload, last=False)
-    alone = {layer: [0, 1] for layer in range(zoo.LAYERS)}
+    alone = {layer: [0, 1] for layer in range(workload.num_layers)}
     assert compiled == [alone if asked else {}, alone]
 
 

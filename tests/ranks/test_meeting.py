@@ -164,14 +164,15 @@ def breaks(info, tmp_path):
     """The drive of one rank fails in a later step."""
     model, optimizer = begin(tmp_path)
     step(model, optimizer, tokens(0, 4))
-    if info.rank == 1:
 
-        def broken(*args):
-            raise StorageError(5, "the drive is gone")
+    def broken(*args):
+        raise StorageError(5, "the drive is gone")
 
-        ssd.move_block = broken
-    with pytest.raises((RankError, LaneError)) as caught:
-        steps(model, optimizer, 4)
+    with pytest.MonkeyPatch.context() as patched:
+        if info.rank == 1:
+            patched.setattr(ssd, "move_block", broken)
+        with pytest.raises((RankError, LaneError)) as caught:
+            steps(model, optimizer, 4)
     return type(caught.value).__name__, str(caught.value)
 
 
