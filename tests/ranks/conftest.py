@@ -4,8 +4,8 @@ import pytest
 from launch import Fleet
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pair():
-    """Two ranks: what one module has compiled is there in the next."""
+    """Two ranks."""
     with Fleet(2) as fleet:
         yield fleet
