@@ -6,7 +6,7 @@ import gc
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -60,12 +60,13 @@ class Beside(AbstractContextManager["Beside"]):
         """Have a function called there. What is returned waits for its result, or raises its error; where the process
         has ended without one, as where memory is short, it calls the function here.
         """
-        self._pipe.send((name, arguments, named))
+        with suppress(OSError):  # it has ended as it was loading
+            self._pipe.send((name, arguments, named))
 
         def result() -> Any:
             try:
                 found, error = self._pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):  # the latter where it has not read what was asked
                 return getattr(import_module(self._module), name)(*arguments, **named)
             if error is not None:
                 raise error

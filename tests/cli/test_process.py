@@ -43,6 +43,12 @@ def test_its_error_is_raised_here():
 def test_where_it_ends_without_an_answer_this_process_answers():
     with Beside(NAME) as other:
         assert other.call("ends", os.getpid())() == "here"
+    for is_asked in (True, False):
+        with Beside(NAME) as other:
+            result = other.call("ends", os.getpid()) if is_asked else None
+            other._process.kill()  # as it is loading
+            other._process.join()
+            assert (result or other.call("ends", os.getpid()))() == "here"
 
 
 def test_what_no_plan_needs_is_not_loaded(monkeypatch):
