@@ -70,8 +70,8 @@ class OptimizerLike(Protocol):
 class Durable:
     """Which steps are committed, with what.
 
-    optimizer: gives it, while it lives. plan: what commits keep of the plan. buffers: by name, those that the first call
-    reads, as the latest call has them. former: the commit that the run has gone on from.
+    optimizer: gives it, while it lives. plan: what commits keep of the plan. buffers: by name, those that the first
+    call reads, as the latest call has them. former: the commit that the run has gone on from.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ def check_alike(
         what = f"{moved[0].name} was in param group {moved[0].group} there, and is in {here[moved[0].name].group} here"
     elif late:
         what = (
-            f"{late[0].name} took {late[0].missed} steps fewer than others there, and {here[late[0].name].missed} here, "
-            "which `gs_compile.resume` alone takes up"
+            f"{late[0].name} took {late[0].missed} steps fewer than others there, and {here[late[0].name].missed} here "
+            "(`gs_compile.resume` takes them up, the option resume alone does not)"
         )
     elif former.rank != rank:
         what = f"it is of rank {former.rank} of those that share the model, and this is rank {rank} of them"

@@ -2,9 +2,9 @@
 
     /tmp/greedysnake-UID/PID-START-MOMENT.json
 
-That is no session's folder: a run outlives sessions, and jobs have none. An entry is a link to the run's status file, or
-that file itself where the run has no other place for it. It goes with the run; of a process that was killed, with the
-next look.
+That is no session's folder: a run outlives sessions, and jobs have none. An entry is a link to the run's status file,
+or that file itself where the run has no other place for it. It goes with the run; of a process that was killed, with
+the next look.
 """
 
 from __future__ import annotations
