@@ -18,6 +18,7 @@ __all__ = [
     "backward_hooks",
     "changes",
     "comes_to",
+    "has_scheduler",
     "makes_replicas",
     "makes_state_dict",
     "num_holders",
@@ -53,6 +54,11 @@ def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[...,
 def changes(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place; of one that inference has made nobody counts it."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def has_scheduler(step: Callable[..., Any]) -> bool:
+    """Whether a scheduler of torch's has been made for the optimizer whose method `step` is."""
+    return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def num_holders(tensor: torch.Tensor) -> int:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from gs_compile.cli.process import Beside, is_own, may_start
+from gs_compile.cli.process import is_own
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from gs_compile.planner.request import Request
     from gs_compile.planner.step_plan import StepPlan
 
-FIT = "gs_compile.planner.fit"
 QUIET_SECONDS = 1.0  # what is done sooner needs no progress
 UNITS = (  # of a field by the end of its name; the first that fits
     ("bytes_per_second", 1e9, "GB/s"),
@@ -41,17 +39,11 @@ def make_plan(model: str, request: Request) -> StepPlan:
 
 
 def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
-    """Ask what fits, of adapters in a second process where that may be; raises the errors of `planner.fit.fit`."""
-    with busy(f"planning {model}"), Beside(FIT) if may_start() else nullcontext() as other:
+    """Ask what fits; raises the errors of `planner.fit.fit`."""
+    with busy(f"planning {model}"):
         from gs_compile.planner.fit import fit
-        from gs_compile.planner.measure.machines import profile
 
-        asked: dict[str, Any] = {"longest": longest, "keeps": is_own()}
-        if other is None:
-            return fit(model, request, **asked)
-        request = replace(request, machine=profile(request.machine, request.storage))  # one process measures it
-        adapters = other.call("fit", model, request, adapters=True, **asked)
-        return [*fit(model, request, adapters=False, **asked), *adapters()]
+        return fit(model, request, longest=longest, keeps=is_own())
 
 
 def find_longest(model: str, request: Request) -> int:

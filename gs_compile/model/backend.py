@@ -158,7 +158,8 @@ def _on_tiers(call: Call, engine: Engine, found: Mapping[str, str] | None) -> Ti
         if (before := engine.durable.goes_on()) is not None:
             set_random_state(found := dict(before))
             call.units.seed = _seed(models, call.units.whole)
-        engine.durable.random, engine.durable.buffers = found, call.compilation.buffers(call.args)
+        engine.durable.random = found
+        engine.durable.buffers.update(call.compilation.buffers(call.args))
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
     return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine)

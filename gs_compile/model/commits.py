@@ -70,8 +70,8 @@ class OptimizerLike(Protocol):
 class Durable:
     """Which steps are committed, with what.
 
-    optimizer: gives it, while it lives. plan: what commits keep of the plan. buffers: of the latest call, by name.
-    former: the commit that the run has gone on from.
+    optimizer: gives it, while it lives. plan: what commits keep of the plan. buffers: by name, those that the first
+    call reads, as the latest call has them. former: the commit that the run has gone on from.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Durable:
         assert tiers.commits is not None, "no step is durable"
         self.every = tiers.placement.durability
         self.random: Mapping[str, str] | None = None  # that the call under way has found
-        self.buffers = buffers
+        self.buffers = dict(buffers)
         self._first_buffers = {name: (weakref.ref(each), changes(each)) for name, each in buffers.items()}
         self._optimizer = optimizer
         self._tiers = tiers
@@ -158,11 +158,11 @@ class Durable:
     @property
     def _changed_buffers(self) -> dict[str, torch.Tensor]:
         """Those that a script changes between steps, as no forward does, by their names in `rest`."""
-        known = {name: (first(), number) for name, (first, number) in self._first_buffers.items()}
+        known = ((name, self.buffers[name], *first) for name, first in self._first_buffers.items())
         return {
             f"{BUFFER}{name}": each
-            for name, each in self.buffers.items()
-            if name not in known or known[name][0] is not each or known[name][1] != changes(each)
+            for name, each, first, number in known
+            if first() is not each or number != changes(each)
         }
 
 
@@ -237,7 +237,8 @@ def check_alike(
         what = f"{moved[0].name} was in param group {moved[0].group} there, and is in {here[moved[0].name].group} here"
     elif late:
         what = (
-            f"{late[0].name} took {late[0].missed} steps fewer than others there, and {here[late[0].name].missed} here"
+            f"{late[0].name} took {late[0].missed} steps fewer than others there, and {here[late[0].name].missed} here "
+            "(`gs_compile.resume` takes them up, the option resume alone does not)"
         )
     elif former.rank != rank:
         what = f"it is of rank {former.rank} of those that share the model, and this is rank {rank} of them"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.graph import Captured
-from gs_compile.capture.internals import backward_hooks
+from gs_compile.capture.internals import backward_hooks, has_scheduler
 from gs_compile.capture.split import Split
 from gs_compile.codegen.layout import Arrangement, arrange, encoded, of_layers, stored_types, tied_units
 from gs_compile.errors import LeftoverError, OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
@@ -223,7 +223,7 @@ def _refuse_what_is_lost(former: Manifest, optimizer: OptimizerLike) -> None:
             f"{found} steps: call `run = gs_compile.resume(model, optimizer, storage=...)` before that, and begin with "
             "batch run.step"
         )
-    states = ["a scheduler"] if hasattr(optimizer.step, "_wrapped_by_lr_sched") else []
+    states = ["a scheduler"] if has_scheduler(optimizer.step) else []
     states += [f"the commit's state of {name}" for name in sorted(former.states)]
     if states:
         raise StepOrderError(

@@ -68,14 +68,12 @@ def fit(
     request: Request | None = None,
     *,
     longest: bool = False,
-    adapters: bool | None = None,
     doors: list[Door] | None = None,
     keeps: bool = False,
     **settings: Any,
 ) -> list[Fit]:
     """Each way of training a model, given as for `plan`; request.lora, frozen: the rank and the codec of adapters.
 
-    adapters: the ways that train them alone, or the others alone; None: all.
     doors: of the same model, whose captures serve again; those that are made are put there. keeps: as of `door_of`.
 
     Raises `PlanError` for what is wrong with the model or the request; what does not fit, or with adapters cannot be
@@ -85,8 +83,6 @@ def fit(
     found: list[Fit] = []
     doors = [] if doors is None else doors
     for way, asked in ways(request):
-        if adapters not in (None, bool(asked.lora)):
-            continue
         doors.append(door_of(model, asked, doors, keeps=keeps))
         try:
             found.append(_fit(way, doors[-1], model, longest=longest))

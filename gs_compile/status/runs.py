@@ -1,9 +1,10 @@
 """runs: the runs of this user that go on on this machine, each with an entry in a folder of the machine's own.
 
-    $XDG_RUNTIME_DIR/greedysnake/PID-START-MOMENT.json     or in /tmp/greedysnake-UID
+    /tmp/greedysnake-UID/PID-START-MOMENT.json
 
-An entry is a link to the run's status file, or that file itself where the run has no other place for it. It goes with
-the run; of a process that was killed, with the next look.
+That is no session's folder: a run outlives sessions, and jobs have none. An entry is a link to the run's status file,
+or that file itself where the run has no other place for it. It goes with the run; of a process that was killed, with
+the next look.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from gs_compile.status.file import process_start
 
 def folder() -> Path:
     """The folder of the entries, made if it is not there; OSError where it cannot be, or is not this user's alone."""
-    given = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(given, "greedysnake") if given else Path(tempfile.gettempdir(), f"greedysnake-{os.geteuid()}")
+    path = Path(tempfile.gettempdir(), f"greedysnake-{os.geteuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:

@@ -147,9 +147,9 @@ class Folder:
         with contextlib.suppress(OSError):  # not empty: someone is taking it over, or put a file there
             system.unlink(LOCK, self.fd)
             system.remove_folder(self.path)
-        os.close(self._lock_fd)
+        lock_fd, self._lock_fd = self._lock_fd, -1  # a child that is forked from now on has nothing to close
+        os.close(lock_fd)
         os.close(self.fd)
-        self._lock_fd = -1
 
 
 def folder_in(directory: Path, number: int = 1) -> Path:

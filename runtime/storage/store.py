@@ -34,7 +34,7 @@ from gs_compile.runtime.storage.folder import as_storage_error, folder_in
 from gs_compile.runtime.storage.grid import lengths
 from gs_compile.runtime.storage.last_commit import Agree, folders_of, last_commit, names_in
 from gs_compile.runtime.storage.ssd import File, Transfer, as_bytes
-from gs_compile.runtime.storage.stored import Manifest, StoredFile, StoredPart
+from gs_compile.runtime.storage.stored import Manifest, StoredFile, StoredPart, StoredTensor
 
 ROW = 16 << 20  # bytes of a row for each drive: two blocks, and 256 MiB are eight rows of two drives
 
@@ -73,7 +73,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
             found = dict.fromkeys([*self.drives, *asked])
             self.former = self.made = last_commit(found, resume=resume is not None, agree=agree)
             self._last = self.former  # whose files go with the first commit, also where nothing is taken up
-            self._has_committed = False
+            self._checked_rest: Sequence[StoredTensor] | None = None  # of the commits of this process
             self._adopted: dict[str, Extent] = {}
             self._goes_on: set[str] = set()
             self.run = self._last.run if self._last else secrets.token_hex(4) if durable else ""
@@ -153,14 +153,14 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
         extents: those that were written since the last commit. together: of several ranks, returns when all have
         prepared the step; before that, the last commit can still be gone back to. A StorageError leaves it. What those
-        who read it would refuse is found with the first.
+        who read it would refuse is found with the first, and with each that has something else beside the tiers.
         """
         syncs = [drive.sync(file, each.label) for each in extents for drive, file in each.on_drives]
         Transfer(syncs).wait()
         made = replace(make(), number=self.made.number + 1 if self.made else 1)
-        if not self._has_committed:
+        if made.rest != self._checked_rest:
             manifest.refuse_unreadable(made)
-            self._has_committed = True
+            self._checked_rest = made.rest
         with self._folders:
             if self._closed:
                 raise StorageError(errno.ECANCELED, f"the commit of step {made.step} came after the end of its run")

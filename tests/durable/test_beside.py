@@ -22,7 +22,7 @@ class Trunk(GPT2):
         x_BTD = parts.drop(parts.wte(input_ids) + parts.wpe.weight[: input_ids.shape[1]])
         for block in parts.h:
             x_BTD = block(x_BTD)
-        return parts.ln_f(x_BTD) + self.shift
+        return parts.ln_f(x_BTD) + (self.shift if self.training else self.prior)
 
 
 def made(folder):
@@ -31,6 +31,7 @@ def made(folder):
     trunk, head = Trunk(2, 32, VOCABULARY, 0.1, tied=False), torch.nn.Linear(32, VOCABULARY)
     del trunk.lm_head
     trunk.register_buffer("shift", torch.zeros(32))
+    trunk.register_buffer("prior", torch.zeros(32))
     optimizer = gs_compile.AdamW([*trunk.parameters(), *head.parameters()], lr=1e-2)
     trunk.compile(backend="greedysnake", options=options(folder, outputs="all", durability="step"))
     return trunk, head, optimizer, gs_compile.resume(trunk, optimizer, storage=folder).step
@@ -48,6 +49,8 @@ def trained(folder, last):
         optimizer.zero_grad()
         trunk.shift += loss.item()
         losses.append(loss.item())
+    with torch.no_grad():
+        trunk.eval()(tokens(0))  # which reads another buffer
     optimizer.commit()
     state = optimizer.state_dict()["state"]
     return losses, [each.detach().clone() for each in head.parameters()], [state[len(state) - 1]["exp_avg"].clone()]

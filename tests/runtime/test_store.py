@@ -20,8 +20,9 @@ from gs_compile.errors import ManifestError, StorageError, StorageLockedError
 from gs_compile.runtime.storage import grid
 from gs_compile.runtime.storage import store as store_module
 from gs_compile.runtime.storage.folder import LOCK
+from gs_compile.runtime.storage.manifest import read
 from gs_compile.runtime.storage.store import Store, Stripe
-from gs_compile.runtime.storage.stored import FOLDER
+from gs_compile.runtime.storage.stored import FOLDER, StoredTensor
 
 MIB = 1 << 20
 STRIPED_NBYTES = 2 * MIB + 12_345
@@ -168,10 +169,15 @@ def test_a_process_of_this_number_elsewhere_has_a_folder_of_its_own(store, tmp_p
 def test_a_commit_that_could_not_be_read_is_not_made(tmp_path):
     """What the reader refuses is found with the first commit, and not by the next process."""
     with Store([tmp_path], durable=True) as store:
-        made = replace(stored_run(tmp_path / FOLDER, on_disk=False), rank=3)
+        made = stored_run(tmp_path / FOLDER, on_disk=False)
         with pytest.raises(ManifestError, match="the commit of step 3 could not be read again: rank: of 1 there is no"):
-            store.commit([], lambda: made)
+            store.commit([], lambda: replace(made, rank=3))
         assert not list(tmp_path.glob("*/manifest.json"))
+        store.commit([], lambda: made)
+        scale = StoredTensor("buffer scale", "float8_e4m3fn", (1,), 0)  # which a script has changed later on
+        with pytest.raises(ManifestError, match="the commit of step 4 could not be read again: rest buffer scale has"):
+            store.commit([], lambda: replace(made, step=4, rest=(scale,)))
+        assert read(tmp_path / FOLDER).step == 3
 
 
 def test_ranks_share_a_directory(tmp_path, monkeypatch):

@@ -44,8 +44,8 @@ def _often(monkeypatch):
 def own_machine(tmp_path_factory, monkeypatch):
     """The folder of the runs that go on, with no others."""
     folder = tmp_path_factory.mktemp("machine")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    return folder / "greedysnake"
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder / f"greedysnake-{os.geteuid()}"
 
 
 def until(holds, seconds=60.0):
