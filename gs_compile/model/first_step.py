@@ -100,6 +100,8 @@ class FirstStep:
         """The engine that runs the backward of a call [2]; raises `StepOrderError` where the step is closed by then."""
         engine, latest = call.engine, self.engine()
         if latest is not None and latest is not engine:
+            if not latest.open.may_be_repeated:
+                latest.refuse_given_up(call.executor)
             return latest
         number, is_given_up = engine.open.number_in_backward, call.executor not in engine.open
         is_several = number > 1 or (is_given_up and engine.open.may_be_repeated)

@@ -252,17 +252,21 @@ class Run:
             except MemoryBudgetError as error:
                 if self.num_calls == 1:
                     raise
-                device = self.whole_device_nbytes
-                more = f" and device_memory {format_bytes(device)}" if device is not None else ""
-                raise MemoryBudgetError(
-                    f"host_memory is {format_bytes(self.whole_nbytes)}{more} for {self.num_calls} calls of the model "
-                    f"that wait for their backward at a time; for each, {error.message}"
-                ) from error
-            if self.num_calls == 1 or self._leaves_room(found, is_last=number >= MOST_ROUNDS - 2):
-                break
-        return found
+                raise self._refused(error.message) from error
+            if self.num_calls == 1 or self._share_out(found, is_last=number >= MOST_ROUNDS - 2):
+                return found
+        raise self._refused(f"device_memory is {format_bytes(self.device_nbytes or 0)}: give it more")
 
-    def _leaves_room(self, found: Planned, *, is_last: bool) -> bool:
+    def _refused(self, why: str) -> MemoryBudgetError:
+        """why: of each of the calls that wait for their backward."""
+        device = self.whole_device_nbytes
+        more = f" and device_memory {format_bytes(device)}" if device is not None else ""
+        return MemoryBudgetError(
+            f"host_memory is {format_bytes(self.whole_nbytes)}{more} for {self.num_calls} calls of the model that wait "
+            f"for their backward at a time; for each, {why}"
+        )
+
+    def _share_out(self, found: Planned, *, is_last: bool) -> bool:
         """Whether calls by a plan have room beside each other; if not, a call gets less.
 
         is_last: so much less of the device that as much may wait there as by this plan.

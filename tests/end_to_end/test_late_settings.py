@@ -200,3 +200,15 @@ def test_groups_that_have_changed_are_refused(tmp_path):
         one.optimizer.param_groups.pop()
         with pytest.raises(OptimizerError, match=r"was in param group 1 .* and is in none"):
             one.optimizer.step()
+
+
+def test_a_value_that_is_written_where_the_first_step_has_begun_again(harness, tmp_path):
+    """A call that waits would run once more, by other values than it began with."""
+    with harness.fresh(sgd, options(tmp_path)) as optimizer:
+        losses = [loss_of(harness.model, tokens(number)) for number in range(3)]
+        (losses[0] * losses[1]).backward()
+        assert optimizer.accumulates, "it has begun again"
+        with torch.no_grad():
+            next(harness.model.parameters()).mul_(2.0)
+        with pytest.raises(StepOrderError, match="given up when a parameter was given another value"):
+            losses[2].backward()
