@@ -157,7 +157,7 @@ def _picks(name: str) -> bool:
 
 
 def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
-    """``x[index]`` with an index for the samples that is no mask, nor their own numbers, as in ``x[arange(B), last]``."""
+    """``x[index]`` by an index for the samples that is neither a mask nor their own numbers, as ``arange(B)``."""
     index = node.args[1]
     first = index[0] if isinstance(index, (tuple, list)) and index else index
     if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or not has_samples(first) or _is_in_order(first):
