@@ -13,6 +13,7 @@ from gs_compile.capture.operations import (
     ARITHMETIC,
     DIVIDING,
     FILLING,
+    JOINING,
     LINEAR,
     SCALING,
     SHAPING,
@@ -30,7 +31,7 @@ def why_a_body_mixes(body: fx.GraphModule, *, is_backward: bool) -> tuple[fx.Nod
     found = _Body(is_backward)
     for node in body.graph.nodes:
         if node.op in ("call_function", "call_method") and (why := found.look_at(node)):
-            return node, why
+            return _maker(node), why
     return None
 
 
@@ -41,20 +42,20 @@ class _Body:
 
     def look_at(self, node: fx.Node) -> str:
         """Why the next operation mixes samples; empty: it does not."""
-        name, spec, read = operation(node), node.meta.get("spec"), node.all_input_nodes
+        maker = _maker(node)
+        name, spec, read = operation(maker), node.meta.get("spec"), maker.all_input_nodes
         if follows_numbers(node, self.numbers):
             self.numbers.add(node)
         if not self.sums.isdisjoint(read):
             self.sums.add(node)
-            return (
-                "" if self._keeps_sums(node, name) else f"`{name}` of values reduced over the batch is no sum of shares"
-            )
+            keeps = self._keeps_sums(node, name)
+            return "" if keeps else f"`{name}` of values reduced over the batch is no sum of shares"
         if not any(map(has_samples, read)) and self.counts.isdisjoint(read):
             of_batch = node.meta.get("batch_numbers") and not has_samples(node) and name not in SHAPING
             return "computes with the batch size" if of_batch else ""
         if not isinstance(spec, TensorSpec):
             return why_it_runs_along(node, name)
-        if why := why_values_mix(node, name) or why_it_mixes(node, name, spec, self.numbers):
+        if why := why_values_mix(node, name) or why_it_mixes(maker, name, spec, self.numbers):
             return why
         if name in ARITHMETIC and spec.dtype.is_floating_point and not self.counts.isdisjoint(read):
             return "computes with what is counted over the samples"
@@ -68,7 +69,8 @@ class _Body:
         if node.meta.get("batch_numbers") or any(map(has_samples, node.all_input_nodes)):
             return False
         scales = (name in SCALING and given.count(True) == 1) or (name in DIVIDING and given == [True, False])
-        return name in LINEAR or scales or (name in ADDING and all(given))
+        joins = name in JOINING and self.sums.issuperset(node.all_input_nodes)
+        return name in LINEAR or scales or joins or (name in ADDING and all(given))
 
     def _reduced(self, node: fx.Node, name: str, spec: TensorSpec) -> str:
         if not spec.dtype.is_floating_point:
@@ -78,3 +80,9 @@ class _Body:
             return "reduces over the samples of the batch"
         self.sums.add(node)
         return ""
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The operation that makes a value: of one of several results the one that has them all."""
+    source = node.args[0] if operation(node) == "getitem" else None
+    return source if isinstance(source, fx.Node) and isinstance(source.meta.get("spec"), tuple) else node

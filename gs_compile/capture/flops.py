@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gs_compile.capture.dynamo import hint
+from gs_compile.capture.graph import packet_of
 
 
 def count_flops(module: fx.GraphModule, number: Callable[[Any], int] = hint) -> float:
@@ -24,7 +25,7 @@ def count_flops(module: fx.GraphModule, number: Callable[[Any], int] = hint) -> 
 
 def node_flops(node: fx.Node, number: Callable[[Any], int] = hint) -> float:
     """Those of one node; 0 of what is none of these operations."""
-    packet = getattr(node.target, "overloadpacket", node.target)
+    packet = packet_of(node)
     formula = _ATTENTION.get(str(packet)) or flop_registry.get(packet)
     if formula is None:
         return 0.0

@@ -269,6 +269,11 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def packet_of(node: fx.Node) -> Any:
+    """The operation of a node in an ATen graph, whichever overload of it that is."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
 def output_values(module: fx.GraphModule) -> tuple[Any, ...]:
     """The values that a graph returns: nodes, or constants."""
     values = module.graph.output_node().args[0]

@@ -22,7 +22,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture.dynamo import hint
-from gs_compile.capture.graph import output_values
+from gs_compile.capture.graph import output_values, packet_of
 from gs_compile.capture.inductor import changes_memory
 from gs_compile.capture.internals import tree_leaves
 
@@ -146,7 +146,3 @@ def _memory(node: fx.Node) -> list[object]:
 
 def _numel(node: fx.Node) -> int:
     return sum(hint(each.numel()) for each in _tensors(node))
-
-
-def packet_of(node: fx.Node) -> object:
-    return getattr(node.target, "overloadpacket", node.target)

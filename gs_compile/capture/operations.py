@@ -20,7 +20,7 @@ from gs_compile.capture.graph import TensorSpec
 
 LINEAR = frozenset(
     "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
-    "expand getitem select sum mean transpose permute".split()
+    "expand getitem select sum mean transpose permute t movedim swapaxes unflatten".split()
 )
 JOINING = frozenset("stack cat concat".split())
 ADDING = frozenset("add iadd sub isub".split())

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import fx
 from torch.nn import functional
 
@@ -31,27 +32,35 @@ from gs_compile.capture.operations import (
 _LAST = (1, (-1,))
 ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip unfold".split(), _LAST),
-    **{f"fft_{kind}": (2, (-1,)) for kind in "fft ifft rfft irfft hfft ihfft".split()},
-    **{f"fft_{kind}2": (2, (-2, -1)) for kind in "fft ifft rfft irfft".split()},
-    **{f"fft_{kind}n": (2, None) for kind in "fft ifft rfft irfft".split()},
+    **{
+        f"fft_{kind}{end}": (2, dims)
+        for kind in "fft ifft rfft irfft hfft ihfft".split()
+        for end, dims in (("", (-1,)), ("2", (-2, -1)), ("n", None))
+    },
+    **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
     "diff": (2, (-1,)),
     "flipud": (1, (0,)),
     "gumbel_softmax": (4, (-1,)),
     "normalize": (2, (1,)),
     "roll": (2, None),
     "rot90": (2, (0, 1)),
+    **dict.fromkeys(("tril", "triu"), (2, (-2, -1))),  # by numbers of rows
 }
 ORDERING = {"sort": _LAST, "argsort": _LAST, "topk": (2, (-1,))}
 PICKING = {  # by indices
     **dict.fromkeys("gather index_select index_add index_copy scatter scatter_add scatter_reduce".split(), _LAST),
-    "take_along_dim": (2, (-1,)),
+    **dict.fromkeys(("take", "take_along_dim"), (2, None)),
 }
 LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise the last ones, as many as are given
 # These read neighbours along the dimensions from this one on, or normalise over them.
 OF_IMAGES = {"unfold": 1, "fold": 1, "local_response_norm": 1, "group_norm": 1, "instance_norm": 2, "interpolate": 2}
 SCANS = frozenset("scan associative_scan".split())  # over the first dimension
 NUMBERING = frozenset("arange eye randperm".split())  # of samples, where what these make grows with them
-MOVING = frozenset("mod remainder sub rsub neg flip roll".split())  # numbers to others
+# With one tensor, these leave numbers in their order, or give those of rows of each sample.
+IN_ORDER = frozenset(
+    "view reshape flatten squeeze unsqueeze expand contiguous clone detach to type int long float double getitem "
+    "repeat tile repeat_interleave add mul floordiv".split()
+)
 
 _FIRST = (slice(None, 1), slice(0, 1), slice(None, 1, 1), slice(0, 1, 1))
 ALONG_SAMPLES = "runs along the batch dimension"
@@ -115,7 +124,7 @@ def why_it_runs_along(node: fx.Node, name: str) -> str:
     spec = next((n.meta["spec"] for n in node.all_input_nodes if isinstance(n.meta.get("spec"), TensorSpec)), None)
     if spec is None or not spec.shape:
         return ""
-    is_pick = name == "getitem" and block_of(node) is None and _picks_samples(node, spec)
+    is_pick = name in ("getitem", "setitem", "index_put") and block_of(node) is None and _picks_samples(node, spec)
     if not is_pick and all(dim % len(spec.shape) not in spec.batch_dims for dim in _dimensions(node, name, spec)):
         return ""
     is_attention = node.target is functional.multi_head_attention_forward
@@ -148,17 +157,18 @@ def _picks(name: str) -> bool:
 
 
 def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
-    """``x[index]`` with an index for the samples other than their own numbers, as in ``x[arange(B), last]``."""
+    """``x[index]`` by an index for the samples that is neither a mask nor their own numbers, as ``arange(B)``."""
     index = node.args[1]
-    first = index[0] if isinstance(index, tuple) and index else index
-    if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or _is_in_order(first):
+    first = index[0] if isinstance(index, (tuple, list)) and index else index
+    if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or not has_samples(first) or _is_in_order(first):
         return False
-    return first.meta.get("storage") is not None and has_samples(first)  # inside a vmap masks are looked up by sample
+    is_mask = first.meta["spec"].dtype is torch.bool
+    return first.meta.get("storage") is not None and not is_mask  # inside a vmap masks are looked up by sample
 
 
 def _is_in_order(node: fx.Node) -> bool:
     """Whether a node holds the numbers 0, 1, ... in order, in whatever shape, or those of rows of each sample."""
-    while len(node.all_input_nodes) == 1 and operation(node) not in MOVING:
+    while len(node.all_input_nodes) == 1 and operation(node) in IN_ORDER:
         (node,) = node.all_input_nodes
     given: Any = node.args if len(node.args) > 1 else (0, *node.args)  # where it begins, and ends, and its step
     return operation(node) == "arange" and given[0] == 0 and min(given[2:], default=1) > 0

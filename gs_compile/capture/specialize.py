@@ -204,7 +204,7 @@ class _Copy:
         example = node.meta.get("example_value")
         self._refuse_boundless(node, self.fold.values(example))
         if operation(node) == "squeeze":
-            args, kwargs = (args[0], _of_one(node)), {}
+            args, kwargs = args[:1], {**kwargs, "dim": _of_one(node)}
         copied = self.graph.create_node(node.op, target, args, kwargs, node.name, node.type)
         copied.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         copied.meta |= {

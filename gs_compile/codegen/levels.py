@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture.dynamo import hint, is_sized
 from gs_compile.capture.flops import count_flops
-from gs_compile.capture.graph import TensorSpec, graph_module, output_values
+from gs_compile.capture.graph import TensorSpec, graph_module, output_values, packet_of
 from gs_compile.capture.inductor import changes_memory, draws_random, memory_of
 from gs_compile.capture.partition import LIKE, CannotSaveError, choices, write_sizes
 from gs_compile.placement.levels import aligned
@@ -176,7 +176,7 @@ def _forget_values(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         is_fused = node.target is aten.native_dropout.default
-        if not is_fused and getattr(node.target, "overloadpacket", None) not in SHAPES:
+        if not is_fused and packet_of(node) not in SHAPES:
             continue
         value = node.args[0].meta["val"]
         if not is_sized(value) or (is_fused and value.storage_offset() != 0):

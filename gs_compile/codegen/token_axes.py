@@ -150,10 +150,6 @@ MOVING: Mapping[Any, Callable[..., Form]] = {
 }
 
 
-def packet_of(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
-
-
 def args_of(node: fx.Node) -> Any:
     return node.args
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import UnitGraph
+from gs_compile.capture.graph import UnitGraph, packet_of
 from gs_compile.capture.inductor import changes_memory, draws_random, named_arguments
 from gs_compile.codegen.token_axes import (
     MOVING,
@@ -29,7 +29,6 @@ from gs_compile.codegen.token_axes import (
     args_of,
     aten,
     mix,
-    packet_of,
     rank_of,
     removed,
     shifted,
@@ -266,7 +265,9 @@ class Forms:
     def _added(self, node: fx.Node) -> Form:
         """Of rows that are added to others, or put there, by their places."""
         base, *rest = args_of(node)
-        dim, places, rows = (0, *rest[0], rest[1]) if packet_of(node) is aten.index_put else rest[:3]
+        if packet_of(node) is aten.index_put:
+            rest = [0, *rest[0], rest[1]] if len(rest[0]) == 1 else mix()
+        dim, places, rows = rest[:3]
         form = self.forms.get(places)
         if form is None or form.places is None or (dim, form.axes) != (0, (0,)):
             return mix()

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from gs_compile.capture.graph import packet_of
 from gs_compile.capture.inductor import named_arguments
-from gs_compile.codegen.token_axes import MOVING, Form, Rows, args_of, aten, mix, packet_of, rank_of
+from gs_compile.codegen.token_axes import MOVING, Form, Rows, args_of, aten, mix, rank_of
 
 VIEWS = {aten.view, aten._unsafe_view, aten.reshape}
 CASTS = {aten._to_copy, aten.clone, aten.detach, aten.alias}

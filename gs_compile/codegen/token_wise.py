@@ -18,11 +18,11 @@ import sympy
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import Length, Source, TensorSpec, UnitGraph, graph_module, output_values
+from gs_compile.capture.graph import Length, Source, TensorSpec, UnitGraph, graph_module, output_values, packet_of
 from gs_compile.capture.inductor import Generator
 from gs_compile.capture.reached import made_of
 from gs_compile.codegen.levels import spec_of, subgraph
-from gs_compile.codegen.token_axes import Form, aten, packet_of, rank_of
+from gs_compile.codegen.token_axes import Form, aten, rank_of
 from gs_compile.codegen.token_forms import AHEAD, SHAPED, Forms, NotInPiecesError, is_slice
 from gs_compile.codegen.token_rows import KEEPING
 

@@ -133,6 +133,12 @@ SILENT = {
     "samples numbered in another dtype": lambda p, y: (torch.arange(p.shape[0])[:, None].float() + p[:, 0]).exp().sum(),
     "samples picked": lambda p, y: (p[y[:, 0].clamp(0, 0)] * p).sum(),
     "samples picked by name": lambda p, y: (p.index_select(0, y[:, 0].clamp(0, 0)) * p).sum(),
+    "samples picked in halves": lambda p, y: (p[torch.arange(p.shape[0]).clamp(max=1)] * p).sum(),
+    "entries of all picked": lambda p, y: p.take(y.clamp(0, 0)).exp().sum(),
+    "entries of all picked by name": lambda p, y: torch.take_along_dim(p, y.clamp(0, 0)).exp().sum(),
+    "samples put": lambda p, y: p.exp().index_put((y[:, 0].clamp(0, 0),), torch.zeros(())).sum(),
+    "samples shifted by half": lambda p, y: (torch.fft.fftshift(p) * p).sum(),
+    "samples below each other": lambda p, y: p[:, :, 0].tril().exp().sum(),
     "samples scattered": lambda p, y: (
         torch.zeros(p.shape[0], WORDS).scatter_add(0, y[:, :1].clamp(0, 0).expand(-1, WORDS), p[:, 0]).exp().sum()
     ),

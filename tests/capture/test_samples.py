@@ -26,6 +26,13 @@ class Centred(torch.autograd.Function):
         return gradient
 
 
+class Standardised(Centred):
+    @staticmethod
+    def forward(ctx, x):
+        variance, mean = torch.var_mean(x, 0)
+        return (x - mean) / (variance + 1.0)
+
+
 class Normalised(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -48,7 +55,8 @@ class Scaled(torch.autograd.Function):
     def backward(ctx, gradient):
         x, scale = ctx.saved_tensors
         found = (gradient * x).sum((0, 1))
-        return gradient * scale, 0.5 * (found + gradient.flatten(0, 1).T @ x.flatten(0, 1).sum(1) / 2)
+        rows = (x.flatten(0, 1).sum(1)[None] @ gradient.flatten(0, 1)).t()[:, 0]
+        return gradient * scale, 0.5 * torch.stack((found + rows / 2, rows)).sum(0)
 
 
 class Attention(nn.Module):
@@ -107,6 +115,7 @@ MIXES = {
     "numbers in a table": (lambda x: x + torch.arange(99.0)[numbers(x)][:, None, None], NUMBERS),
     "rows in another order": (lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)], NUMBERS),
     "rows moved on": (lambda x: x[(numbers(x) + 1) % x.shape[0]], NUMBERS),
+    "rows in pairs": (lambda x: x[numbers(x) ^ 1], NUMBERS),
     "rows shuffled": (lambda x: x + x[torch.randperm(x.shape[0])], NUMBERS),
     "rows by a matrix": (lambda x: (torch.eye(x.shape[0]) @ x.flatten(1)).view_as(x), NUMBERS),
     "tokens of all shifted": (lambda x: like(functional.pad(flat(x), (0, 0, 1, -1)), x), ALONG),
@@ -123,6 +132,7 @@ MIXES = {
     "rows softened": (lambda x: torch.special.softmax(x, 0), ALONG),
     "rows differenced": (lambda x: torch.diff(x, dim=0, prepend=torch.zeros(1, TOKENS, WIDTH)), ALONG),
     "tokens of all transformed": (lambda x: like(torch.fft.fft(flat(x), dim=0).real, x), ALONG),
+    "halves exchanged": (lambda x: torch.fft.fftshift(x), ALONG),
     "the best tokens of all": (
         lambda x: like(torch.zeros_like(flat(x)).index_add(0, flat(x).sum(-1).topk(3).indices, flat(x)[:3]), x),
         ALONG,
@@ -132,6 +142,10 @@ MIXES = {
     "rows for columns": (lambda x: x.reshape(TOKENS, -1, WIDTH).transpose(0, 1), "takes rows of several samples"),
     "attention over samples": (partial(Attention, batch_first=False), ALONG),
     "a function of its own": (lambda x: Centred.apply(x), "(mean) reduces over the samples"),
+    "a function of its own, with two results": (
+        lambda x: Standardised.apply(x),
+        "(var_mean) reduces over the samples",
+    ),
     "a gradient of its own": (lambda x: Normalised.apply(x), "(norm) reduces over the samples"),
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
@@ -140,7 +154,7 @@ KEEPS = {
     "attention": partial(Attention, batch_first=True),
     "a token of each": lambda x: x + x[numbers(x), x.sum(-1).argmax(1)][:, None],
     "a token of each, by places of all": lambda x: (
-        x + flat(x)[numbers(x) * TOKENS + x.sum(-1).argmax(1)][:, None] + flat(x)[numbers(x) * TOKENS][:, None]
+        x + flat(x)[numbers(x) * TOKENS + x.sum(-1).argmax(1)][:, None] + flat(x)[numbers(x) * TOKENS + 1][:, None]
     ),
     "experts' tokens": lambda x: like(flat(x)[numbers(flat(x)).repeat_interleave(2)[order(x) * 2]][order(x).argsort()], x),
     "a token of each, put": lambda x: torch.zeros_like(x).index_put((numbers(x), x.sum(-1).argmax(1)), x[:, 0]),

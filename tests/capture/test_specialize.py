@@ -51,7 +51,7 @@ def test_specs():
 def test_a_squeeze_leaves_samples_where_a_micro_batch_has_one():
     def criterion(p, y):
         first = p[:, :1]
-        return first.squeeze(), first.squeeze(0), torch.squeeze(first, dim=1), first.squeeze((0, 1)), p.squeeze(1)
+        return first.squeeze(), first.squeeze(0), torch.squeeze(input=first, dim=1), first.squeeze((0, 1)), p.squeeze(1)
 
     case = captured(Tiny(criterion), *batch(4))
     whole, module = run(case.specialized(4), case.named()), case.specialized(1)

@@ -107,7 +107,9 @@ def with_few_places(layer, x, weights, ids):
 def by_number(layer, x, weights, ids):
     """The number of a token matters."""
     _, rows, _ = grouped(ids)
-    return as_transformers(layer, x, weights, ids) + (rows[back(rows)].view(-1, CHOSEN) % 5).sum(1, keepdim=True)
+    chosen = torch.zeros(len(ids), EXPERTS).index_put((torch.arange(len(ids)), ids[:, 0]), weights[:, 0])
+    made = as_transformers(layer, x, weights, ids) + chosen.sum(1, keepdim=True)
+    return made + (rows[back(rows)].view(-1, CHOSEN) % 5).sum(1, keepdim=True)
 
 
 def falling(layer, x, weights, ids):
