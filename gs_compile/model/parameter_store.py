@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from gs_compile.errors import OptimizerError
+from gs_compile.errors import OptimizerError, RankError
 from gs_compile.model.files import (
     CHUNK_NBYTES,
     copied,
@@ -190,7 +190,12 @@ class ParameterStore:
         """Have all ranks do the same next; `RankError` on all where they do not, ahead of any exchange."""
         if (ranks := self.tiers.setting.ranks) is not None:
             words = f"{what} in step {self.num_steps + 1}{how}"
-            self.tiers.lane("net").submit(words, ranks.announce(words))
+            try:
+                compare = ranks.announce(words)
+            except RankError:
+                self.tiers.check()  # where it is this rank that has failed, by its own error
+                raise
+            self.tiers.lane("net").submit(words, compare)
 
     def _agree_on(self, what: str) -> None:
         """Of several ranks each writes what it has of a value: all of them have to."""
