@@ -157,6 +157,7 @@ def test_experts_of_transformers_are_in_pieces(name, way):
     """With what the loss that balances them reads of the router."""
     model, ids = zoo.small(name, output_router_logits=True), torch.randint(zoo.VOCAB, (SAMPLES, TOKENS))
     model.config._experts_implementation = way
+    model(input_ids=ids)  # its own hooks are there from the first call on
     unit = captured(model, input_ids=ids, labels=ids).split(2).units[2]
     code = in_pieces(unit)
     equal(*code_and_autograd(unit, EAGER, code=code))
