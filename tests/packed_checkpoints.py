@@ -46,11 +46,11 @@ def of_matrix(form, values):
     return {"qweight": in_words(found[0], 1), "qzeros": in_words(found[1], 1), "scales": scales.T}, exact
 
 
-def saved(form, folder, **sizes):
-    """A checkpoint, and the values that its weights have."""
+def llama(width=64, **sizes):
+    """Two layers, whose values a seed draws."""
     config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -58,8 +58,13 @@ def saved(form, folder, **sizes):
         **sizes,
     )
     torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def saved(form, folder, **sizes):
+    """A checkpoint, and the values that its weights have."""
     wanted = {}
-    with rewritten(transformers.LlamaForCausalLM(config).bfloat16(), folder, form) as tensors:
+    with rewritten(llama(**sizes).bfloat16(), folder, form) as tensors:
         for name in list(tensors):
             wanted[name] = tensors[name]
             if ".layers." in name and tensors[name].ndim == 2:

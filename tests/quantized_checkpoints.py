@@ -5,7 +5,7 @@ from __future__ import annotations
 import peft
 import torch
 import transformers
-from packed_checkpoints import rewritten
+from packed_checkpoints import llama, rewritten
 from transformers import AutoModelForCausalLM
 
 import gs_compile
@@ -18,17 +18,7 @@ LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_
 
 def wide():
     """Matrices of whole blocks and tiles."""
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
+    return llama(128, max_position_embeddings=64)
 
 
 def is_encoded(name, values, skipped=()):
