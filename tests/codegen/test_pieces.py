@@ -148,7 +148,7 @@ def unit_of(head, size):
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(WORDS, (SAMPLES, TOKENS), generator=generator) for _ in range(2))
     mask, teacher = torch.rand(SAMPLES, TOKENS), torch.randn(SAMPLES, TOKENS, WORDS)
-    return captured(Model(head), ids, labels, mask, teacher).split(size).units[-1]
+    return captured(Model(head), ids, labels, mask, teacher).split(size, alone=size == SAMPLES).units[-1]
 
 
 @cache
@@ -164,6 +164,14 @@ def test_results_and_gradients_are_those_of_the_whole_head(head, size, generator
     for name in ("backward", "both") if "loss" in unit.results else ("backward",):
         equal(*code_and_autograd(unit, generator, name, most=WORDS, code=code), generator)
     assert code.tokens_per_piece == PIECE
+
+
+@pytest.mark.parametrize("head", [moved_labels, weighted, of_squares], ids=lambda head: head.__name__)
+def test_means_over_a_batch_of_one_micro_batch(head):
+    """Which divide by themselves: those of several micro-batches are sums by what is counted of all."""
+    equal(
+        *code_and_autograd(unit_of(head, SAMPLES), EAGER, "both", most=WORDS, code=head_in_pieces(head, SAMPLES, EAGER))
+    )
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):
