@@ -47,6 +47,7 @@ from gs_compile.capture.operations import (
     REGROUPING,
     SCALING,
     SHAPING,
+    WEIGHTED_LOSSES,
     arguments_of,
     has_samples,
     is_mutation,
@@ -317,13 +318,14 @@ class _Separation:
             return _mixed(node, PAIRING)
         if reduction in ("none", "sum"):
             return State("local" if reduction == "none" else "sum")
-        if name in AVERAGED_LOSSES or is_of_values:
-            return State("mean")
-        if not isinstance(target, fx.Node) or not self.states[target].from_inputs:
-            return _mixed(node, "averages over labels that the model makes itself")
-        weight = arguments["weight"]
+        weight = arguments.get("weight")
+        if not (name in WEIGHTED_LOSSES and weight is not None):
+            if name in AVERAGED_LOSSES or is_of_values:
+                return State("mean")
+            if not isinstance(target, fx.Node) or not self.states[target].from_inputs:
+                return _mixed(node, "averages over labels that the model makes itself")
         if isinstance(weight, fx.Node) and not self.states[weight].from_inputs:
-            return _mixed(node, "weighs labels by what is not known before the step")
+            return _mixed(node, "averages over weights that are not known before the step")
         self.shares.counted(node, arguments)
         return State("sum")
 

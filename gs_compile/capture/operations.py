@@ -46,6 +46,7 @@ AVERAGED_LOSSES = frozenset(
     "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss "
     "multilabel_soft_margin_loss".split()
 )
+WEIGHTED_LOSSES = frozenset("mse_loss l1_loss".split())  # whose mean is over their `weight`, where one is given
 AVERAGING = AVERAGED_LOSSES | COUNTED_LOSSES | {"mean"}
 # These name places in a tensor's memory, which begins elsewhere where the tensor is a part of more.
 IN_MEMORY = frozenset("as_strided as_strided_copy as_strided_scatter".split())

@@ -16,7 +16,7 @@ from torch import fx
 
 from gs_compile.capture.dealing import ONE_PLACE_EACH, operands
 from gs_compile.capture.graph import LossTerm, Source, TensorSpec, source_line
-from gs_compile.capture.operations import operation
+from gs_compile.capture.operations import WEIGHTED_LOSSES, operation
 from gs_compile.capture.whole_batch import of_whole_batch
 
 SUM = {"reduction": "sum", "size_average": None, "reduce": None}  # the last two are older and would win
@@ -76,7 +76,10 @@ class Shares:
         return self.wholes[value]
 
     def counted(self, loss: fx.Node, arguments: Mapping[str, Any]) -> None:
-        """cross_entropy(mean) becomes cross_entropy(sum) / total of the counted labels' weights."""
+        """cross_entropy(mean) becomes cross_entropy(sum) / total of the counted labels' weights.
+
+        A loss that has a weight for each value: of these.
+        """
         logits, name = arguments["input"], operation(loss)
         with self.graph.inserting_before(loss):
             count = self._count(loss, arguments)
@@ -87,7 +90,8 @@ class Shares:
         self.states[shares] = State("sum")
         loss.replace_all_uses_with(shares, delete_user_cb=lambda user: user is not shares)
         loss.args, loss.kwargs = (), {**arguments, **SUM, "input": logits}
-        self.say(loss, "sum", f"{name}(mean) = {name}(sum) / total, the counted labels of the whole batch")
+        counted = "weights" if name in WEIGHTED_LOSSES else "counted labels"
+        self.say(loss, "sum", f"{name}(mean) = {name}(sum) / total, the {counted} of the whole batch")
 
     def checked_places(self, scatter: fx.Node) -> None:
         """Have a masked_scatter raise where a micro-batch has more places than entries, or fewer."""
@@ -130,11 +134,15 @@ class Shares:
 
     def _count(self, loss: fx.Node, arguments: Mapping[str, Any]) -> fx.Node:
         target, weight = arguments["target"], arguments["weight"]
-        counted = self._new(torch.ne, (target, arguments["ignore_index"]), like=target)
-        if weight is not None:
-            last = weight.meta["spec"].shape[0] - 1  # labels that are ignored may be beyond the classes
-            labels = self._new(torch.clamp, (target, 0, last), like=target)
-            counted = self._new(torch.mul, (self._new(torch.take, (weight, labels), like=target), counted), like=target)
+        if operation(loss) in WEIGHTED_LOSSES:
+            counted = weight
+        else:
+            counted = self._new(torch.ne, (target, arguments["ignore_index"]), like=target)
+            if weight is not None:
+                last = weight.meta["spec"].shape[0] - 1  # labels that are ignored may be beyond the classes
+                labels = self._new(torch.clamp, (target, 0, last), like=target)
+                of_labels = self._new(torch.take, (weight, labels), like=target)
+                counted = self._new(torch.mul, (of_labels, counted), like=target)
         dtype = torch.promote_types(loss.meta["spec"].dtype, torch.float32)
         count = self._new(torch.sum, (counted,), {"dtype": dtype}, like=loss)
         spec = replace(loss.meta["spec"], dtype=dtype, requires_grad=False)

@@ -22,6 +22,12 @@ from torch.nn import functional
 
 from gs_compile.errors import SeparationError
 
+
+def weights(labels):
+    """Of each class, in samples of different sums."""
+    return classes(labels) + labels.clamp(min=0)[..., None]
+
+
 # Every form that is recognised, as a function of logits (batch, tokens, words) and labels (batch, tokens).
 FORMS = {
     "cross_entropy mean": cross_entropy,
@@ -47,6 +53,9 @@ FORMS = {
         functional.log_softmax(p.flatten(0, 1), -1), y.flatten(), weight=WEIGHT
     ),
     "mse_loss": lambda p, y: functional.mse_loss(p, classes(y)),
+    "mse_loss, weights for each value": lambda p, y: functional.mse_loss(p, classes(y), weight=weights(y)),
+    "l1_loss, weights for each value": lambda p, y: functional.l1_loss(p, classes(y), weight=weights(y)),
+    "huber_loss, weights for each value": lambda p, y: functional.huber_loss(p, classes(y), weight=weights(y)),
     "mse_loss against a constant": lambda p, y: functional.mse_loss(p.mean(-1).mean(-1), p.new_zeros(p.shape[0])),
     "binary_cross_entropy_with_logits": lambda p, y: functional.binary_cross_entropy_with_logits(p, classes(y)),
     "kl_div batchmean": lambda p, y: functional.kl_div(p.log_softmax(-1), classes(y), reduction="batchmean"),
