@@ -318,13 +318,19 @@ class Placement:
         """Where the device's memory is counted."""
         return "device" if self.separate else "host"
 
-    def pieces(self, unit: UnitPlacement) -> Mapping[int, tuple[int, int]]:
-        """Where each piece that goes to the device starts and stops: one a micro-batch, or those ranks exchange."""
-        first = unit.num_resident
+    def pieces(self, unit: UnitPlacement) -> Sequence[int]:
+        """The numbers of the pieces that go to the device: one a micro-batch, or those that ranks exchange."""
         if self.world > 1:
-            return {k: (start, stop) for k, (start, stop) in enumerate(unit.pieces) if start >= first}
-        number, numel = 1 if self.by_micro_batch else len(self.x_nbytes), unit.numel - first
-        return {k: (first + numel * k // number, first + numel * (k + 1) // number) for k in range(number)}
+            return [number for number, (start, _) in enumerate(unit.pieces) if start >= unit.num_resident]
+        return range(1 if self.by_micro_batch else len(self.x_nbytes))
+
+    def piece(self, unit: UnitPlacement, number: int) -> tuple[int, int]:
+        """Where one of them starts and stops."""
+        if self.world > 1:
+            return unit.pieces[number]
+        first, of = unit.num_resident, len(self.pieces(unit))
+        numel = unit.numel - first
+        return first + numel * number // of, first + numel * (number + 1) // of
 
     def speculated(self, unit: UnitPlacement) -> tuple[Group, ...]:
         """The groups of a unit whose updates may be rolled back."""
