@@ -29,6 +29,7 @@ from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.storage.folder import PROBE, Folder, as_storage_error
 from gs_compile.runtime.storage.grid import Grid
 from gs_compile.runtime.storage.ssd import File, Memory, Sums, Transfer, Verb
+from gs_compile.runtime.storage.stored import FOLDERS
 
 PROBE_BLOCK = 8 << 20
 PROBE_NBYTES = 128 << 20
@@ -139,7 +140,8 @@ class Drive:
         with as_storage_error("open", self.folder):
             self.own.clear(keep)
             self.lasting = keep
-            for path in self.folder.parent.glob(f"{self.folder.name}.*"):
+            beside = self.folder.parent.glob(f"{self.folder.name}.*")
+            for path in filter(lambda path: FOLDERS.fullmatch(path.name), beside):
                 with contextlib.suppress(StorageLockedError):
                     if (other := Folder.lock(path)) is not None:
                         with contextlib.ExitStack() as opened:

@@ -192,6 +192,17 @@ def test_ranks_share_a_directory(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_others_have_beside_the_folder_stays(tmp_path):
+    """A log that a user calls after the folder ended the run, and files of a copy were removed."""
+    copy = tmp_path / f"{FOLDER}.bak"
+    copy.mkdir(0o700)
+    theirs = [tmp_path / f"{FOLDER}.log", copy / "w3"]
+    for path in theirs:
+        path.write_text("kept")
+    Store([tmp_path]).close()
+    assert all(path.read_text() == "kept" for path in theirs)
+
+
 def test_the_directories_may_be_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Store(["here"]) as store:
