@@ -128,9 +128,9 @@ class Drive:
     def sync_names(self) -> None:
         """Bring the names of new files to the medium, without which a power loss takes what was written to them."""
         if self._has_new_names:
+            self._has_new_names = False  # first: a file that another thread makes meanwhile is left to the next call
             with as_storage_error("sync", self.folder):
                 self.own.sync()
-            self._has_new_names = False
 
     def clear(self, keep: Set[str]) -> None:
         """Remove what a run that was killed has left in the folder, and its further models in folders beside.
