@@ -178,6 +178,10 @@ class Placement:
     def by_unit(self) -> Mapping[Unit, UnitPlacement]:
         return {unit.unit: unit for unit in self.units}
 
+    @cached_property
+    def _order(self) -> Mapping[Unit, int]:
+        return {unit: at for at, unit in enumerate(self.by_unit)}
+
     def unit_of(self, op: Op) -> UnitPlacement | None:
         """The placed unit that the first of an operation's values belongs to, if there is one."""
         unit = op.values[0].unit if op.values else None
@@ -304,7 +308,7 @@ class Placement:
     def gradient_home(self, unit: UnitPlacement) -> Tier:
         """Host or SSD, for a unit's gradient sums between micro-batches or backwards: the ratio's share of units."""
         ratio = self.decision.ratios[self.stack_of(unit.unit)].gradient
-        return "host" if is_chosen(self.units.index(unit), 1.0 if ratio is None else ratio) else "ssd"
+        return "host" if is_chosen(self._order[unit.unit], 1.0 if ratio is None else ratio) else "ssd"
 
     def sums(self, unit: UnitPlacement) -> tuple[Value, ...]:
         """What the backwards of a step have added up, group by group, at home; () where each has a step of its own."""
