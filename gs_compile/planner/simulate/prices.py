@@ -33,6 +33,7 @@ from gs_compile.placement.units import UnitPlacement
 from gs_compile.placement.workload import CodeCost, UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
+from gs_compile.program.verbs import BACKWARDS, SIGNATURES
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
@@ -41,9 +42,6 @@ DECODING = 4
 # Of a commit, measured on a drive that may keep its cache: syncing a file that is written already, and the manifest. A
 # drive that may not takes milliseconds for each file.
 SYNC_SECONDS, MANIFEST_SECONDS = 2e-4, 5e-3
-
-BACKWARD = frozenset({"backward", "embed_backward", "head_backward", "join_backward"})
-CODE = BACKWARD | {"embed", "forward", "head", "join"}  # what runs a unit's code
 
 
 def op_prices(program: Program, placement: Placement, workload: Workload, profile: Profile) -> list[float]:
@@ -87,7 +85,7 @@ def code_seconds(unit: Unit, workload: Workload, profile: Profile, *, backward: 
 def runs_backward(op: Op) -> bool:
     """Whether an operation runs the backward of a unit's code: a head does with its forward, for a gradient."""
     has_gradient = bool(op.into) or any(value.kind == "dx" for value in op.results)
-    return op.verb in BACKWARD or (op.verb == "head" and has_gradient)
+    return op.verb in BACKWARDS or (op.verb == "head" and has_gradient)
 
 
 def work_nbytes(op: Op, placement: Placement) -> int:
@@ -135,7 +133,7 @@ def _steps(op: Op, placement: Placement) -> int:
 
 
 def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile) -> float:
-    if op.verb in CODE:
+    if op.verb in SIGNATURES:
         shares = (placement.share_of(value) for value in op.values if value.kind == "a")
         level = max((share.level for share in shares if share), default=0)
         return code_seconds(op.unit, workload, profile, backward=runs_backward(op), level=level)
