@@ -27,7 +27,7 @@ from gs_compile.machine import free_storage
 from gs_compile.placement.slab import rounded
 from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.storage.folder import PROBE, Folder, as_storage_error
-from gs_compile.runtime.storage.grid import Grid
+from gs_compile.runtime.storage.grid import PAGE, Grid
 from gs_compile.runtime.storage.ssd import File, Memory, Sums, Transfer, Verb
 from gs_compile.runtime.storage.stored import FOLDERS
 
@@ -182,9 +182,9 @@ class Drive:
 
     def _takes_direct(self) -> bool:
         """Whether a page can be written and read with O_DIRECT; some filesystems refuse at open, others later."""
-        page = np.frombuffer(mmap.mmap(-1, ssd.PAGE), np.uint8)
+        page = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
         try:
-            with self._probe(ssd.PAGE) as file:
+            with self._probe(PAGE) as file:
                 ssd.move_block("write", file, page, 0, PROBE)
                 ssd.move_block("read", file, page, 0, PROBE)
         except StorageError as error:
