@@ -121,8 +121,8 @@ class _StageAssigner:
         self.last = len(self.stages) - 1
         self.index = {stage: index for index, stage in enumerate(self.stages)} | {FILL: -1}
         self.sizes = Counter(self.index[op.stage] for op in program.ops if op.micro_batch is not None)
-        turn = max((self.index[op.stage] for op in program.ops if op.verb == "head"), default=-1)
-        self.turn = IssuePoint(turn, self.sizes[turn], AFTER)  # behind the last head
+        last_head = max((self.index[op.stage] for op in program.ops if op.verb == "head"), default=-1)
+        self.turn = IssuePoint(last_head, self.sizes[last_head], AFTER)  # behind the last head
         self.fetches = defaultdict[Value, list[int]](list)  # the stages for which gradient sums come from SSD
         for op in program.ops:
             if op.verb == "prefetch" and op.reads[0].kind == "dw" and not op.reads[0].part:
