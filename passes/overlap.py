@@ -111,4 +111,4 @@ def _shadows(unit: UnitPlacement, group: Group) -> Iterator[tuple[Value, Value]]
 def _read(ops: tuple[Op, ...], placement: Placement) -> list[UnitPlacement]:
     """The placed units whose parameters a stage reads."""
     read = dict.fromkeys(value.unit for op in ops for value in op.reads if value.kind == "w")
-    return [placement.by_unit[unit] for unit in read if unit is not None and unit in placement.by_unit]
+    return [placement.by_unit[unit] for unit in read if unit in placement.by_unit]

@@ -175,17 +175,16 @@ class Placement:
         return self.schedule in BY_MICRO_BATCH
 
     @cached_property
-    def by_unit(self) -> Mapping[Unit, UnitPlacement]:
+    def by_unit(self) -> Mapping[Unit | None, UnitPlacement]:
         return {unit.unit: unit for unit in self.units}
 
     @cached_property
-    def _order(self) -> Mapping[Unit, int]:
+    def _order(self) -> Mapping[Unit | None, int]:
         return {unit: at for at, unit in enumerate(self.by_unit)}
 
     def unit_of(self, op: Op) -> UnitPlacement | None:
         """The placed unit that the first of an operation's values belongs to, if there is one."""
-        unit = op.values[0].unit if op.values else None
-        return None if unit is None else self.by_unit.get(unit)
+        return self.by_unit.get(op.values[0].unit) if op.values else None
 
     @cached_property
     def decodes(self) -> bool:
@@ -402,7 +401,7 @@ class Placement:
                 elif value.kind == "w" and value in self.carried_values and value not in defined:
                     warm = True
             defined.update(value for value in op.results if value.kind in ("dw", "w"))
-        placed = ((self.by_unit.get(value.unit), value.part) for value in found if value.unit is not None)
+        placed = ((self.by_unit.get(value.unit), value.part) for value in found)
         groups = {unit.dw[part].when for unit, part in placed if unit}
         return self.homes(late=bool(found), redo="early" in groups, warm=warm)
 

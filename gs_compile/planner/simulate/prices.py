@@ -94,7 +94,7 @@ def work_nbytes(op: Op, placement: Placement) -> int:
         case "prefetch" | "offload" | "all_gather" | "reduce_scatter":
             return op_nbytes(op, placement) // _steps(op, placement)
         case "update":
-            unit = placement.by_unit[op.into[0].unit or 0]
+            unit = placement.by_unit[op.into[0].unit]
             former = (value for value in op.reads if value.kind in SHADOWS)  # what is written elsewhere is not in cache
             elsewhere = sum(nbytes_of(placement, value) for value in former)
             return int(unit.group_of(op.into[0]).numel * update_nbytes(unit)) + elsewhere
@@ -102,10 +102,9 @@ def work_nbytes(op: Op, placement: Placement) -> int:
             kept = (value for value in op.results if value.kind in ("x", "a") and value.tier == "host")
             return 2 * sum(nbytes_of(placement, value) for value in kept)
         case "decode":
-            return DECODING * placement.by_unit[op.into[0].unit or 0].decoded_nbytes
+            return DECODING * placement.by_unit[op.into[0].unit].decoded_nbytes
         case "norm" | "zeros":  # of a placed unit; the user's own gradients are not ours to count
-            owner = (*op.reads, *op.results)[0].unit
-            placed = None if owner is None else placement.by_unit.get(owner)
+            placed = placement.by_unit.get((*op.reads, *op.results)[0].unit)
             beside = placed.device_nbytes if placed and op.verb == "norm" else 0
             return placed.num_trained * placed.gradient_itemsize + beside if placed else 0
     return 0
@@ -144,7 +143,7 @@ def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile)
         case "all_gather" | "reduce_scatter":
             rings, passed = 1, 0
             if op.verb == "reduce_scatter":
-                unit, passed = placement.by_unit[op.reads[0].unit or 0], nbytes_of(placement, op.results[0])
+                unit, passed = placement.by_unit[op.reads[0].unit], nbytes_of(placement, op.results[0])
                 rings = sum(start < unit.num_trained for start, _ in unit.pieces)
             hops = rings * (placement.world - 1) * profile.net_hop_seconds
             moved = work_nbytes(op, placement) / lane_rate(op.lane, profile)
