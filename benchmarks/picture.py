@@ -18,9 +18,9 @@ from transformers import AutoConfig
 from benchmarks.common import FIGURES, ON_SSD, ROOT
 from gs_compile.cli.report.draw import COLOURS, bars
 from gs_compile.planner.plan import plan
-from gs_compile.planner.simulate.prices import CODE
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import WORDS
+from gs_compile.program.verbs import SIGNATURES
 
 TARGET = FIGURES / "step.svg"
 NUM_LAYERS, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE, SEQUENCE = 5, 4, 24, 2048
@@ -102,7 +102,7 @@ def _bars(simulation: Simulation) -> Iterator[str]:
         yield f'<path fill="{COLOURS[kind]}" d="{path}"/>'
     for span in simulation.spans:
         left, right = _x(simulation, span.start_seconds), _x(simulation, span.stop_seconds)
-        if span.lane == "compute" and span.op.verb in CODE and right - left > NUMBER:
+        if span.lane == "compute" and span.op.verb in SIGNATURES and right - left > NUMBER:
             y = TOP + ROW * list(LANES).index("compute") + BAR / 2 + 4
             yield f'<text class="number" x="{(left + right) / 2:.1f}" y="{y:g}">{span.op.micro_batch}</text>'
 
@@ -121,7 +121,7 @@ def _merged(edges: Iterator[tuple[float, float]]) -> list[tuple[float, float]]:
 def _stages(simulation: Simulation) -> Iterator[str]:
     """The phases and the layers above the bars, each from its first computation on."""
     yield f'<text x="0" y="14">one step,</text><text x="0" y="32">{NUM_MICRO_BATCHES} micro-batches</text>'
-    codes = [span for span in simulation.spans if span.lane == "compute" and span.op.verb in CODE]
+    codes = [span for span in simulation.spans if span.lane == "compute" and span.op.verb in SIGNATURES]
     starts = [next(spans) for _, spans in groupby(codes, key=lambda span: span.op.stage)]
     for _, phase in groupby(starts, key=lambda span: span.op.stage.phase):
         first = next(phase)

@@ -231,7 +231,6 @@ def _with_sums(program: Program, placement: Placement) -> Iterator[Op]:
 
 def _on_ssd(gradient: Value, placement: Placement) -> bool:
     """Whether a gradient sum is stored on SSD between two micro-batches."""
-    assert gradient.unit is not None
     return placement.gradient_home(placement.by_unit[gradient.unit]) == "ssd"
 
 

@@ -17,6 +17,7 @@ makes these the homes, the next step finds what this one has found, and all grad
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -36,9 +37,8 @@ def overlap(
     redo: of updates that are speculative the gradients were left too, as they were not confirmed.
     seals: the step before is to be committed.
     """
-    early = any(unit.trained("early") for unit in placement.units)
     waits = placement.clip and not placement.speculative
-    assert not (waits and early), "with clipping all updates are late: they wait for the norm of all gradients"
+    assert not (waits and placement.has_early), "with clipping all updates are late: they wait for the norm of all"
     # The stage in which each unit's gradient is added to for the last time.
     completions = {value.unit: op.stage for op in program.ops for value in op.into if value.kind == "dw"}
     when = placement.waiting(redo=redo) if late else ()
@@ -56,14 +56,16 @@ def _late(program: Program, placement: Placement, when: tuple[str, ...]) -> Iter
 
 
 def _stages(program: Program, placement: Placement, completions: dict[Unit | None, Stage]) -> Iterator[Op]:
+    completed: dict[Stage | None, list[UnitPlacement]] = defaultdict(list)
+    for unit in placement.units:
+        completed[completions.get(unit.unit)].append(unit)
     for stage, ops in program.stages():
         for unit in _read(ops, placement):
             parts = tuple(unit.value("w", part, "device") for part in unit.w.values())
             yield Op("gather", parts, stage, (Value("w", unit.unit),))
         yield from ops
-        for unit in placement.units:
-            if completions.get(unit.unit) == stage:
-                yield from _step(unit, placement, stage)
+        for unit in completed[stage]:
+            yield from _step(unit, placement, stage)
 
 
 def _end(placement: Placement, completions: dict[Unit | None, Stage]) -> Iterator[Op]:
@@ -109,4 +111,4 @@ def _shadows(unit: UnitPlacement, group: Group) -> Iterator[tuple[Value, Value]]
 def _read(ops: tuple[Op, ...], placement: Placement) -> list[UnitPlacement]:
     """The placed units whose parameters a stage reads."""
     read = dict.fromkeys(value.unit for op in ops for value in op.reads if value.kind == "w")
-    return [placement.by_unit[unit] for unit in read if unit is not None and unit in placement.by_unit]
+    return [placement.by_unit[unit] for unit in read if unit in placement.by_unit]

@@ -121,15 +121,15 @@ class _StageAssigner:
         self.last = len(self.stages) - 1
         self.index = {stage: index for index, stage in enumerate(self.stages)} | {FILL: -1}
         self.sizes = Counter(self.index[op.stage] for op in program.ops if op.micro_batch is not None)
-        turn = max((self.index[op.stage] for op in program.ops if op.verb == "head"), default=-1)
-        self.turn = IssuePoint(turn, self.sizes[turn], AFTER)  # behind the last head
+        last_head = max((self.index[op.stage] for op in program.ops if op.verb == "head"), default=-1)
+        self.turn = IssuePoint(last_head, self.sizes[last_head], AFTER)  # behind the last head
         self.fetches = defaultdict[Value, list[int]](list)  # the stages for which gradient sums come from SSD
         for op in program.ops:
             if op.verb == "prefetch" and op.reads[0].kind == "dw" and not op.reads[0].part:
                 self.fetches[op.reads[0]].append(self.index[op.stage])
         self.staged: IssuePoint | None = None  # before who reads the latest that was brought ahead
         late = [op.into[0] for op in program.ops if op.verb == "update" and op.stage == FILL]
-        self.late = {placement.by_unit[value.unit or 0].group_of(value).when for value in late}
+        self.late = {placement.by_unit[value.unit].group_of(value).when for value in late}
         units = dict.fromkeys(value.unit for value in late)
         self.first_stage = {unit: place for place, unit in enumerate(units)}  # one by one, if nothing else runs
         for op in reversed(program.ops):
@@ -199,13 +199,13 @@ class _StageAssigner:
         """The micro-batch beside which a piece of a unit moves."""
         if self.placement.world == 1:
             return op.results[0].piece or 0
-        number = len(self.placement.by_unit[op.results[0].unit or 0].pieces)
+        number = len(self.placement.by_unit[op.results[0].unit].pieces)
         return (op.results[0].piece or 0) * self.sizes[stage] // number
 
     def _beside_update(self, op: Op, part: str, stage: int) -> IssuePoint:
         """Where what belongs to an update stands; `stage`: of the update, from its unit's."""
         value = next(value for value in map(homed, (*op.into, *op.results)) if value.kind in ("w", "s", "dw"))
-        unit = self.placement.by_unit[value.unit or 0]
+        unit = self.placement.by_unit[value.unit]
         group = unit.group_of(value)
         groups = unit.trained(*(self.late if op.stage == FILL else (group.when,)))
         place, updates = groups.index(group), self.placement.layer_updates

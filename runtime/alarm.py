@@ -162,7 +162,7 @@ class Alarm:
         """Take note of a rank's failure, or without a reason of its end; the first rank tells all others."""
         with self._guard:
             if reason is None:
-                self.ended[name] = time.monotonic()
+                self.ended = {**self.ended, name: time.monotonic()}  # a new one: others may go through this one
             elif self.failed is not None:
                 return
             else:

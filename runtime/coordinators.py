@@ -65,7 +65,6 @@ class Setting:
         self._extents: dict[str, Extent] = {}
 
     def unit(self, value: Value) -> UnitPlacement:
-        assert value.unit is not None
         return self.placement.by_unit[value.unit]
 
     def dtype(self, unit: Unit) -> torch.dtype:

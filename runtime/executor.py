@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from gs_compile.program.ir import Op, Program, Value
+from gs_compile.program.verbs import FORWARDS
 
-FORWARD_VERBS = frozenset(("count", "embed", "forward", "join", "head"))
+FORWARD_VERBS = FORWARDS | {"count"}
 
 
 def forward_end(program: Program) -> int:

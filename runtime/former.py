@@ -100,13 +100,8 @@ def stored_units(placement: Placement, types: Mapping[Unit, Types]) -> Iterator[
         sizes = unit.itemsize, unit.gradient_itemsize, unit.state_itemsize
         found = types[unit.unit]
         dtype, *state = (str(each).removeprefix("torch.") for each in (found.parameter, *found.state))
-        groups = (StoredGroup(each.letter, _when(each), _ranges(each.w), _ranges(each.s)) for each in unit.groups)
+        groups = (StoredGroup(each.letter, each.when, _ranges(each.w), _ranges(each.s)) for each in unit.groups)
         yield StoredUnit(unit.unit, dtype, tuple(groups), *sizes, unit.has_master, tuple(state))
-
-
-def _when(group: Group) -> Any:
-    """One of three words."""
-    return group.when
 
 
 def _ranges(parts: Sequence[Part]) -> tuple[StoredRange, ...]:

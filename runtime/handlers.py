@@ -73,8 +73,9 @@ class Handlers:
             assert record is not None
             shard, norm, *sums = targets
             self.tiers.optimizer.reduce_scatter(op, reads[0], shard, norm, sums, record)
-        elif op.results and op.results[0].piece is not None:
-            self.tiers.parameters.send_piece(op, reads, targets[0], self._piece(op.results[0]))
+        elif op.results and (piece := op.results[0].piece) is not None:
+            elements = self.placement.piece(self.tiers.setting.unit(op.results[0]), piece)
+            self.tiers.parameters.send_piece(op, reads, targets[0], elements)
         elif whole_kind(op.reads[0]) == "dw" and not op.reads[0].part and op.results[0].part:
             self.tiers.optimizer.split(op, reads[0], targets)
         else:
@@ -115,13 +116,6 @@ class Handlers:
         """The bytes that an operation of a lane moves into `targets`."""
         if op.verb == "update":
             return 0
-        if op.lane == "net":
+        if op.lane == "net" or (op.results and op.results[0].piece is not None):
             return op_nbytes(op, self.placement)
-        if op.results and op.results[0].piece is not None:
-            start, stop = self._piece(op.results[0])
-            return (stop - start) * self.tiers.setting.unit(op.results[0]).itemsize
         return sum(target.nbytes for target in targets)
-
-    def _piece(self, value: Value) -> tuple[int, int]:
-        """The elements of a unit that are in a piece: as many micro-batches as this step has, so many pieces."""
-        return self.placement.pieces(self.tiers.setting.unit(value))[value.piece or 0]

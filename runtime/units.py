@@ -101,7 +101,7 @@ class CompiledUnits:
         self._numbers = OwnNumbers()
         self._drawn: dict[tuple[Unit, int], Any] = {}  # the random numbers after the first half of a block
 
-    def count(self, batches: list[Any], **_: Any) -> tuple[torch.Tensor, ...]:
+    def count(self, batches: list[Any]) -> tuple[torch.Tensor, ...]:
         shares = []
         for micro_batch, batch in zip(self.micro_batches, batches, strict=True):
             count = micro_batch.split.count

@@ -43,22 +43,22 @@ T = TypeVar("T")
 
 
 @dataclass
-class OfAllLengths:
+class SharedCode:
     """What units that differ in lengths alone have in common."""
 
     codes: list[Differentiated] = field(default_factory=list)  # whose functions begin with the lengths
     refusal: str = ""  # why torch can make none
     draws_random: bool | None = None
-    pieces: OfPieces | None = None
-    taking: dict[tuple[int, ...], OfAllLengths] = field(default_factory=dict)
+    pieces: SharedPieces | None = None
+    taking: dict[tuple[int, ...], SharedCode] = field(default_factory=dict)
 
-    def of(self, taken: tuple[int, ...]) -> OfAllLengths:
+    def of(self, taken: tuple[int, ...]) -> SharedCode:
         """The same of their code whose backward takes the gradients of these results alone."""
-        return self.taking.setdefault(taken, OfAllLengths())
+        return self.taking.setdefault(taken, SharedCode())
 
 
 @dataclass
-class OfPieces:
+class SharedPieces:
     """The same of the parts of a unit that run on some tokens at a time (`codegen.pieces`), by their place.
 
     num_tokens: the most of a piece; None: the unit runs whole, and `reason` says why, if pieces were wanted.
@@ -66,7 +66,7 @@ class OfPieces:
 
     num_tokens: int | None = None
     reason: str = ""
-    parts: dict[int, OfAllLengths] = field(default_factory=dict)
+    parts: dict[int, SharedCode] = field(default_factory=dict)
 
 
 class Cuts(NamedTuple):
@@ -89,10 +89,10 @@ class Differentiated:
     costs: Costs | None = None
 
     def __init__(
-        self, unit: UnitGraph, generator: Generator, common: OfAllLengths | None = None, sizes: Sizes | None = None
+        self, unit: UnitGraph, generator: Generator, common: SharedCode | None = None, sizes: Sizes | None = None
     ) -> None:
         self.unit = unit
-        self.common = common or OfAllLengths()
+        self.common = common or SharedCode()
         self.graphs: dict[str, fx.GraphModule] = {}
         self.seconds = 0.0  # spent in tracing and compiling
         self._generator = generator

@@ -9,6 +9,7 @@ is to be kept. Gradients of what all pieces read, such as a weight, are summed i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from gs_compile.capture.graph import TensorSpec, output_values
 from gs_compile.capture.inductor import Generator, memory_of
 from gs_compile.capture.memory import peak_nbytes
 from gs_compile.codegen.costs import Costs
-from gs_compile.codegen.differentiate import Differentiated, OfAllLengths
+from gs_compile.codegen.differentiate import Differentiated, SharedCode
 from gs_compile.codegen.levels import subgraph
 from gs_compile.codegen.token_wise import Part, TokenPart
 from gs_compile.runtime.units import Accumulator, laid_out
@@ -41,7 +42,7 @@ class Gradients(dict[str, Tensor]):
         self.rows.pop(name, None)
 
 
-class OnAll:
+class WholePart:
     """A part that runs on all tokens; it is not compiled.
 
     is_ahead: it runs forward ahead of the backward, which reads what that has made, as of attention.
@@ -153,10 +154,25 @@ class OnAll:
             gradients.add(part.inputs[index], term if isinstance(term, Tensor) else term.dense())
 
 
-class OnSome:
+@dataclass
+class _Pulled:
+    """What the pieces of a part have made of its backward, by name.
+
+    keep, kept: names of outputs, and these. known, rows: gradients of what has tokens, [tokens, ...]: those that other
+        parts have begun, and new ones. shared: those of what all pieces read.
+    """
+
+    keep: Set[str]
+    known: Values
+    kept: Values = field(default_factory=dict)
+    rows: Values = field(default_factory=dict)
+    shared: Accumulator = field(default_factory=Accumulator)
+
+
+class PartInPieces:
     """A part that runs on `size` tokens at a time, at most; pieces share their code by `common`."""
 
-    def __init__(self, part: TokenPart, size: int, generator: Generator, common: OfAllLengths) -> None:
+    def __init__(self, part: TokenPart, size: int, generator: Generator, common: SharedCode) -> None:
         self.tokens = part
         self._generator, self._common = generator, common
         self._pieces: dict[tuple[int, tuple[int, ...] | None], tuple[Part, Differentiated]] = {}
@@ -220,44 +236,36 @@ class OnSome:
             return
         names = [self.part.outputs[index] for index in taken]
         outer = [self.tokens.rows(name, gradients.pop(name)) for name in names]
-        known = {name: gradients.rows[name] for name in self.part.inputs if name in gradients.rows}
-        known = {name: rows for name, rows in known.items() if not self.tokens.is_cut(name)}
-        rows, made, pulled, shared = self._rows(values), Values(), Values(), Accumulator()
+        uncut = [name for name in self.part.inputs if not self.tokens.is_cut(name)]
+        known = {name: gradients.rows[name] for name in uncut if name in gradients.rows}
+        rows, into = self._rows(values), _Pulled(frozenset() if self.is_ahead else keep, known)
         for begin, end in self._ranges:
-            code = self._piece(end - begin, taken)
-            self._pull_piece((begin, end), code, rows, outer, keep, (made, known, pulled, shared))
-        values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
-        for name, tensor in pulled.items():
-            is_first = name not in gradients and not self.tokens.is_cut(name)
+            self._pull_piece(begin, end, taken, rows, outer, into)
+        values |= {name: self.tokens.shaped(name, tensor) for name, tensor in into.kept.items()}
+        for name, tensor in into.rows.items():
+            is_first = name not in gradients and name in uncut
             gradients.add(name, self.tokens.shaped(name, tensor))
             if is_first:
                 gradients.rows[name] = tensor
-        for name, tensor in shared.sums.items():
+        for name, tensor in into.shared.sums.items():
             gradients.add(name, tensor)
 
     def _pull_piece(
-        self,
-        bounds: tuple[int, int],
-        piece: tuple[Part, Differentiated],
-        rows: Values,
-        outer: Sequence[Tensor],
-        keep: Set[str],
-        into: tuple[Values, Values, Values, Accumulator],
+        self, begin: int, end: int, taken: tuple[int, ...], rows: Values, outer: Sequence[Tensor], into: _Pulled
     ) -> None:
-        begin, end = bounds
-        (part, code), (made, known, pulled, shared) = piece, into
-        taken = self._taken_of(part, rows, begin, end)
+        part, code = self._piece(end - begin, taken)
+        inputs = self._taken_of(part, rows, begin, end)
         given = (self.tokens.piece(gradient, begin, end).contiguous() for gradient in outer)
-        found = code.function("joint")(*taken, *given)
+        found = code.function("joint")(*inputs, *given)
         outputs, terms = found[: len(part.outputs)], found[len(part.outputs) :]
         pairs = zip(part.outputs, outputs, strict=True)
-        self._write(made, [(name, tensor) for name, tensor in pairs if name in keep and not self.is_ahead], begin)
+        self._write(into.kept, [(name, tensor) for name, tensor in pairs if name in into.keep], begin)
         named = dict(zip((part.inputs[index] for index in part.graph.differentiable), terms, strict=True))
         of_all = {name: named.pop(name) for name in list(named) if name not in self.tokens.forms}
-        for name in named.keys() & known.keys():
-            known[name][begin:end] += named.pop(name)
-        self._write(pulled, named.items(), begin)
-        shared.add(of_all, among=[*taken, *outputs, *(tensor for term in terms for tensor in tensors_of(term))])
+        for name in named.keys() & into.known.keys():
+            into.known[name][begin:end] += named.pop(name)
+        self._write(into.rows, named.items(), begin)
+        into.shared.add(of_all, among=[*inputs, *outputs, *(tensor for term in terms for tensor in tensors_of(term))])
 
     def _piece(self, size: int, taken: tuple[int, ...] | None = None) -> tuple[Part, Differentiated]:
         """So many tokens, and the code; taken: of its backward, None: of all results that may have a gradient."""

@@ -24,8 +24,8 @@ from torch import Tensor
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.costs import Cost
-from gs_compile.codegen.differentiate import Cuts, Differentiated, Function, OfAllLengths, OfPieces
-from gs_compile.codegen.parts import Gradients, OnAll, OnSome, Values
+from gs_compile.codegen.differentiate import Cuts, Differentiated, Function, SharedCode, SharedPieces
+from gs_compile.codegen.parts import Gradients, PartInPieces, Values, WholePart
 from gs_compile.codegen.token_forms import NotInPiecesError
 from gs_compile.codegen.token_wise import Chain, Part, TokenPart, chain
 from gs_compile.program.ir import EPILOGUE
@@ -47,7 +47,7 @@ class InPieces(Differentiated):
         self,
         unit: UnitGraph,
         generator: Generator,
-        common: OfAllLengths | None,
+        common: SharedCode | None,
         beside: Collection[Differentiated],
         num_tokens: int | None,
     ) -> None:
@@ -56,7 +56,7 @@ class InPieces(Differentiated):
         self._in_pieces: dict[str, Function] = {}
         self._taking: dict[tuple[int, ...], InPieces] = {}
         self._taken: dict[frozenset[str], list[tuple[int, ...]]] = {}
-        self._by_size: dict[int, list[OnAll | OnSome]] = {}
+        self._by_size: dict[int, list[WholePart | PartInPieces]] = {}
 
     def function(self, name: str, level: int = 0) -> Function:
         if not self.tokens_per_piece:
@@ -66,7 +66,7 @@ class InPieces(Differentiated):
                 for part, taken in zip(self._parts, self._taken_by(self._seeds(name)), strict=True):
                     if name != "forward":
                         part.compile_code(taken)
-                    if name == "forward" or part.is_ahead or isinstance(part, OnAll):
+                    if name == "forward" or part.is_ahead or isinstance(part, WholePart):
                         part.compile_code(None)
             self._in_pieces[name] = getattr(self, f"_{name}_in_pieces")
         return self._in_pieces[name]
@@ -94,14 +94,14 @@ class InPieces(Differentiated):
         whole, size = super().cost(name), self.tokens_per_piece
         if not size:
             return whole
-        twice = [part for part in self._parts if isinstance(part, OnSome) and part.is_ahead and name != "forward"]
+        twice = [part for part in self._parts if isinstance(part, PartInPieces) and part.is_ahead and name != "forward"]
         return Cost(whole.flops + sum(part.forward_flops for part in twice), self._nbytes(name, self._parts))
 
     @property
     def tokens_per_piece(self) -> int | None:
         """The most tokens of a piece; None: it runs whole. What the first length has is for all."""
         if self.common.pieces is None:
-            self.common.pieces = OfPieces()
+            self.common.pieces = SharedPieces()
             try:
                 self.common.pieces.num_tokens = self._chosen()
             except Exception as error:  # noqa: BLE001 (of any kind, from any of torch's operations)
@@ -149,23 +149,23 @@ class InPieces(Differentiated):
         return chain(self.unit, 1 if self.unit.unit == EPILOGUE else 3)
 
     @cached_property
-    def _parts(self) -> list[OnAll | OnSome]:
+    def _parts(self) -> list[WholePart | PartInPieces]:
         assert self.tokens_per_piece
         return self._parts_of(self.tokens_per_piece)
 
-    def _parts_of(self, size: int) -> list[OnAll | OnSome]:
+    def _parts_of(self, size: int) -> list[WholePart | PartInPieces]:
         if size not in self._by_size:
             self._by_size[size] = self._made_of(size)
         return self._by_size[size]
 
-    def _made_of(self, size: int) -> list[OnAll | OnSome]:
+    def _made_of(self, size: int) -> list[WholePart | PartInPieces]:
         assert self.common.pieces is not None
-        common, found = self.common.pieces.parts, list[OnAll | OnSome]()
+        common, found = self.common.pieces.parts, list[WholePart | PartInPieces]()
         for place, part in enumerate(self.chain.parts):
             if isinstance(part, Part):
-                found.append(OnAll(part))
+                found.append(WholePart(part))
             else:
-                found.append(some := OnSome(part, size, self._generator, common.setdefault(place, OfAllLengths())))
+                found.append(some := PartInPieces(part, size, self._generator, common.setdefault(place, SharedCode())))
                 if self.costs:
                     some.know(self.costs, place)
         read = set[str]()
@@ -174,7 +174,7 @@ class InPieces(Differentiated):
             read |= one.reads.union(one.part.inputs if one.is_ahead else ())
         return found
 
-    def _nbytes(self, name: str, parts: Sequence[OnAll | OnSome]) -> int:
+    def _nbytes(self, name: str, parts: Sequence[WholePart | PartInPieces]) -> int:
         """The most bytes that a function has alive beside its inputs, results of a forward, and the gradient of x."""
         if name == "forward":
             return self._nbytes_forward(parts)[1]
@@ -187,14 +187,14 @@ class InPieces(Differentiated):
             new = set(part.pulled_nbytes) - pulled.keys()
             pulled |= {taken: part.pulled_nbytes[taken] for taken in new}
             added = _total(part.pulled_nbytes, new)
-            if isinstance(part, OnSome):
+            if isinstance(part, PartInPieces):
                 alive += added + (0 if part.is_ahead else _total(part.made_nbytes, keep - results))
                 added = 0
             peak = max(peak, alive + part.inside_nbytes(backward=True))
             alive += added - part.saved_nbytes - _total(pulled, set(part.part.outputs))
         return peak
 
-    def _nbytes_forward(self, parts: Sequence[OnAll | OnSome]) -> tuple[int, int]:
+    def _nbytes_forward(self, parts: Sequence[WholePart | PartInPieces]) -> tuple[int, int]:
         """The bytes that are alive after these parts, without results, and the most that were."""
         alive = peak = 0
         for part in parts:
@@ -253,9 +253,9 @@ class InPieces(Differentiated):
     def _results(self, values: Values) -> tuple[Any, ...]:
         return tuple(values[each] if isinstance(each, str) else each for each in self.chain.made)
 
-    def _late(self, parts: Sequence[OnAll | OnSome]) -> tuple[list[OnAll], set[str]]:
+    def _late(self, parts: Sequence[WholePart | PartInPieces]) -> tuple[list[WholePart], set[str]]:
         """The parts whose results are made after the backward, and the values that are kept for results until then."""
-        late = [part for part in parts if isinstance(part, OnAll) and not part.is_ahead]
+        late = [part for part in parts if isinstance(part, WholePart) and not part.is_ahead]
         read = {name for part in late for name in part.part.inputs}
         return late, read.union(each for each in self.chain.made if isinstance(each, str))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -55,10 +55,13 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
 
     Warns of those that will go on showing what is there now.
     """
-    leaving = {parameter: values for parameter in args if (values := _leaving(parameter)) is not None}
+    leaving: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by the memory that they are in
+    for parameter in filter(is_offloaded, args):
+        if residency_of(parameter).folder is None and (values := _in_memory(parameter)) is not None:
+            leaving[_address(values)].append((parameter, values))
     known = [values for arg in args if (values := _in_memory(arg)) is not None]
     number = Counter(map(_address, known))
-    shared = {_address(each) for each in leaving.values() if num_holders(each) > number[_address(each)]}
+    shared = {at for at, found in leaving.items() if any(num_holders(each) > number[at] for _, each in found)}
     if not shared:
         return []
     own = {id(each) for each in known}
@@ -68,7 +71,7 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
         if id(other) in own or not is_plain(other) or _address(other) not in shared:
             continue
         start, end = _span(other)
-        for parameter, values in leaving.items():
+        for parameter, values in leaving[_address(other)]:
             first, last = _span(values)
             if not (first < end and start < last and other.numel() and other.dtype == values.dtype):
                 continue  # bytes are of writes, as of those of a first call that has failed
@@ -108,11 +111,6 @@ def _in_memory(arg: Any) -> Tensor | None:
     """The tensor in whose memory an argument's value is, if it is in memory."""
     values = residency_of(arg).stash if is_offloaded(arg) else arg
     return values if is_plain(values) else None
-
-
-def _leaving(arg: Any) -> Tensor | None:
-    """The same of a parameter that was resident."""
-    return _in_memory(arg) if is_offloaded(arg) and residency_of(arg).folder is None else None
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:

@@ -83,14 +83,14 @@ class Engine(ParameterStore):
         arrangement, stored, self.planning = prepared or plan_tiers(optimizer, call)
         self.latest = self.planning.placement, self.planning.first_shape  # of the latest call
         tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
-        super().__init__(tiers, self.options.storage[0], optimizer.components)
-        self.turn, self.sums = optimizer.turn, Sums(tiers)
+        super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
+        self.sums = Sums(tiers)
         plan = self.planning.planned.facts
         buffers = call.compilation.buffers(call.args)
         self.durable = Durable(self._optimizer, tiers, stored, plan, buffers) if tiers.commits else None
         spans = {call.args[index]: span for index, span in arrangement.spans.items()}
         self.num_parameters = len(spans)
-        self._idle = Idle(arrangement.spans, call.args, call.models[0].split.idle, call.ranks, self.durable)
+        self._idle = Idle(arrangement.spans, call.args, call.models[0].split.idle, bool(call.ranks), bool(self.durable))
         if self.durable is not None and self.durable.former is not None:
             give_back_rest(optimizer, take_up(self, spans, stored), buffers)
         else:

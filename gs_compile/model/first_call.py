@@ -63,15 +63,12 @@ def plan_tiers(optimizer: OptimizerLike, call: Call, host_nbytes: int | None = N
     """
     args, ranks, options, split = call.args, call.ranks, call.compilation.options, call.models[0].split
     captured = call.compilation.captured
-    how: dict[str, Any] = {
-        "matrices": _matrices(call, optimizer),
-        "groups": _param_groups(call, optimizer),
-        "codecs": codecs_of(split, captured, options, args),
-        "share": (ranks.rank, ranks.number) if ranks else (0, 1),
-    }
+    matrices, groups = _matrices(call, optimizer), _param_groups(call, optimizer)
+    codecs, share = codecs_of(split, captured, options, args), (ranks.rank, ranks.number) if ranks else (0, 1)
+    arranged = partial(arrange, split, captured, groups=groups, share=share, codecs=codecs, matrices=matrices)
     kinds = _kinds_of_masters(options, args, ranks)
     types = {masters: stored_types(optimizer.moments, pairs=masters != "whole") for masters in kinds}
-    arrangements = {masters: arrange(split, captured, types[masters], **how) for masters in kinds}
+    arrangements = {masters: arranged(types[masters]) for masters in kinds}
     first = arrangements[kinds[0]]
     stored = stored_parameters(call, first, optimizer)
     former = {} if ranks else former_plan(options, stored, optimizer)

@@ -21,16 +21,16 @@ class Idle:
     """Those of one engine, by their places.
 
     spans, never: of all parameters, and which of them never get a gradient and are left out here, by input index.
-    durable: nobody keeps how many steps a parameter has missed. On several ranks, which may differ in what they train,
-    what has no gradient has zeros.
+    is_durable: nobody keeps how many steps a parameter has missed. is_shared: by several ranks, which may differ in
+    what they train: what has no gradient has zeros.
     """
 
     def __init__(
-        self, spans: Mapping[int, Slice], args: Sequence[Any], never: Collection[int], ranks: Any, durable: Any
+        self, spans: Mapping[int, Slice], args: Sequence[Any], never: Collection[int], is_shared: bool, is_durable: bool
     ) -> None:
         trained = (span for index, span in spans.items() if args[index].requires_grad and index not in never)
-        self._trained = frozenset(() if ranks else trained)
-        self._keeps_numbers, self._is_durable = not ranks, bool(durable)
+        self._trained = frozenset(() if is_shared else trained)
+        self._keeps_numbers, self._is_durable = not is_shared, is_durable
 
     def refuse(self, record: StepRecord | None) -> None:
         """Raise `OptimizerError` where a step leaves out parameters, and a run that goes on would not know of it."""

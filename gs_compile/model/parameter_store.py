@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -72,11 +71,13 @@ class ParameterStore:
     parameter's optimizer state. The engine, which runs the steps, derives from this.
     """
 
-    def __init__(self, tiers: Tiers, folder: Path, components: Sequence[str]) -> None:
+    def __init__(
+        self, tiers: Tiers, folder: Path, components: Sequence[str], turn: AbstractContextManager[Any]
+    ) -> None:
         self.tiers = tiers
         self.folder = folder
         self.components = components
-        self.turn: AbstractContextManager[Any] = threading.RLock()  # of the thread that uses the model
+        self.turn = turn  # of the thread that uses the model
         self.shows_whole = False  # in state dicts, also where ranks have rows of each
         self.num_steps = 0  # after which values have changed
         self.has_loaded_state = False  # the user has given the state of an earlier run

@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from gs_compile.planner.run import words
 from gs_compile.planner.step_plan import StepPlan, nbytes_by_home
 from gs_compile.program.ir import Program
 from gs_compile.progress import Line
+from gs_compile.runtime import alarm
+from gs_compile.runtime.lanes import Failure
 from gs_compile.runtime.slab import Slab
 from gs_compile.runtime.storage.folder import STATUS
 from gs_compile.runtime.storage.store import Store
@@ -52,7 +54,7 @@ def report_on(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> Repo
     for nbytes_by_tier in about.homes.values():
         resting.update(nbytes_by_tier)
     measure = partial(_measure, tiers.slab, resting, folders)
-    reporter = Reporter(RunRecord(about, tiers.trace, measure), outlets, _why(tiers))
+    reporter = Reporter(RunRecord(about, tiers.trace, measure), outlets, partial(_why, tiers.failure))
     tiers.followers.append(reporter.close)
     return reporter
 
@@ -95,15 +97,10 @@ def _stays(is_asked_for: bool, store: Store | None) -> bool:
     return is_asked_for or (store is not None and store.made is not None)
 
 
-def _why(tiers: Tiers) -> Callable[[], str]:
-    """A function that says why a run has failed; "": it has not."""
-    failure = tiers.failure
-
-    def why() -> str:
-        error = failure.first.error if failure.first is not None else None
-        return "" if error is None else f"{type(error).__name__}: {error}"
-
-    return why
+def _why(failure: Failure) -> str:
+    """Why a run has failed; "": it has not."""
+    error = failure.first.error if failure.first is not None else None
+    return "" if error is None else alarm.words(error)
 
 
 def _measure(

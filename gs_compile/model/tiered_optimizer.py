@@ -78,7 +78,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, before the first step."""
-        if getattr(self, "engine", None) is not None:
+        if self.engine is not None:
             raise OptimizerError("parameters cannot be added once the model has run: add_param_group before that")
         super().add_param_group(param_group)
         group = self.param_groups[-1]

@@ -11,7 +11,7 @@ from gs_compile.placement.levels import is_chosen
 from gs_compile.placement.placement import Decision, Layout
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.stacks import stack_of
-from gs_compile.placement.units import Group, Part, UnitPlacement
+from gs_compile.placement.units import Group, Part, UnitPlacement, When
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIERS, Tier
 
@@ -96,8 +96,8 @@ def cut(
 
 
 def _zones(
-    bounds: Sequence[int], num_trained: int, fractions: Sequence[tuple[str, float]], among: Sequence[int]
-) -> Iterator[tuple[str, list[tuple[Tier, int, int]]]]:
+    bounds: Sequence[int], num_trained: int, fractions: Sequence[tuple[When, float]], among: Sequence[int]
+) -> Iterator[tuple[When, list[tuple[Tier, int, int]]]]:
     """What each group has of each tier's zone; frozen elements are a group that no update changes.
 
     among: as of `_cuts`.
@@ -114,16 +114,16 @@ def _elements(share: float, numel: int) -> int:
     return numel if share > 1 - 1e-6 else int(share * numel + 1e-9)
 
 
-def _fractions(numel: int, alpha: float, most_numel: int) -> list[tuple[str, float]]:
+def _fractions(numel: int, alpha: float, most_numel: int) -> list[tuple[When, float]]:
     """When each group is updated, and where it ends as a fraction of the unit: early groups first."""
-    groups: list[tuple[str, float]] = []
-    for when, start, share in (("early", 0.0, 1 - alpha), ("late", 1 - alpha, alpha)):
-        number = ceil(share * numel / most_numel)
-        groups += [(when, start + share * (k + 1) / number) for k in range(number)]
-    return groups
+    num_early, num_late = (ceil(share * numel / most_numel) for share in (1 - alpha, alpha))
+    early: list[tuple[When, float]] = [("early", (1 - alpha) * (k + 1) / num_early) for k in range(num_early)]
+    return early + [("late", 1 - alpha + alpha * (k + 1) / num_late) for k in range(num_late)]
 
 
-def _cuts(start: int, stop: int, fractions: Sequence[tuple[str, float]], among: Sequence[int]) -> list[tuple[int, int]]:
+def _cuts(
+    start: int, stop: int, fractions: Sequence[tuple[When, float]], among: Sequence[int]
+) -> list[tuple[int, int]]:
     """A zone cut at fractions of its length, to the nearest quantum; or to the nearest place `among` some."""
     wanted = [(stop - start) * end for _, end in fractions]
     ends = [start + round(end / QUANTUM) * QUANTUM for end in wanted]

@@ -42,7 +42,6 @@ def nbytes_of(placement: Placement, value: Value) -> int:
     """The bytes of a value that moves: a part, a gradient sum, a checkpoint or an inter-layer gradient."""
     if not is_of_units(value):
         return slot_of(placement, value).nbytes
-    assert value.unit is not None
     unit = placement.by_unit[value.unit]
     match homed(value).kind:
         case "w":
@@ -104,7 +103,7 @@ def _parameters(placement: Placement, value: Value) -> Slot:
     whole unit is there: its host zone in one piece, and beside it what has come. What is gathered from all ranks stands
     by itself.
     """
-    unit = placement.by_unit.get(value.unit) if value.unit is not None else None
+    unit = placement.by_unit.get(value.unit)
     if unit is None:
         return _none(placement, value)
     part = unit.w.get(value.part)
@@ -127,7 +126,7 @@ def _gradient(placement: Placement, value: Value) -> Slot:
 
     What several backwards add up has memory of its own.
     """
-    unit = placement.by_unit.get(value.unit) if value.unit is not None else None
+    unit = placement.by_unit.get(value.unit)
     if unit is None:
         return _none(placement, value)
     stays = not placement.separate and value.tier == "host" and (not value.part or placement.keeps_gradient(unit))
@@ -140,7 +139,6 @@ def _gradient(placement: Placement, value: Value) -> Slot:
 
 
 def _shard(placement: Placement, value: Value) -> Slot:
-    assert value.unit is not None
     unit = placement.by_unit[value.unit]
     start, stop = unit.pieces[value.piece or 0]
     return Slot(value, "device", (stop - start) * unit.itemsize)

@@ -175,13 +175,16 @@ class Placement:
         return self.schedule in BY_MICRO_BATCH
 
     @cached_property
-    def by_unit(self) -> Mapping[Unit, UnitPlacement]:
+    def by_unit(self) -> Mapping[Unit | None, UnitPlacement]:
         return {unit.unit: unit for unit in self.units}
+
+    @cached_property
+    def _order(self) -> Mapping[Unit | None, int]:
+        return {unit: at for at, unit in enumerate(self.by_unit)}
 
     def unit_of(self, op: Op) -> UnitPlacement | None:
         """The placed unit that the first of an operation's values belongs to, if there is one."""
-        unit = op.values[0].unit if op.values else None
-        return None if unit is None else self.by_unit.get(unit)
+        return self.by_unit.get(op.values[0].unit) if op.values else None
 
     @cached_property
     def decodes(self) -> bool:
@@ -304,7 +307,7 @@ class Placement:
     def gradient_home(self, unit: UnitPlacement) -> Tier:
         """Host or SSD, for a unit's gradient sums between micro-batches or backwards: the ratio's share of units."""
         ratio = self.decision.ratios[self.stack_of(unit.unit)].gradient
-        return "host" if is_chosen(self.units.index(unit), 1.0 if ratio is None else ratio) else "ssd"
+        return "host" if is_chosen(self._order[unit.unit], 1.0 if ratio is None else ratio) else "ssd"
 
     def sums(self, unit: UnitPlacement) -> tuple[Value, ...]:
         """What the backwards of a step have added up, group by group, at home; () where each has a step of its own."""
@@ -318,13 +321,19 @@ class Placement:
         """Where the device's memory is counted."""
         return "device" if self.separate else "host"
 
-    def pieces(self, unit: UnitPlacement) -> Mapping[int, tuple[int, int]]:
-        """Where each piece that goes to the device starts and stops: one a micro-batch, or those ranks exchange."""
-        first = unit.num_resident
+    def pieces(self, unit: UnitPlacement) -> Sequence[int]:
+        """The numbers of the pieces that go to the device: one a micro-batch, or those that ranks exchange."""
         if self.world > 1:
-            return {k: (start, stop) for k, (start, stop) in enumerate(unit.pieces) if start >= first}
-        number, numel = 1 if self.by_micro_batch else len(self.x_nbytes), unit.numel - first
-        return {k: (first + numel * k // number, first + numel * (k + 1) // number) for k in range(number)}
+            return [number for number, (start, _) in enumerate(unit.pieces) if start >= unit.num_resident]
+        return range(1 if self.by_micro_batch else len(self.x_nbytes))
+
+    def piece(self, unit: UnitPlacement, number: int) -> tuple[int, int]:
+        """Where one of them starts and stops."""
+        if self.world > 1:
+            return unit.pieces[number]
+        first, of = unit.num_resident, len(self.pieces(unit))
+        numel = unit.numel - first
+        return first + numel * number // of, first + numel * (number + 1) // of
 
     def speculated(self, unit: UnitPlacement) -> tuple[Group, ...]:
         """The groups of a unit whose updates may be rolled back."""
@@ -392,7 +401,7 @@ class Placement:
                 elif value.kind == "w" and value in self.carried_values and value not in defined:
                     warm = True
             defined.update(value for value in op.results if value.kind in ("dw", "w"))
-        placed = ((self.by_unit.get(value.unit), value.part) for value in found if value.unit is not None)
+        placed = ((self.by_unit.get(value.unit), value.part) for value in found)
         groups = {unit.dw[part].when for unit, part in placed if unit}
         return self.homes(late=bool(found), redo="early" in groups, warm=warm)
 

@@ -34,8 +34,8 @@ def op_nbytes(op: Op, placement: Placement) -> int:
         return (placement.world - 1) * nbytes_of(placement, op.results[0])
     piece = op.results[0].piece if op.results else None
     if piece is not None:
-        unit = placement.by_unit[op.results[0].unit or 0]
-        start, stop = (unit.pieces if op.lane == "net" else placement.pieces(unit))[piece]
+        unit = placement.by_unit[op.results[0].unit]
+        start, stop = placement.piece(unit, piece)
         return (stop - start) * unit.itemsize * (placement.world - 1 if op.lane == "net" else 1)
     # A whole gradient leaves the device as parts, and not always all of them: what arrives is what has moved.
     return sum(nbytes_of(placement, value) for value in (*op.results, *op.into))

@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gs_compile.placement.shards import pieces
 from gs_compile.program.ir import COPIES, SHADOWS, Tier, Unit, Value, homed
+
+When = Literal["early", "late", "never"]  # beside the backward, in the next forward, or not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Group:
     """The elements that one update changes; frozen ones are a group that none does."""
 
     letter: str  # of its gradient
-    when: str  # "early", "late" or "never"
+    when: When
     w: tuple[Part, ...]  # in the unit's space: the pieces of the device's zone, the host's and the SSD's
     s: tuple[Part, ...]  # in the group's own space, which is its w parts end to end
 

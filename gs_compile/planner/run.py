@@ -326,13 +326,12 @@ class Run:
             _ = self.profile
         here: list[Planned] = []
 
-        def decided() -> tuple[Any, ...]:
+        def decided() -> Planned:
             here.append(self._decided())
-            return here[0].placement, here[0].masters, here[0].values_nbytes, dict(here[0].facts)
+            return replace(here[0], plan=None)
 
-        placement, masters, values_nbytes, facts = ranks.from_first("the plan", decided)
-        own = Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, facts=facts)
-        return here[0] if here else own
+        told = ranks.from_first("the plan", decided)
+        return here[0] if here else told
 
     def _made_for(self, sizes: Sequence[UnitSize]) -> str:
         model, number = self.model, self.ranks.number if self.ranks else 1

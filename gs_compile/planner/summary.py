@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gs_compile.machine import format_bytes
+from gs_compile.planner.request import several
 from gs_compile.program.ir import WORDS
 
 if TYPE_CHECKING:
@@ -44,14 +45,13 @@ def settings(plan: StepPlan) -> str:
     """``vertical: 32 micro-batches of 2 samples of 2048 tokens on each of 4 ranks, alpha 0.13, split masters``"""
     workload = plan.workload
     samples = "1 sample" if workload.micro_batch_size == 1 else f"{workload.micro_batch_size} samples"
-    number = "1 micro-batch" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} micro-batches"
     where = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     masters = f", {workload.masters} masters" if workload.masters else ""
     saved = f", {plan.saved:.0%} of activations saved" if plan.shares else ""
     pieces = f", layers on {plan.layer_tokens} tokens at a time" if plan.layer_tokens else ""
     return (
-        f"{plan.schedule}: {number} of {samples} of {workload.sequence} tokens{where}, alpha {plan.alpha:g}"
-        f"{masters}{saved}{pieces}"
+        f"{plan.schedule}: {several(plan.num_micro_batches)} of {samples} of {workload.sequence} tokens{where}, "
+        f"alpha {plan.alpha:g}{masters}{saved}{pieces}"
     )
 
 

@@ -235,6 +235,10 @@ SIGNATURES: dict[str, Signature] = {
     verb.strip(): _signature(*columns) for verb, *columns in (row.split("|") for row in _TABLE.strip().splitlines())
 }
 
+# What runs the code of a unit is in `SIGNATURES`: its forward, or its backward, which a head may run with the forward.
+FORWARDS = frozenset(verb for verb, each in SIGNATURES.items() if any(phase == "forward" for phase, _ in each.stages))
+BACKWARDS = SIGNATURES.keys() - FORWARDS
+
 
 def _shape(op: Op) -> str:
     """The kinds of value that an operation reads, defines and changes: "dw > norm > "."""

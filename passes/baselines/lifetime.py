@@ -197,7 +197,6 @@ def _ssd_nbytes(value: Value, nbytes: int, placement: Placement) -> int:
     if value.kind == "x":  # the head's input never does
         is_far = value.unit != placement.num_layers
         return nbytes if is_far and placement.checkpoint_home(value) == "ssd" else 0
-    assert value.unit is not None, f"{value} is of no unit"
     unit = placement.by_unit[value.unit]
     if value.kind == "dw":
         return nbytes if placement.gradient_home(unit) == "ssd" else 0

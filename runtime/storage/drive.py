@@ -27,8 +27,9 @@ from gs_compile.machine import free_storage
 from gs_compile.placement.slab import rounded
 from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.storage.folder import PROBE, Folder, as_storage_error
-from gs_compile.runtime.storage.grid import Grid
+from gs_compile.runtime.storage.grid import PAGE, Grid
 from gs_compile.runtime.storage.ssd import File, Memory, Sums, Transfer, Verb
+from gs_compile.runtime.storage.stored import FOLDERS
 
 PROBE_BLOCK = 8 << 20
 PROBE_NBYTES = 128 << 20
@@ -127,9 +128,9 @@ class Drive:
     def sync_names(self) -> None:
         """Bring the names of new files to the medium, without which a power loss takes what was written to them."""
         if self._has_new_names:
+            self._has_new_names = False  # first: a file that another thread makes meanwhile is left to the next call
             with as_storage_error("sync", self.folder):
                 self.own.sync()
-            self._has_new_names = False
 
     def clear(self, keep: Set[str]) -> None:
         """Remove what a run that was killed has left in the folder, and its further models in folders beside.
@@ -139,7 +140,8 @@ class Drive:
         with as_storage_error("open", self.folder):
             self.own.clear(keep)
             self.lasting = keep
-            for path in self.folder.parent.glob(f"{self.folder.name}.*"):
+            beside = self.folder.parent.glob(f"{self.folder.name}.*")
+            for path in filter(lambda path: FOLDERS.fullmatch(path.name), beside):
                 with contextlib.suppress(StorageLockedError):
                     if (other := Folder.lock(path)) is not None:
                         with contextlib.ExitStack() as opened:
@@ -180,9 +182,9 @@ class Drive:
 
     def _takes_direct(self) -> bool:
         """Whether a page can be written and read with O_DIRECT; some filesystems refuse at open, others later."""
-        page = np.frombuffer(mmap.mmap(-1, ssd.PAGE), np.uint8)
+        page = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
         try:
-            with self._probe(ssd.PAGE) as file:
+            with self._probe(PAGE) as file:
                 ssd.move_block("write", file, page, 0, PROBE)
                 ssd.move_block("read", file, page, 0, PROBE)
         except StorageError as error:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-PAGE = 4096
+from gs_compile.placement.slab import PAGE_NBYTES, rounded
+
+PAGE = PAGE_NBYTES
 BLOCK = 4 << 20  # 1 to 16 MiB are equally fast (benchmarks/ssd.py); part of a block costs the reading of all of it
 SMALL_BLOCK = 1 << 20  # a short chunk is cut finer, to this and no less, so that it too has several in flight
 NUM_BLOCKS = 4  # of a short chunk: as many as a drive has threads
@@ -52,9 +54,9 @@ class Grid:
     @staticmethod
     def of(nbytes: int, chunk: int | None = None) -> Grid:
         """The one grid of a file of this size. chunk: in whole pages; None: the file is of one."""
-        chunk = chunk or _rounded(nbytes) or PAGE
+        chunk = chunk or rounded(nbytes) or PAGE
         num_blocks = -(-chunk // min(BLOCK, max(SMALL_BLOCK, chunk // NUM_BLOCKS)))
-        return Grid(nbytes, chunk, _rounded(-(-chunk // num_blocks)))
+        return Grid(nbytes, chunk, rounded(-(-chunk // num_blocks)))
 
     def __len__(self) -> int:
         return self.at(self.nbytes - 1).number + 1 if self.nbytes else 0
@@ -73,7 +75,3 @@ class Grid:
             stop = min(self.at(begin).stop, end)
             yield begin, stop
             begin = stop
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE

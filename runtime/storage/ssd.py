@@ -33,17 +33,16 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from gs_compile.errors import CorruptionError, StorageError
-from gs_compile.placement.slab import PAGE_NBYTES, rounded
+from gs_compile.placement.slab import rounded
 from gs_compile.runtime.pages import Pages
 from gs_compile.runtime.storage import system
-from gs_compile.runtime.storage.grid import Block, Grid
+from gs_compile.runtime.storage.grid import PAGE, Block, Grid
 from gs_compile.runtime.stream import is_in_host_memory
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
 Sums: TypeAlias = npt.NDArray[np.uint64]
 Verb = Literal["read", "write"]
 
-PAGE = PAGE_NBYTES
 BOUNCE = 1 << 20  # of memory that is not aligned, what is copied at a time: it is in no budget
 THREADS = 4  # of a drive, for each direction: two are slower, eight are no faster (benchmarks/ssd.py)
 MAX_RETRIES = 64  # without progress, after pauses that add up to three seconds: then the drive is not coming back

@@ -31,7 +31,7 @@ from gs_compile.runtime.signals import end_by_exit
 from gs_compile.runtime.storage import manifest, ssd
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.folder import as_storage_error, folder_in
-from gs_compile.runtime.storage.grid import lengths
+from gs_compile.runtime.storage.grid import PAGE, lengths
 from gs_compile.runtime.storage.last_commit import Agree, folders_of, last_commit, names_in
 from gs_compile.runtime.storage.ssd import File, Transfer, as_bytes
 from gs_compile.runtime.storage.stored import Manifest, StoredFile, StoredPart, StoredTensor
@@ -284,11 +284,9 @@ class Stripe:
     def of(nbytes: int, weights: Sequence[float]) -> Stripe:
         """Rows as even as possible, in chunks of whole pages that are in proportion to the weights."""
         num_rows = -(-nbytes // (ROW * len(weights))) if len(weights) > 1 else 1
-        row_pages = -(-nbytes // (num_rows * ssd.PAGE))
+        row_pages = -(-nbytes // (num_rows * PAGE))
         ends = [round(row_pages * sum(weights[: drive + 1]) / sum(weights)) for drive in range(len(weights))]
-        return Stripe(
-            tuple((end - begin) * ssd.PAGE for begin, end in zip([0, *ends[:-1]], ends, strict=True)), num_rows
-        )
+        return Stripe(tuple((end - begin) * PAGE for begin, end in zip([0, *ends[:-1]], ends, strict=True)), num_rows)
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[Piece]:
         """The parts of a range, in its order."""

@@ -15,7 +15,7 @@ from pieces import COMPILERS, EAGER, SAMPLES, TOKENS, WIDTH, equal, hold_memory,
 from torch import nn
 from torch.nn import functional
 
-from gs_compile.codegen.parts import OnSome
+from gs_compile.codegen.parts import PartInPieces
 
 EXPERTS, CHOSEN, INNER = 4, 2, 6
 products_of_groups = torch.ops.transformers.grouped_mm_fallback
@@ -143,7 +143,7 @@ def test_experts_are_in_pieces_where_their_tokens_stay_apart(way, size, generato
     code = in_pieces(unit, generator)
     equal(*code_and_autograd(unit, generator, code=code), generator)
     if way in APART:
-        assert [isinstance(part, OnSome) for part in code._parts] == [True]
+        assert [isinstance(part, PartInPieces) for part in code._parts] == [True]
         assert code.on_all == ()
     else:
         assert "sort" in code.on_all
@@ -162,7 +162,7 @@ def test_experts_of_transformers_are_in_pieces(name, way):
     code = in_pieces(unit)
     equal(*code_and_autograd(unit, EAGER, code=code))
     assert "sort" not in code.on_all
-    assert [isinstance(part, OnSome) for part in code._parts][-1]
+    assert [isinstance(part, PartInPieces) for part in code._parts][-1]
 
 
 def test_what_experts_have_alive_is_what_is_planned():

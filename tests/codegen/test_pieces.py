@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.pieces import UNITS, code_of
 from benchmarks.pieces import inputs_of as drawn
-from gs_compile.codegen.parts import OnSome
+from gs_compile.codegen.parts import PartInPieces
 from gs_compile.codegen.pieces import LEAST, InPieces
 from gs_compile.hf.fused_head import log_probabilities
 
@@ -206,7 +206,7 @@ def test_what_is_alive_is_what_is_planned_no_logits_are_and_products_run_once(he
     assert alive.most - held == pytest.approx(planned, rel=0.02)
     if head is not in_float64:  # which has the weight in another dtype
         assert alive.largest == 4 * max(PIECE * WORDS, WORDS * WIDTH)
-    pieces = next(len(part._ranges) for part in code._parts if isinstance(part, OnSome))
+    pieces = next(len(part._ranges) for part in code._parts if isinstance(part, PartInPieces))
     again = head in TWICE or head is partly_without_gradients
     assert counted.rows["products"] == (3 + again) * pieces  # logits, gradients of x and of the weight; logits again
 
@@ -246,7 +246,8 @@ def test_gradients_of_all_pieces_are_summed_in_fp32():
 def test_a_length_that_is_new_is_no_new_code():
     """Pieces of all lengths share one code: what was traced for one serves others."""
     made = in_pieces(unit_of(moved_labels, 2))
-    assert {end - begin for part in made._parts if isinstance(part, OnSome) for begin, end in part._ranges} == {4, 5}
+    pieces = (part for part in made._parts if isinstance(part, PartInPieces))
+    assert {end - begin for part in pieces for begin, end in part._ranges} == {4, 5}
     made.function("both")
     assert made.common.pieces is not None
     (common,) = made.common.pieces.parts.values()
@@ -342,7 +343,7 @@ def test_layers_give_the_results_and_gradients_of_the_whole(layer, size, generat
     unit = layer_of(layer, size)
     code = in_pieces(unit, generator)
     equal(*code_and_autograd(unit, generator, code=code), generator)
-    kinds = [isinstance(part, OnSome) for part in code._parts]
+    kinds = [isinstance(part, PartInPieces) for part in code._parts]
     assert kinds == ([True] if layer is FeedForward else [True, False, True])
     assert code.levels == ()
     assert code.no_levels_reason == "it runs in pieces of tokens"

@@ -76,6 +76,17 @@ def test_a_script_that_ends_before_the_others(tmp_path):
     assert first.seconds < LIMIT
 
 
+def test_ranks_end_while_another_looks_who_has():
+    """Their connections end on threads of their own: the next rank to end was an error where a rank waits."""
+    first = alarm.Alarm(0, [0], lambda value: [value])
+    first._hear(1, None)
+    looks = iter(first.ended.items())
+    first._hear(2, None)
+    assert [name for name, _ in looks] == [1]
+    assert sorted(first.ended) == [1, 2]
+    first.close()
+
+
 def waits(info, tmp_path):
     ranks, told = ranks_of(Options()), tmp_path / "told"
     ranks.timeout = 0.5  # from now on: until here they may come late

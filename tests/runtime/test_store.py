@@ -192,6 +192,34 @@ def test_ranks_share_a_directory(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_others_have_beside_the_folder_stays(tmp_path):
+    """A log that a user calls after the folder ended the run, and files of a copy were removed."""
+    copy = tmp_path / f"{FOLDER}.bak"
+    copy.mkdir(0o700)
+    theirs = [tmp_path / f"{FOLDER}.log", copy / "w3"]
+    for path in theirs:
+        path.write_text("kept")
+    Store([tmp_path]).close()
+    assert all(path.read_text() == "kept" for path in theirs)
+
+
+def test_a_name_that_comes_while_others_are_synced_is_synced_next(store, monkeypatch):
+    """A seal allocates on the user's thread while the commit before is made on its lane."""
+    (drive,) = store.drives
+    synced = []
+
+    def sync():
+        synced.append(sorted(path.name for path in drive.folder.glob("w*")))
+        if len(synced) == 1:
+            store.allocate("w4", 10)
+
+    monkeypatch.setattr(drive.own, "sync", sync)
+    store.allocate("w3", 10)
+    for _ in range(3):
+        drive.sync_names()
+    assert synced == [["w3"], ["w3", "w4"]]
+
+
 def test_the_directories_may_be_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Store(["here"]) as store:

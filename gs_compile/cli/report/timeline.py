@@ -15,9 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from gs_compile.planner.simulate.prices import CODE, runs_backward
+from gs_compile.planner.simulate.prices import runs_backward
 from gs_compile.planner.simulate.simulator import Simulation, Span
 from gs_compile.program.ir import TRANSFERS, WORDS, Op
+from gs_compile.program.verbs import SIGNATURES
 
 PAGE = Path(__file__).with_name("timeline.html")
 KINDS = ("w", "x", "a", "dx", "s", "dw", "seal", "update", "forward", "backward", "other")
@@ -77,7 +78,7 @@ def kind_of(op: Op) -> str:
     """The kind that colours an operation: one of `KINDS`."""
     if op.verb in TRANSFERS or op.verb == "seal":
         return op.kind if op.kind in KINDS else "other"
-    if op.verb in CODE:
+    if op.verb in SIGNATURES:
         return "backward" if runs_backward(op) else "forward"
     return "update" if op.verb == "update" else "other"
 

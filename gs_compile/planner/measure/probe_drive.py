@@ -23,7 +23,8 @@ from gs_compile.errors import StorageFullError
 from gs_compile.machine import free_storage
 from gs_compile.planner.measure.rates import Figure, Load, Work, medians, new_lane, pair
 from gs_compile.runtime.slab import map_memory
-from gs_compile.runtime.storage.ssd import PAGE, Transfer
+from gs_compile.runtime.storage.grid import PAGE
+from gs_compile.runtime.storage.ssd import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
 

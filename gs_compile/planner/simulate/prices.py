@@ -33,6 +33,7 @@ from gs_compile.placement.units import UnitPlacement
 from gs_compile.placement.workload import CodeCost, UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
+from gs_compile.program.verbs import BACKWARDS, SIGNATURES
 
 # AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
 ADAMW_NBYTES = 28
@@ -41,9 +42,6 @@ DECODING = 4
 # Of a commit, measured on a drive that may keep its cache: syncing a file that is written already, and the manifest. A
 # drive that may not takes milliseconds for each file.
 SYNC_SECONDS, MANIFEST_SECONDS = 2e-4, 5e-3
-
-BACKWARD = frozenset({"backward", "embed_backward", "head_backward", "join_backward"})
-CODE = BACKWARD | {"embed", "forward", "head", "join"}  # what runs a unit's code
 
 
 def op_prices(program: Program, placement: Placement, workload: Workload, profile: Profile) -> list[float]:
@@ -87,7 +85,7 @@ def code_seconds(unit: Unit, workload: Workload, profile: Profile, *, backward: 
 def runs_backward(op: Op) -> bool:
     """Whether an operation runs the backward of a unit's code: a head does with its forward, for a gradient."""
     has_gradient = bool(op.into) or any(value.kind == "dx" for value in op.results)
-    return op.verb in BACKWARD or (op.verb == "head" and has_gradient)
+    return op.verb in BACKWARDS or (op.verb == "head" and has_gradient)
 
 
 def work_nbytes(op: Op, placement: Placement) -> int:
@@ -96,7 +94,7 @@ def work_nbytes(op: Op, placement: Placement) -> int:
         case "prefetch" | "offload" | "all_gather" | "reduce_scatter":
             return op_nbytes(op, placement) // _steps(op, placement)
         case "update":
-            unit = placement.by_unit[op.into[0].unit or 0]
+            unit = placement.by_unit[op.into[0].unit]
             former = (value for value in op.reads if value.kind in SHADOWS)  # what is written elsewhere is not in cache
             elsewhere = sum(nbytes_of(placement, value) for value in former)
             return int(unit.group_of(op.into[0]).numel * update_nbytes(unit)) + elsewhere
@@ -104,10 +102,9 @@ def work_nbytes(op: Op, placement: Placement) -> int:
             kept = (value for value in op.results if value.kind in ("x", "a") and value.tier == "host")
             return 2 * sum(nbytes_of(placement, value) for value in kept)
         case "decode":
-            return DECODING * placement.by_unit[op.into[0].unit or 0].decoded_nbytes
+            return DECODING * placement.by_unit[op.into[0].unit].decoded_nbytes
         case "norm" | "zeros":  # of a placed unit; the user's own gradients are not ours to count
-            owner = (*op.reads, *op.results)[0].unit
-            placed = None if owner is None else placement.by_unit.get(owner)
+            placed = placement.by_unit.get((*op.reads, *op.results)[0].unit)
             beside = placed.device_nbytes if placed and op.verb == "norm" else 0
             return placed.num_trained * placed.gradient_itemsize + beside if placed else 0
     return 0
@@ -135,7 +132,7 @@ def _steps(op: Op, placement: Placement) -> int:
 
 
 def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile) -> float:
-    if op.verb in CODE:
+    if op.verb in SIGNATURES:
         shares = (placement.share_of(value) for value in op.values if value.kind == "a")
         level = max((share.level for share in shares if share), default=0)
         return code_seconds(op.unit, workload, profile, backward=runs_backward(op), level=level)
@@ -146,7 +143,7 @@ def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile)
         case "all_gather" | "reduce_scatter":
             rings, passed = 1, 0
             if op.verb == "reduce_scatter":
-                unit, passed = placement.by_unit[op.reads[0].unit or 0], nbytes_of(placement, op.results[0])
+                unit, passed = placement.by_unit[op.reads[0].unit], nbytes_of(placement, op.results[0])
                 rings = sum(start < unit.num_trained for start, _ in unit.pieces)
             hops = rings * (placement.world - 1) * profile.net_hop_seconds
             moved = work_nbytes(op, placement) / lane_rate(op.lane, profile)
