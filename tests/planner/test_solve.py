@@ -202,8 +202,8 @@ def test_traffic_is_saved_where_time_is_not():
 
 def test_wear_makes_a_step_wait_or_write_less(xl):
     budgets = replace(ROOMY, host_nbytes=8 * GB)
-    given = (replace(budgets, wear_bytes_per_second=rate) for rate in (None, 1e8))
-    free, worn = (System(xl, 8, 0.1, each, ELSEWHERE).solution() for each in given)
+    each_rate = (replace(budgets, wear_bytes_per_second=rate) for rate in (None, 1e8))
+    free, worn = (System(xl, 8, 0.1, each, ELSEWHERE).solution() for each in each_rate)
     point = np.array([1.0, *(on_host(worn)[name] for name in ("checkpoint", "parameter", "optimizer")), 0, 0, 0])
     written = float(xl.of(0.1, 8).written @ point)
     assert worn.seconds > free.seconds
