@@ -29,6 +29,7 @@ from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.storage.folder import PROBE, Folder, as_storage_error
 from gs_compile.runtime.storage.grid import Grid
 from gs_compile.runtime.storage.ssd import File, Memory, Sums, Transfer, Verb
+from gs_compile.runtime.storage.stored import FOLDERS
 
 PROBE_BLOCK = 8 << 20
 PROBE_NBYTES = 128 << 20
@@ -127,9 +128,9 @@ class Drive:
     def sync_names(self) -> None:
         """Bring the names of new files to the medium, without which a power loss takes what was written to them."""
         if self._has_new_names:
+            self._has_new_names = False  # ahead of that: another thread may make a file meanwhile
             with as_storage_error("sync", self.folder):
                 self.own.sync()
-            self._has_new_names = False
 
     def clear(self, keep: Set[str]) -> None:
         """Remove what a run that was killed has left in the folder, and its further models in folders beside.
@@ -140,6 +141,8 @@ class Drive:
             self.own.clear(keep)
             self.lasting = keep
             for path in self.folder.parent.glob(f"{self.folder.name}.*"):
+                if not FOLDERS.fullmatch(path.name):  # as the status of a run that has its place here
+                    continue
                 with contextlib.suppress(StorageLockedError):
                     if (other := Folder.lock(path)) is not None:
                         with contextlib.ExitStack() as opened:
