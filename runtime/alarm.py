@@ -24,9 +24,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from gs_compile.runtime.forks import leave_in_children
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +58,9 @@ class Alarm:
         self._guard = threading.Lock()
         self._sending = threading.Lock()
         self._connections = self._meet(exchange)
-        os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
-        end = partial(_end, weakref.ref(self))
-        multiprocessing.util.Finalize(None, end, exitpriority=100)  # of a process that Python has started
-        # Of a script: before Python ends the threads of pools, without which lanes would fail for another reason.
-        getattr(threading, "_register_atexit", atexit.register)(end)
+        leave_in_children(self)
+        _alarms().add(self)
+        self._at_end = multiprocessing.util.Finalize(None, self._end, exitpriority=100)  # of one that Python started
         for other, connection in self._connections.items():
             name = f"{OF_US} alarm {other}"
             threading.Thread(target=self._listen, args=(other, connection), name=name, daemon=True).start()
@@ -91,6 +91,7 @@ class Alarm:
         """This rank has ended without failing, or its failure was told; once is enough."""
         if not self._is_closed:
             self._is_closed = True
+            self._at_end.cancel()
             self._send(self.name, None)
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):  # the other was faster
@@ -183,6 +184,20 @@ class Alarm:
                     with contextlib.suppress(OSError):  # it is gone, as its own thread will hear
                         connection.sendall(line)
 
+    def leave(self) -> None:
+        """A forked child is no rank: it would hold the connections open."""
+        if not self._is_closed:
+            self._is_closed = True
+            for connection in self._connections.values():
+                if (fd := connection.detach()) >= 0:
+                    os.close(fd)
+
+    def _end(self) -> None:
+        """The process ends; an error that ends it ends the other ranks as well."""
+        if (error := ending_error()) is not None:
+            self.fail(words(error))
+        self.close()
+
     def _end_process(self) -> None:
         """The end of a process that has not noticed: its thread computes, waits for data, or for a device."""
         if not self._is_noticed and not self._is_closed and self.failed is not None:
@@ -194,23 +209,20 @@ def _nothing() -> None:
     pass
 
 
-def _leave(found: weakref.ref[Alarm]) -> None:
-    """A child of this process, such as a worker of a DataLoader, is no rank: it would hold the connections open."""
-    alarm = found()
-    if alarm is not None and not alarm._is_closed:
-        alarm._is_closed = True
-        for connection in alarm._connections.values():
-            if (fd := connection.detach()) >= 0:
-                os.close(fd)
+@cache
+def _alarms() -> weakref.WeakSet[Alarm]:
+    """Those of this process. The end of a script is told to them from here, as Python takes no such call back.
 
+    Before it ends the threads of pools, without which lanes would fail for another reason.
+    """
+    alarms: weakref.WeakSet[Alarm] = weakref.WeakSet()
 
-def _end(found: weakref.ref[Alarm]) -> None:
-    """The end of this process: an error that ends it ends the other ranks as well."""
-    alarm, error = found(), ending_error()
-    if alarm is not None and error is not None:
-        alarm.fail(words(error))
-    if alarm is not None:
-        alarm.close()
+    def end() -> None:
+        for each in list(alarms):
+            each._end()
+
+    getattr(threading, "_register_atexit", atexit.register)(end)
+    return alarms
 
 
 def ending_error() -> BaseException | None:

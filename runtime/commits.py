@@ -11,7 +11,7 @@ program: one that neither the last commit nor any content has. A commit takes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -139,11 +139,12 @@ class Commits:
         self._stale.clear()
         self._issued = {part: self._current(part) for part in self._files}
         manifest_of, rest = self.snapshot()
+        old: Sequence[Extent] = ()
         if rest:
-            extent, content = self._rest.take(rest)
+            extent, content, old = self._rest.take(rest)
             self._issued[Value(REST, tier=None)] = extent
             writes.append((extent, content))
-        return partial(self._make, manifest_of, writes, self._issued)
+        return partial(self._make, manifest_of, writes, self._issued, old)
 
     def _current(self, part: Value) -> Extent:
         found = (self.values.contents.get(each) for each in _holders(part) if each.kind not in SHADOWS.values())
@@ -154,13 +155,14 @@ class Commits:
         manifest_of: Callable[[tuple[StoredPart, ...]], Manifest],
         writes: list[tuple[Extent, torch.Tensor]],
         issued: Mapping[Value, Extent],
+        old: Sequence[Extent],
     ) -> None:
         for extent, content in writes:
             extent.write(content.cpu()).wait()
         changed = [extent for part, extent in issued.items() if self._made.get(part) is not extent]
         assert self.setting.store is not None
         together = self.setting.ranks.commit_together if self.setting.ranks else None
-        self.setting.store.commit(changed, lambda: manifest_of(tuple(_stored(issued))), together)
+        self.setting.store.commit(changed, lambda: manifest_of(tuple(_stored(issued))), together, old)
         self._made = issued
 
 

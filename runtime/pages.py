@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-HUGE_PAGE_NBYTES = 2**21
+from gs_compile.runtime.forks import leave_in_children
 
-_not_ours: list[Pages] = []  # pages of the parent, at whose addresses a forked child may have mapped others
+HUGE_PAGE_NBYTES = 2**21
 
 
 class Pages(mmap.mmap):
@@ -33,12 +33,15 @@ class Pages(mmap.mmap):
             with suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         pages.process = os.getpid()
+        leave_in_children(pages)
         return pages
 
+    def leave(self) -> None:
+        """Nothing is to be let go of: what is left is not unmapped."""
+
     # The device lets go of pages before they are unmapped. As the interpreter ends, this module has no names left.
-    def __del__(self, getpid: Callable[[], int] = os.getpid, not_ours: list[Pages] = _not_ours) -> None:
-        if self.process != getpid():
-            not_ours.append(self)  # alive, it unmaps nothing
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
+        if self.process != getpid():  # a child that ends
             return
         if self.unpin is not None:
             self.unpin()

@@ -47,6 +47,8 @@ LABEL = 128  # bytes that tell which call of the user's thread it is
 PATIENCE = 60.0  # seconds: what is waited for is said then, in case that others wait for something else
 GRACE = 5.0  # seconds: for the reason of a connection that broke, or for what a rank has sent before its end
 
+_CLOSED = object()  # in the place of a group: None would be the default one
+
 # Their names since torch 2.13, which warns of the older ones
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -253,8 +255,13 @@ class Ranks:
             raise RankError(f"rank {failed[0]} has failed: {failed[1]}{doing}")
 
     def close(self) -> None:
-        """Tell the others that this rank has ended, and give the groups back; once is enough."""
+        """Tell the others that this rank has ended, and give the groups back; once is enough.
+
+        Who keeps this, as what tells of a plan does, keeps no connections and threads of theirs.
+        """
         self._close()
+        self._all = self._commits = self._row = self._column = self._updates = _CLOSED
+        self._groups = []
 
     # Waits -----------------------------------------------------------------------------------------------------------
 

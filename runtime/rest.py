@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,14 +20,18 @@ class Rest:
         self._files: list[Extent] = []
         self._made = 0
 
-    def take(self, tensors: Tensors) -> tuple[Extent, torch.Tensor]:
-        """The file for the next commit, and what is to be written to it: the tensors as they are now."""
+    def take(self, tensors: Tensors) -> tuple[Extent, torch.Tensor, Sequence[Extent]]:
+        """The file for the next commit, what is to be written to it, the tensors as they are now, and files that no
+        commit names once that one is made.
+        """
+        old: Sequence[Extent] = ()
         content = torch.cat([each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()])
         if not self._files or self._files[0].nbytes != content.nbytes:  # the first step has made their states
+            old = self._files
             self._files = [self._store.allocate(f"{REST}.{self._made + at}", content.nbytes) for at in range(2)]
             self._made += 2
         self._files.reverse()
-        return self._files[0], content
+        return self._files[0], content, old
 
 
 def laid_out(tensors: Tensors) -> tuple[StoredTensor, ...]:

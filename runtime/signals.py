@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Protocol
 
+from gs_compile.runtime.forks import leave_in_children
+
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 BACKWARD = "torch.autograd.graph"  # whose function is the main thread's last one in a backward
 
@@ -90,8 +92,12 @@ class Ending:
             os.close(reading)
             os.close(writing)
             return
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not the parent's
+        leave_in_children(self)
         threading.Thread(target=self._hear, args=(reading,), name="signals of greedysnake", daemon=True).start()
+
+    def leave(self) -> None:
+        """The signals of a forked child are not its parent's."""
+        signal.set_wakeup_fd(-1)
 
     def _hear(self, reading: int) -> None:
         while numbers := os.read(reading, 64):

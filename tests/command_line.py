@@ -1,7 +1,8 @@
-"""The command line in this process."""
+"""The command line in this process, with a user's cache of its own: what one command keeps there no other finds."""
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from click.testing import Result
@@ -12,7 +13,9 @@ from gs_compile.cli.main import app
 
 def run(*arguments: Any, **how: Any) -> Result:
     """What a command prints, and its exit code."""
-    return CliRunner().invoke(app, list(map(str, arguments)), prog_name="greedysnake", **how)
+    with TemporaryDirectory() as cache:
+        env = {"XDG_CACHE_HOME": cache}
+        return CliRunner().invoke(app, list(map(str, arguments)), prog_name="greedysnake", env=env, **how)
 
 
 def printed(*arguments: Any) -> str:

@@ -42,7 +42,7 @@ MUTABLE = {  # module-level state that changes, each with its reason in ARCHITEC
     "gs_compile.codegen.compiled.compilations_of",
     "gs_compile.codegen.compiled._codes",
     "gs_compile.runtime.kernels._memory",
-    "gs_compile.runtime.pages._not_ours",
+    "gs_compile.runtime.forks._parent",
     "gs_compile.runtime.threads._default",
 }
 

@@ -122,7 +122,16 @@ def capture(
     as_tensors(module)
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
     autocast = next(filter(None, map(_autocast, sorted(devices))), None)
-    return Captured(module, tuple(inputs), frozenset(symbols), autocast)
+    return Captured(module, tuple(inputs), frozenset(symbols), autocast, _models())
+
+
+def _models() -> dict[str, weakref.ref[torch.nn.Module]]:
+    """The models among the locals of the frame that Dynamo traces, by how the paths of what they have begin."""
+    if current_compile_id() is None:
+        return {}
+    frame = InstructionTranslator.current_tx().output.root_tx
+    found = ((name, each) for name, each in frame.f_locals.items() if isinstance(each, torch.nn.Module))
+    return {"" if name == "self" else f"{name}.": weakref.ref(each) for name, each in found}
 
 
 def is_foreign() -> bool:

@@ -7,15 +7,16 @@ the user's.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 
@@ -45,9 +46,19 @@ class Captured:
     inputs: tuple[Input, ...]  # in the order of the placeholders and of the arguments of every call
     batch_symbols: frozenset[sympy.Symbol]  # empty: the batch size is fixed
     autocast: tuple[Any, ...] | None = None  # the region the user calls the model in: device type, dtype, True, cache
+    models: Mapping[str, weakref.ref[nn.Module]] = field(default_factory=dict, compare=False)  # by how paths begin
 
     def names(self, *roles: Role) -> frozenset[str]:
         return frozenset(entry.name for entry in self.inputs if entry.role in roles)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """All of the model, as it has them now, by the paths that inputs have: the graph may read a part of them."""
+        models = ((start, model) for start, each in self.models.items() if (model := each()) is not None)
+        return {
+            f"{start}{name}": buffer
+            for start, model in models
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+        }
 
 
 class Length(int):

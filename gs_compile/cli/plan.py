@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from gs_compile.cli.process import is_own
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 
@@ -35,7 +34,7 @@ def make_plan(model: str, request: Request) -> StepPlan:
     with busy(f"planning {model}"):
         from gs_compile.planner.plan import door_of
 
-        return door_of(model, request, keeps=is_own()).plan()
+        return door_of(model, request, keeps=True).plan()
 
 
 def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
@@ -43,7 +42,7 @@ def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
     with busy(f"planning {model}"):
         from gs_compile.planner.fit import fit
 
-        return fit(model, request, longest=longest, keeps=is_own())
+        return fit(model, request, longest=longest, keeps=True)
 
 
 def find_longest(model: str, request: Request) -> int:
@@ -51,7 +50,7 @@ def find_longest(model: str, request: Request) -> int:
     with busy(f"looking for the longest sequence of {model}"):
         from gs_compile.planner.fit import longest_sequence
 
-        return longest_sequence(model, request, keeps=is_own())
+        return longest_sequence(model, request, keeps=True)
 
 
 @contextmanager

@@ -21,8 +21,3 @@ def do_with_all() -> None:
     for name in LEFT_OUT:
         if sys.modules.get(name, sys) is None:
             del sys.modules[name]
-
-
-def is_own() -> bool:
-    """Whether this process is of a command alone (`do_without`), and of no script or test."""
-    return not gc.isenabled()

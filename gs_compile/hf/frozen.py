@@ -8,7 +8,7 @@ read, both become what the backend knows as a stashed parameter, and transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from gs_compile.codegen.layout import may_be_encoded
 from gs_compile.errors import GreedySnakeError, OptionError
+from gs_compile.hf.completeness import DECODE, missing_of, refuse_partial
 from gs_compile.hf.encoded import EncodedFolder
 from gs_compile.hf.packed import Packed
 from gs_compile.model.files import leave_memory
@@ -54,11 +55,7 @@ NAMES = {  # of the tensors that quantized checkpoints have of a weight; of mxfp
     ]
     for (of_bits, nested), codec in OF_4_BITS.items()
 }
-
-DECODE = (
-    "Have transformers decode the checkpoint, as by quantization_config=FineGrainedFP8Config(dequantize=True), and "
-    "with frozen= its matrices are encoded in the first call"
-)
+UNREAD = ("weight_format", "weight.quant_map", "weight.nested_quant_map")  # among them, as a codec says it itself
 
 Tensor = torch.Tensor
 
@@ -100,6 +97,22 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Encode(self.quantization_config)
+
+    @property
+    def needed(self) -> list[str]:
+        """The ends of names of the tensors that a quantized matrix is not known without."""
+        config: FrozenConfig = self.quantization_config
+        if config.packed:
+            return [*config.packed.needed]
+        return [name for name in NAMES[str(config.options.frozen)] if name not in UNREAD]
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **given: Any
+    ) -> nn.Module:
+        """Raises OptionError, before time is lost, for a quantized checkpoint that lacks some of these tensors."""
+        if self.pre_quantized:
+            refuse_partial(checkpoint_files or (), self.needed)
+        return model
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         config: FrozenConfig = self.quantization_config
@@ -192,12 +205,10 @@ class _Read(ConversionOps):  # type: ignore[misc]
             return {full_layer_name: config.keep(full_layer_name, stored, like)}
         found = _put_together(self.own, input_dict, full_layer_name, given) if self.own else input_dict
         tensors = {name: each[0] if isinstance(each, list) else each for name, each in found.items()}
-        if len(tensors) == 1:  # neither
-            if tensors["weight"].dtype.itemsize == 1:
-                raise OptionError(
-                    f"of {full_layer_name} the checkpoint has {tensors['weight'].dtype} and no scales by a name that "
-                    f"is known here. {DECODE}"
-                )
+        of_a_byte = {name: each.dtype.itemsize == 1 for name, each in tensors.items()}
+        if missing := missing_of(of_a_byte, self.hf_quantizer.needed):
+            raise OptionError(f"of {full_layer_name} the checkpoint has no {missing[0]} by that name. {DECODE}")
+        if len(tensors) == 1:  # it is not quantized
             values = tensors["weight"].to(like.dtype)
         elif config.packed:
             values = torch.empty(like.shape, dtype=like.dtype)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gs_compile.errors import OptionError
 from gs_compile.runtime.codecs import CHUNK
 
 WORD = 32  # bits
@@ -34,7 +33,7 @@ class Packed:
     """How the weights of a checkpoint are packed.
 
     group_size: inputs with one scale; None: all have the same. zero: what is added to zeros that are stored. needed:
-    the tensors that a weight cannot be decoded without, beside words and scales.
+    the tensors that a weight cannot be decoded without.
     """
 
     method: str
@@ -48,15 +47,7 @@ class Packed:
         return NAMES[self.method]
 
     def decode(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        """Write the values of a weight to `out`, of shape [outputs, inputs].
-
-        Raises OptionError where the checkpoint's config asks for tensors that it does not have.
-        """
-        if missing := [name for name in self.needed if name not in tensors]:
-            raise OptionError(
-                f"the checkpoint has no {' and '.join(missing)} for a weight in {self.method}, which its "
-                "quantization_config says it has: its values are not known without"
-            )
+        """Write the values of a weight, which has all tensors that are needed, to `out`, of shape [outputs, inputs]."""
         words, zeros, scales, groups = self._in_gptq_order(tensors, *out.shape)
         dim, num_inputs = int(self.method == "awq"), out.shape[1]
         words_per_input = 1 if dim else self.bits / WORD
@@ -100,11 +91,11 @@ def packed(config: Mapping[str, Any]) -> Packed | None:
     size = None if size in (None, -1) else size
     version = config.get("checkpoint_format", "gptq")
     if method == "gptq" and bits in (2, 4, 8) and version in ("gptq", "gptq_v2") and not config.get("dynamic"):
-        needed = ("qzeros", "g_idx") if config.get("desc_act") else ("qzeros",)
+        needed = NAMES["gptq"] if config.get("desc_act") else NAMES["gptq"][:3]
         return Packed("gptq", bits, size, int(version == "gptq"), needed)
     is_gemm = str(config.get("version", "gemm")).lower() == "gemm" and config.get("zero_point", True)
     if method == "awq" and bits == 4 and is_gemm:
-        return Packed("awq", bits, size, needed=("qzeros",))
+        return Packed("awq", bits, size, needed=NAMES["awq"])
     return _compressed(config) if method == "compressed-tensors" else None
 
 
@@ -120,6 +111,6 @@ def _compressed(config: Mapping[str, Any]) -> Packed | None:
             "weight_zero_point": not weights.get("symmetric", True),
             "weight_g_idx": weights.get("actorder") in ("group", "dynamic", True),
         }
-        needed = tuple(name for name, is_there in given.items() if is_there)
+        needed = ("weight_packed", "weight_scale", *(name for name, is_there in given.items() if is_there))
         forms.add(Packed("compressed-tensors", weights["num_bits"], size, needed=needed) if is_known else None)
     return forms.pop() if len(forms) == 1 else None

@@ -159,7 +159,7 @@ def _on_tiers(call: Call, engine: Engine, found: Mapping[str, str] | None) -> Ti
             set_random_state(found := dict(before))
             call.units.seed = _seed(models, call.units.whole)
         engine.durable.random = found
-        engine.durable.buffers.update(call.compilation.buffers(call.args))
+        engine.durable.read(call.compilation.buffers(call.args))
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
     return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine)

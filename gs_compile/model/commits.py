@@ -70,8 +70,8 @@ class OptimizerLike(Protocol):
 class Durable:
     """Which steps are committed, with what.
 
-    optimizer: gives it, while it lives. plan: what commits keep of the plan. buffers: by name, those that the first
-    call reads, as the latest call has them. former: the commit that the run has gone on from.
+    optimizer: gives it, while it lives. plan: what commits keep of the plan. buffers: by name, those that calls have
+    read, as the latest of them had them. former: the commit that the run has gone on from.
     """
 
     def __init__(
@@ -85,8 +85,9 @@ class Durable:
         assert tiers.commits is not None, "no step is durable"
         self.every = tiers.placement.durability
         self.random: Mapping[str, str] | None = None  # that the call under way has found
-        self.buffers = dict(buffers)
-        self._first_buffers = {name: (weakref.ref(each), changes(each)) for name, each in buffers.items()}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._first_buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # as they were when they came
+        self.read(buffers)
         self._optimizer = optimizer
         self._tiers = tiers
         setting = tiers.setting
@@ -110,6 +111,27 @@ class Durable:
         former, self.former = self.former, None
         optimizer = self._optimizer()
         return former.random if former and optimizer and not optimizer.kept.has_random_state else None
+
+    def read(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """A call reads these: what a script makes of them from now on is in commits."""
+        self.buffers.update(buffers)
+        for name, each in buffers.items():
+            self._first_buffers.setdefault(name, (weakref.ref(each), changes(each)))
+
+    def find(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Find what the commit has of buffers among all of the model: the first call may be an evaluation, of others.
+
+        Raises ResumeError where the model has none of a name, or of another shape.
+        """
+        for each in self.former.rest if self.former else ():
+            name = each.name.removeprefix(BUFFER)
+            if name == each.name:
+                continue
+            buffer = self.buffers.get(name, buffers.get(name))
+            if buffer is None or tuple(buffer.shape) != tuple(each.shape):
+                here = "the model has none" if buffer is None else f"here it is {tuple(buffer.shape)}"
+                raise ResumeError(f"the commit has a {each.name} of shape {tuple(each.shape)}, and {here}")
+            self.read({name: buffer})
 
     def marks(self, num_steps: int) -> dict[str, bool]:
         """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before.
@@ -186,18 +208,12 @@ def rest_of(optimizer: OptimizerLike) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def give_back_rest(optimizer: OptimizerLike, rest: Tensors, buffers: Mapping[str, torch.Tensor]) -> None:
-    """The inverse; buffers: by name, get what a script has made of them.
-
-    Raises ResumeError where the model has none of a name, or of another shape.
-    """
+    """The inverse; buffers: by name, get what a script has made of them."""
     beside = dict(_beside(optimizer))
     for name, values in rest.items():
         number, _, component = name.partition(".")
         if name.startswith(BUFFER):
-            buffer = buffers.get(name.removeprefix(BUFFER))
-            if buffer is None or buffer.shape != values.shape:
-                raise ResumeError(f"the commit has a {name} of shape {tuple(values.shape)}, and the model has none")
-            buffer.copy_(values)
+            buffers[name.removeprefix(BUFFER)].copy_(values)
         elif component:
             optimizer.state[beside[int(number)]][component] = values
         else:
@@ -301,7 +317,8 @@ class Kept:
 
         Raises OptimizerError for what no JSON can hold.
         """
-        states = {name: _plain(each.state_dict()) for name, each in self.states.items()} | self.positions
+        others = {name: each for name, each in self.states.items() if name not in self.positions}
+        states = {name: _plain(each.state_dict()) for name, each in others.items()} | self.positions
         found = {"states": states, "user": self.user, "groups": tuple(map(settings_of, groups))}
         try:
             for name, each in found.items():

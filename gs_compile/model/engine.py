@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -92,7 +93,8 @@ class Engine(ParameterStore):
         self.num_parameters = len(spans)
         self._idle = Idle(arrangement.spans, call.args, call.models[0].split.idle, bool(call.ranks), bool(self.durable))
         if self.durable is not None and self.durable.former is not None:
-            give_back_rest(optimizer, take_up(self, spans, stored), buffers)
+            find = partial(self.durable.find, call.compilation.captured.buffers())
+            give_back_rest(optimizer, take_up(self, spans, stored, find), self.durable.buffers)
         else:
             move_in(self, spans, self.planning.run.whole_nbytes, self.options.storage[0])
         self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
@@ -340,6 +342,7 @@ class Engine(ParameterStore):
     def commit(self) -> None:
         """Return when the last step is durable, with all that belongs to it by now."""
         self._refuse_unfinished()
+        self.announce("a commit")
         self.open.abandon("optimizer.commit() was called")
         self.flush(commit=True)
         super().synchronize()

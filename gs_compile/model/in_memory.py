@@ -62,7 +62,9 @@ def average_late(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks:
         return
     gradients = [parameter.grad for parameter in beside]
     is_late = [each is not None and record.means.get(each) != changes(each) for each in gradients]
-    ranks.sum(counts := torch.tensor(is_late, dtype=torch.int32), "which gradients came after the model's backward")
+    what = f"which of {len(beside)} gradients came after the model's backward, in step {record.number}"
+    ranks.agree_on(what)
+    ranks.sum(counts := torch.tensor(is_late, dtype=torch.int32), what)
     late = [parameter for parameter, number in zip(beside, counts.tolist(), strict=True) if number]
     whole = [torch.zeros_like(each) if each.grad is None else each.grad for each in late]
     for parameter, mean in zip(late, averaged(ranks, whole) if late else (), strict=True):
@@ -184,7 +186,9 @@ def averaged_of_any(
     """
     own = {place: parameter for place, parameter in enumerate(parameters) if parameter is not None}
     counts = torch.tensor([gradients[place] is not None for place in own], dtype=torch.int32)
-    ranks.sum(counts, "which parameters have gradients")
+    what = f"which of {len(counts)} parameters have gradients"
+    ranks.agree_on(what)
+    ranks.sum(counts, what)
     own = {place: own[place] for place, number in zip(own, counts.tolist(), strict=True) if number}
     pairs = ((gradients[place], parameter) for place, parameter in own.items())
     whole = [torch.zeros_like(parameter) if gradient is None else gradient for gradient, parameter in pairs]

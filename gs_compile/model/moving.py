@@ -53,12 +53,15 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
 
 
 def take_up(
-    store: ParameterStore, spans: Mapping[nn.Parameter, Slice], stored: Sequence[StoredParameter]
+    store: ParameterStore,
+    spans: Mapping[nn.Parameter, Slice],
+    stored: Sequence[StoredParameter],
+    find: Callable[[], None],
 ) -> dict[str, Tensor]:
     """Bring values and states from the commit that the run goes on from to the tiers, by the names of `stored`.
 
-    Gives what the commit has beside the tiers. What fails midway leaves the commit as it is, and the parameters the
-    values that they had before.
+    Gives what the commit has beside the tiers; `find` raises where there is no place for that. What fails midway leaves
+    the commit as it is, and the parameters the values that they had before.
     """
     tiers, entries = store.tiers, dict(zip(spans, stored, strict=True))
     assert tiers.setting.store is not None, "a commit is on storage"
@@ -67,6 +70,7 @@ def take_up(
         undo.callback(tiers.close)
         former = FormerHomes(tiers.setting.store, tiers.setting.ranks)
         rest = read_rest(tiers.setting.store)
+        find()
         undo.pop_all()
 
     def bring(parameter: nn.Parameter, span: Slice) -> Tensor | None:

@@ -8,6 +8,7 @@ import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Total
 from gs_compile.status import runs
-from gs_compile.status.file import free_name, process_start
+from gs_compile.status.file import free_name, process_space, process_start
 from gs_compile.status.form import About
 from gs_compile.status.record import RunRecord
 from gs_compile.status.reporter import Outlets, Reporter
@@ -81,7 +82,8 @@ def _outlets(planning: StepPrograms, tiers: Tiers) -> Outlets:
     has_line = is_first and (line.is_terminal if options.progress is None else options.progress)
     status, entry = None, runs.entry()
     if options.status is not None:
-        options.status.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # the reporter says that it cannot write there, and the run goes on
+            options.status.mkdir(parents=True, exist_ok=True)
         status = free_name(options.status)
     elif store is not None:
         status = store.drives[0].folder / STATUS
@@ -120,6 +122,7 @@ def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
     return About(
         pid=(pid := os.getpid()),
         process_start=process_start(pid),
+        process_space=process_space(),
         began=time.time(),
         rank=run.ranks.place if run.ranks else 0,
         num_ranks=run.ranks.total if run.ranks else 1,

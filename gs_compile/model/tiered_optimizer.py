@@ -32,6 +32,7 @@ from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.idle import miss
 from gs_compile.model.offloaded import StoredState
+from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import are_dropped, end_gradient, is_offloaded, residency_of, take_given
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
@@ -172,10 +173,8 @@ class TieredOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step whose backward has run; without one since the last step, do nothing."""
         optimizer_state.refuse_passed_on(self)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if self.engine is None:
             if any(parameter.grad is not None for parameter in self._parameters):
                 raise OptimizerError(
@@ -185,6 +184,13 @@ class TieredOptimizer(torch.optim.Optimizer):
                     "or use a torch.optim optimizer" + last_given_up()
                 )
             return loss
+        self._close()
+        return loss
+
+    @in_turn
+    def _close(self) -> None:
+        """Another thread that reads or commits finds all of a step, or nothing."""
+        assert self.engine is not None, "there was a call"
         take_given(self._parameters)
         finished = self.engine.finish(dropped=are_dropped(self._parameters))
         record = finished or self._step_in_memory()
@@ -203,7 +209,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             if is_bad and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
                 self._warn(record)
             self._note(self.engine, record)
-        return loss
 
     def _note(self, engine: Engine, record: StepRecord) -> None:
         """The step that is closed is the last one, for all who tell of it."""
@@ -316,7 +321,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             f"{spoiled} is not finite: step {self._num_steps + 1} was skipped{done}"
             + (". With max_grad_norm= (inf to clip nothing) such a step is skipped as a whole" if done else ""),
             NonFiniteWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
     # State -----------------------------------------------------------------------------------------------------------
@@ -326,6 +331,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     # made of them, and from `load_state_dict` to the model's first call.
 
     @untraced
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it, and zeros before a step; mapped from files, so no memory until it is used."""
         optimizer_state.refuse_passed_on(self)

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import stat
+import time
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import cache
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 MOST_NBYTES = 4 << 20
 STALE_SECONDS = 5.0  # a run writes once a second; a drive that is busy may take some
+UNSEEN_SECONDS = 60.0  # without a word, of a process that cannot be looked at
 
 
 # Written --------------------------------------------------------------------------------------------------------------
@@ -145,6 +147,20 @@ def process_start(pid: int, proc: Path = PROC) -> int:
         return 0
 
 
+def process_space(proc: Path = PROC) -> int:
+    """Where pids of this process count: a container has a space of its own; 0: the system does not tell."""
+    try:
+        return (proc / "self" / "ns" / "pid").stat().st_ino
+    except OSError:
+        return 0
+
+
 def is_alive(status: Status) -> bool:
-    """Whether the process of a run that has not ended by its own word is still there."""
-    return status.state == "running" and process_start(status.about.pid) == status.about.process_start
+    """Whether the process of a run that has not ended by its own word is still there.
+
+    One of another space is not seen from here: it is for as long as it writes its status.
+    """
+    about = status.about
+    if about.process_space not in (0, process_space()):
+        return status.state == "running" and time.time() - status.written < UNSEEN_SECONDS
+    return status.state == "running" and process_start(about.pid) == about.process_start

@@ -22,7 +22,8 @@ class About:
     """What stays as it is while a run lasts.
 
     process_start: of the process, in clock ticks since the machine's, by which another process of the same pid is told
-        apart; 0: not known. began: seconds since 1970. rank, num_ranks: among those that share the model.
+        apart; 0: not known. process_space: where it has that pid, as containers count their own; 0: not known.
+    began: seconds since 1970. rank, num_ranks: among those that share the model.
     plan: the plan in a paragraph, and why it is so; binding: what more of each resource would bring.
     predicted, predicted_seconds: work of each lane in a step, and its length, by the plan; nothing, nan where it was
         not simulated.
@@ -51,6 +52,7 @@ class About:
     budgets: Mapping[str, int]
     drives: Mapping[str, float]
     rated_nbytes: int
+    process_space: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
 """runs: the runs of this user that go on on this machine, each with an entry in a folder of the machine's own.
 
-    /tmp/greedysnake-UID/PID-START-MOMENT.json
+    /tmp/greedysnake-UID/SPACE-PID-START-MOMENT.json
 
 That is no session's folder: a run outlives sessions, and jobs have none. An entry is a link to the run's status file,
 or that file itself where the run has no other place for it. It goes with the run; of a process that was killed, with
-the next look.
+the next look. Containers may share the folder, and count processes in spaces of their own: an entry from another space
+is known by what its status says, where that can be read, and stays for a day after.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from gs_compile.errors import StatusError
-from gs_compile.status.file import process_start
+from gs_compile.status.file import is_alive, process_space, process_start, read
+
+LEFT_SECONDS = 86400.0  # that an entry from another space stays where its run says nothing more
 
 
 def folder() -> Path:
@@ -34,7 +37,7 @@ def entry() -> Path | None:
     """The entry of a new run of this process, where nothing is yet; None: there is no place for one."""
     with suppress(OSError):
         pid = os.getpid()
-        return folder() / f"{pid}-{process_start(pid)}-{time.monotonic_ns()}.json"
+        return folder() / f"{process_space()}-{pid}-{process_start(pid)}-{time.monotonic_ns()}.json"
     return None
 
 
@@ -50,17 +53,34 @@ def going_on() -> list[Path]:
     Raises StatusError where there are none.
     """
     try:
-        paths = sorted(folder().glob("*.json"))
+        found = [path for path in sorted(folder().glob("*.json")) if _goes_on(path)]
     except OSError as error:
         raise StatusError(f"runs of this machine cannot be found: {error}") from error
-    for path in paths:
-        pid, _, rest = path.name.partition("-")
-        if not pid.isdigit() or str(process_start(int(pid))) != rest.partition("-")[0]:
-            path.unlink(missing_ok=True)
-    found = [path for path in paths if path.is_file()]
     if not found:
         raise StatusError(
             "no run of this user goes on on this machine: one that has ended is shown by the directory of its storage= "
             "if it is durable, or of its option status="
         )
     return found
+
+
+def _goes_on(path: Path) -> bool:
+    """Whether the run of an entry goes on and has a status; an entry without a run is removed."""
+    space, pid, start, *_ = *path.stem.split("-"), "", ""
+    if space.isdigit() and int(space) != process_space():
+        return path.is_file() and _goes_on_elsewhere(path)
+    if not pid.isdigit() or str(process_start(int(pid))) != start:
+        path.unlink(missing_ok=True)
+    return path.is_file()
+
+
+def _goes_on_elsewhere(path: Path) -> bool:
+    """The same of a status from another space; one that cannot be read is shown as that."""
+    try:
+        status = read(path)
+    except StatusError:
+        return True
+    goes_on = is_alive(status)
+    if not goes_on and time.time() - status.written > LEFT_SECONDS:
+        path.unlink(missing_ok=True)
+    return goes_on

@@ -20,9 +20,7 @@ import os
 import secrets
 import stat
 import time
-import weakref
 from collections.abc import Collection, Iterator
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -30,6 +28,7 @@ import torch.distributed as dist
 
 from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import format_bytes
+from gs_compile.runtime.forks import leave_in_children
 from gs_compile.runtime.storage import manifest, system
 from gs_compile.runtime.storage.stored import FOLDER, OURS, Manifest
 
@@ -49,7 +48,7 @@ class Folder:
         self.path = path
         self.fd = fd
         self._lock_fd = lock_fd
-        os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
+        leave_in_children(self)
 
     @classmethod
     def lock(cls, path: Path) -> Folder | None:
@@ -62,7 +61,10 @@ class Folder:
                 if not parent.exists():
                     system.make_folder(parent)
             with contextlib.ExitStack() as opened:
-                fd = system.open_folder(path)
+                try:
+                    fd = system.open_folder(path)
+                except FileNotFoundError:
+                    continue  # the run before has removed it at this moment
                 opened.callback(os.close, fd)
                 owner = os.fstat(fd)
                 if owner.st_uid != os.geteuid() or owner.st_mode & 0o077:
@@ -151,6 +153,12 @@ class Folder:
         os.close(lock_fd)
         os.close(self.fd)
 
+    def leave(self) -> None:
+        """A forked child would hold the lock when its parent is killed."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
 
 def folder_in(directory: Path, number: int = 1) -> Path:
     """The folder of this process's model of that number.
@@ -197,13 +205,6 @@ def holder(path: Path) -> str:
 def _this_process() -> str:
     """What no other process writes to a lock."""
     return f"{PROCESS} {os.getpid()}"
-
-
-def _leave(found: weakref.ref[Folder]) -> None:
-    """A child of this process, such as a worker of a DataLoader, would hold the lock when its parent is killed."""
-    if (folder := found()) is not None and folder._lock_fd >= 0:
-        os.close(folder._lock_fd)
-        folder._lock_fd = -1
 
 
 def _told_by(lock_fd: int) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,13 +148,18 @@ class Store(contextlib.AbstractContextManager["Store"]):
         return self._others.setdefault(str(folder), self._open(folder.parent, folder))
 
     def commit(
-        self, extents: Sequence[Extent], make: Callable[[], Manifest], together: Callable[[int], None] | None = None
+        self,
+        extents: Sequence[Extent],
+        make: Callable[[], Manifest],
+        together: Callable[[int], None] | None = None,
+        old: Sequence[Extent] = (),
     ) -> None:
         """Make what `make` gives what a later run goes on from. All of its bytes are on the medium before it says so.
 
         extents: those that were written since the last commit. together: of several ranks, returns when all have
         prepared the step; before that, the last commit can still be gone back to. A StorageError leaves it. What those
-        who read it would refuse is found with the first, and with each that has something else beside the tiers.
+        who read it would refuse is found with the first, and with each that has something else beside the tiers. old:
+        extents that the last commit may name, and none from this one on: they end.
         """
         syncs = [drive.sync(file, each.label) for each in extents for drive, file in each.on_drives]
         Transfer(syncs).wait()
@@ -178,6 +184,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
             for drive in self.drives:
                 drive.lasting = names_in(made, drive.folder)
             self.made = made
+            for drive, file in chain.from_iterable(each.on_drives for each in old):
+                drive.remove(file)
             if self._last is not None:
                 self._forget_former(made)
 

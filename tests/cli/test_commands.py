@@ -27,7 +27,7 @@ def stand_for_planner(monkeypatch, plan):
     """A function of a model and a request plans in the place of the planner."""
 
     def door_of(model, request, *, keeps):
-        assert not keeps, "in a process that is not the command's own"
+        assert keeps, "what it captures serves the next command"
         return SimpleNamespace(plan=lambda: plan(model, request))
 
     monkeypatch.setattr("gs_compile.planner.plan.door_of", door_of)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gs_compile.cli import process
-from gs_compile.cli.process import do_with_all, do_without, is_own
+from gs_compile.cli.process import do_with_all, do_without
 
 
 def test_what_no_plan_needs_is_not_loaded(monkeypatch):
@@ -16,13 +16,13 @@ def test_what_no_plan_needs_is_not_loaded(monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     try:
         do_without()
-        assert is_own()
+        assert not gc.isenabled()
         with pytest.raises(ImportError):
             import colorsys
         assert sys.modules["gc"] is gc  # what is there stays
     finally:
         do_with_all()
-    assert not is_own()
+    assert gc.isenabled()
     import colorsys
 
     assert colorsys

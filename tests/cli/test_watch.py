@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import expecttest
@@ -107,7 +108,7 @@ def test_runs_of_this_machine(tmp_path, monkeypatch):
     file.write(runs.entry(), told.status())
     file.write(tmp_path / "greedysnake-run.json", told.status(about=replace(told.ABOUT, pid=2)))
     runs.link(linked := runs.entry(), tmp_path / "greedysnake-run.json")
-    killed = runs.folder() / "1-0-1.json"  # init, but not of that start
+    killed = runs.folder() / f"{file.process_space()}-1-0-1.json"  # init, but not of that start
     file.write(killed, told.status())
     shown = printed("watch")
     assert "pid 1 has run" in shown
@@ -118,6 +119,19 @@ def test_runs_of_this_machine(tmp_path, monkeypatch):
     assert (tmp_path / "greedysnake-run.json").exists()
     runs.folder().chmod(0o755)
     assert "is not this user's alone" in run("watch").stderr
+
+
+@pytest.mark.parametrize(("seconds", "shown", "stays"), [(5, True, True), (600, False, True), (2e5, False, False)])
+def test_runs_of_containers_that_share_the_folder(tmp_path, monkeypatch, seconds, shown, stays):
+    """Their pids are no others': what goes on there, or leads to where nobody here can look, is left alone."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    theirs, linked = (runs.folder() / f"7-1-0-{number}.json" for number in range(2))
+    about = replace(told.ABOUT, process_space=7)
+    file.write(theirs, told.status(about=about, written=time.time() - seconds))
+    runs.link(linked, tmp_path / "only there.json")
+    file.write(runs.entry(), told.status())
+    assert len(json.loads(printed("watch", "--json"))) == 1 + shown
+    assert (theirs.exists(), linked.is_symlink()) == (stays, True)
 
 
 @pytest.mark.parametrize("command", ["watch", "report"])

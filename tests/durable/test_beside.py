@@ -37,9 +37,15 @@ def made(folder):
     return trunk, head, optimizer, gs_compile.resume(trunk, optimizer, storage=folder).step
 
 
-def trained(folder, last):
-    """Losses of the steps from where the storage is until the last, and what is in memory then."""
+def trained(folder, last, *, looks=False):
+    """Losses of the steps from where the storage is until the last, and what is in memory then; looks: and evaluates
+    ahead of them.
+    """
     trunk, head, optimizer, first = made(folder)
+    if looks:
+        with torch.no_grad():
+            trunk.eval()(tokens(0))
+        trunk.train()
     losses = []
     for number in range(first, last):
         logits = head(trunk(tokens(number)))
@@ -48,20 +54,25 @@ def trained(folder, last):
         optimizer.step()
         optimizer.zero_grad()
         trunk.shift += loss.item()
+        trunk.prior += number == 4  # a commit has more from then on, where an evaluation has read it
         losses.append(loss.item())
     with torch.no_grad():
         trunk.eval()(tokens(0))  # which reads another buffer
     optimizer.commit()
+    assert len(list((folder / FOLDER).glob("*-rest.*"))) == 2, "others are of no commit any more"
     state = optimizer.state_dict()["state"]
     return losses, [each.detach().clone() for each in head.parameters()], [state[len(state) - 1]["exp_avg"].clone()]
 
 
 def test_an_eager_head_goes_on_too(tmp_path):
+    """The second process and the third evaluate first, which reads another buffer than the one that steps change."""
     whole, head, moments = trained(tmp_path / "whole", 6)
-    first, *_ = trained(tmp_path / "broken", 3)
-    gc.collect()
-    rest, head_again, moments_again = trained(tmp_path / "broken", 6)
-    assert [*first, *rest] == whole
+    losses = []
+    for last, looks in ((3, False), (4, True), (6, True)):
+        found, head_again, moments_again = trained(tmp_path / "broken", last, looks=looks)
+        losses += found
+        gc.collect()
+    assert losses == whole
     assert all(map(torch.equal, [*head, *moments], [*head_again, *moments_again]))
 
 

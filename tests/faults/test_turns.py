@@ -8,6 +8,9 @@ import pytest
 from tiered import adamw, options, outcome, step, tokens
 
 from gs_compile.errors import StepOrderError
+from gs_compile.model import in_memory
+from gs_compile.runtime.storage.manifest import read
+from gs_compile.runtime.storage.stored import FOLDER
 
 KEEPS_CAPTURES = True
 
@@ -64,3 +67,18 @@ def test_threads_that_train_at_once_break_nothing(harness, tmp_path):
         assert len(done) + len(refused) == 16
         assert len(done) >= 1
         step(harness.model, optimizer, tokens(8))
+
+
+def test_a_thread_that_commits_as_a_step_is_closed_has_all_of_it(harness, tmp_path, monkeypatch):
+    """It came between the end of the updates and the number of steps: the commit was of one step less."""
+
+    def update(*_):
+        other.start()
+        other.join(0.2)
+
+    with harness.fresh(adamw, options(tmp_path, durability="step")) as optimizer:
+        other = threading.Thread(target=optimizer.commit)
+        monkeypatch.setattr(in_memory, "update", update)
+        step(harness.model, optimizer, tokens(0))
+        other.join()
+        assert read(tmp_path / FOLDER).step == 1

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import gs_compile
 from gs_compile.errors import OptionError
+from gs_compile.hf.completeness import refuse_partial
 from gs_compile.hf.packed import packed
 from gs_compile.model.residency import residency_of
 from gs_compile.runtime.codecs import CODECS
@@ -123,13 +124,15 @@ def test_without_desc_act_the_order_may_be_left_out():
         ("awq", "qzeros"),
         ("compressed zeros", "weight_zero_point"),
         ("compressed order", "weight_g_idx"),
+        ("compressed", "weight_scale"),
+        ("awq", "qweight"),
     ],
 )
-def test_without_what_the_config_says_is_there_it_is_refused(name, missing):
-    tensors = words(FORMS[name])
-    del tensors[missing]
-    with pytest.raises(OptionError, match=f"has no {missing} for a weight"):
-        decoded(FORMS[name], tensors)
+def test_without_what_the_config_says_is_there_it_is_refused(name, missing, tmp_path):
+    tensors = {f"layers.0.up.{end}": each for end, each in words(FORMS[name]).items() if end != missing}
+    save_file(tensors | {"gate.scales": torch.ones(1)}, path := str(tmp_path / "model.safetensors"))
+    with pytest.raises(OptionError, match=f"no file of the checkpoint has layers.0.up.{missing}, without"):
+        refuse_partial([path], packed(FORMS[name]).needed)
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -15,6 +17,8 @@ from zoo import small
 import gs_compile
 from gs_compile.errors import OptionError
 from gs_compile.hf import frozen
+from gs_compile.hf.completeness import refuse_partial
+from gs_compile.hf.frozen import NAMES
 from gs_compile.model.residency import residency_of
 from gs_compile.runtime.codecs import CODECS
 
@@ -62,13 +66,36 @@ def test_scales_that_are_exponents(dtype, tmp_path):
         read(tmp_path, tmp_path / "storage")
 
 
-def test_scales_of_another_name_are_refused(tmp_path):
+@pytest.mark.parametrize("number", [1, 14], ids=["one", "all"])
+def test_scales_that_are_not_there_are_named_before_anything_is_read(number, tmp_path, monkeypatch):
+    """Also where another name has them. One alone ended in a KeyError, once all before it was read and written."""
     of_fp8(wide().bfloat16(), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors = {name.replace("weight_scale_inv", "scale"): each for name, each in tensors.items()}
+    lost = [name for name in tensors if name.endswith("_scale_inv")][-number:]
+    for name in lost:
+        tensors[name.replace("weight_scale_inv", "scale")] = tensors.pop(name)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(OptionError, match=r"layers.0.*has torch.float8_e4m3fn and no scales by a name"):
+    monkeypatch.setattr(frozen._Read, "convert", lambda *_, **__: pytest.fail("it was read"))
+    words = rf"model.safetensors has {lost[0][:-10]}, and no file .* has {lost[0]}, without .* \({number} such matrices"
+    with pytest.raises(OptionError, match=words):
         read(tmp_path, tmp_path / "storage")
+
+
+@pytest.mark.parametrize("codec", NAMES)
+def test_each_tensor_of_a_matrix_is_asked_for(codec, tmp_path):
+    """By files that have a matrix, and one tensor of it less; and what is not quantized beside."""
+    options = SimpleNamespace(frozen=codec)
+    needed = frozen.FrozenQuantizer(SimpleNamespace(packed=None, options=options)).needed
+    name_of = {end: f"layers.0.up{'' if end[0] == '_' else '.'}{end}" for end in needed}
+    path, plain = str(tmp_path / "model.safetensors"), {"norm.weight": torch.ones(2)}
+    whole = {name: torch.ones(2, dtype=torch.uint8) for name in name_of.values()}
+    for tensors in (plain, plain | whole):
+        save_file(tensors, path)
+        refuse_partial([path], needed)
+    for end in needed:
+        save_file({name: each for name, each in (plain | whole).items() if name != name_of[end]}, path)
+        with pytest.raises(OptionError, match=f"no file of the checkpoint has {name_of[end]}, without"):
+            refuse_partial([path], needed)
 
 
 def test_tiles_of_two_experts_are_refused(tmp_path):

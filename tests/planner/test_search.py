@@ -13,7 +13,7 @@ from planned import A100, GB, formulas, gpt, on
 
 from gs_compile.errors import OptionError, PlanError
 from gs_compile.planner.lp.search import GROWTH, fits, search, shortfall
-from gs_compile.planner.lp.solve import System, solve
+from gs_compile.planner.lp.solve import System
 from gs_compile.planner.plan import plan
 from gs_compile.planner.request import ALPHAS, Budgets, Request
 
@@ -39,7 +39,7 @@ def plainly(workload, profile, budgets, request):
     formula, found, history = formulas(workload, profile), None, []
     for n in range(1, 200):
         alphas = (1.0,) if request.clip else ALPHAS
-        fitting = filter(None, [solve(formula, n, alpha, budgets, request) for alpha in alphas])
+        fitting = filter(None, [System(formula, n, alpha, budgets, request).solution() for alpha in alphas])
         solution = min(fitting, key=lambda each: each.seconds, default=None)
         history.append((n, solution))
         if solution is None or (found and solution.throughput < GROWTH * found.throughput):
@@ -76,7 +76,7 @@ def test_leaving_alphas_out_changes_nothing(host, update, clip, roomy):
 def test_a_model_of_175_billion_parameters():
     """With little work."""
     workload = gpt(96, 12288)
-    solve(formulas(gpt(2, 512), A100), 1, 0.0, SERVER, Request())  # imports the solver
+    System(formulas(gpt(2, 512), A100), 1, 0.0, SERVER, Request()).solution()  # imports the solver
     times, found = work(lambda: search(formulas(workload, A100), SERVER, elsewhere(saturation="paper")))
     assert times < 250
     assert workload.num_trained > 174e9
@@ -135,7 +135,7 @@ def test_what_one_alpha_shows_of_memory_holds_for_others(monkeypatch):
     found = {}
     for host in (1.0, 2.0, 2.2, 2.4, 3.0):
         budgets = replace(DESKTOP, host_nbytes=int(host * GB))
-        found[host] = any(solve(known(XL, A100), 4, alpha, budgets, Request()) for alpha in ALPHAS)
+        found[host] = any(System(known(XL, A100), 4, alpha, budgets, Request()).solution() for alpha in ALPHAS)
         solved.clear()
         assert fits(known(XL, A100), 4, budgets, Request()) == found[host]
         assert len(solved) < 8
@@ -157,16 +157,16 @@ def test_a_smaller_alpha_is_near():
     said = refused(XL, A100, budgets, Request(alpha=0.9), num_micro_batches=4)
     assert "What would fit: alpha 0." in said
     near = float(said.split("alpha ")[-1])
-    assert solve(known(XL, A100), 4, near, budgets, Request())
-    assert not solve(known(XL, A100), 4, near + 0.01, budgets, Request())
+    assert System(known(XL, A100), 4, near, budgets, Request()).solution()
+    assert not System(known(XL, A100), 4, near + 0.01, budgets, Request()).solution()
 
 
 def test_fewer_micro_batches_are_near():
     budgets = replace(DESKTOP, ssd_nbytes=11 * GB, host_nbytes=6 * GB)
     said = refused(XL, A100, budgets, Request(alpha=0.0), num_micro_batches=2000)
     near = int(said.split("What would fit: ")[1].split()[0])
-    assert solve(known(XL, A100), near, 0.0, budgets, Request())
-    assert not solve(known(XL, A100), near + 1, 0.0, budgets, Request())
+    assert System(known(XL, A100), near, 0.0, budgets, Request()).solution()
+    assert not System(known(XL, A100), near + 1, 0.0, budgets, Request()).solution()
 
 
 def test_other_ratios_are_near():

@@ -96,13 +96,17 @@ def test_orders_that_follow_micro_batches_are_refused_where_these_differ(pair, t
 
 def differs(info, tmp_path, what):
     """Something comes on one rank alone between two steps, or is another there."""
-    model, optimizer = begin(tmp_path)
+    beside = [torch.nn.Parameter(torch.zeros(1))] if what == "a parameter" else []
+    durable = {"durability": 2} if what == "a commit" else {}
+    model, optimizer = begin(tmp_path, groups=lambda model: [*model.parameters(), *beside], **durable)
     step(model, optimizer, tokens(0, 4))
     ways = {
         "a call": partial(model, input_ids=tokens(0, 4), labels=tokens(0, 4)),
         "a value": lambda: model.transformer.ln_f.bias.copy_(torch.ones(32)),
         "a state": lambda: optimizer.load_state_dict(states()),
         "a rate": lambda: optimizer.param_groups[0].update(lr=1e-3),
+        "a parameter": lambda: beside[0].requires_grad_(False),
+        "a commit": optimizer.commit,
     }
     try:
         with torch.set_grad_enabled(what == "a state"):
@@ -119,6 +123,11 @@ def differs(info, tmp_path, what):
         ("a value", "rank 0: the forward in step 2, rank 1: a new value of shape (32,) in unit h)"),
         ("a state", "rank 0: the forward in step 2, rank 1: a state of shape "),
         ("a rate", "rank 0: the backward in step 2, lr 0.01, all settings "),
+        ("a commit", "rank 0: the forward in step 2, rank 1: a commit in step 2)"),
+        (
+            "a parameter",
+            "rank 0: which of 1 gradients came after the model's backward, in step 2, rank 1: the forward in step 3)",
+        ),
     ],
 )
 def test_what_comes_on_one_rank_alone_is_refused_on_all(pair, tmp_path, what, words):

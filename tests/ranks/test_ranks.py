@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import multiprocessing.util
 import os
 import re
 import sys
+import threading
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from gs_compile.codegen import compiled
 from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
 from gs_compile.runtime import ranks as module
+from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.ranks import ranks_of
 from gs_compile.runtime.storage.folder import folder_in
 
@@ -78,6 +82,26 @@ def test_ranks_that_differ(pair, tmp_path):
     assert first == second
     assert first[0] == "a run: micro_batch_size is 1 on rank 0; 2 on rank 1. It has to be the same on all ranks [rank]"
     assert "rank 0: what rank 0 wants, rank 1: what rank 1 wants" in first[1]
+
+
+def meets(info, tmp_path):
+    """What Python keeps for the end of this process, and threads, after each of some meetings that are still known."""
+    kept, met = [], []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "register_at_fork", lambda **_: pytest.fail("one more hook"))
+        for _ in range(3):
+            met.append(ranks_of(Options()))
+            met[-1].close()
+            while any(thread.name.startswith(OF_US) for thread in threading.enumerate()):  # for the other rank
+                time.sleep(0.01)
+            ends = threading._threading_atexits, multiprocessing.util._finalizer_registry
+            kept.append((*map(len, ends), len(list(Path("/proc/self/task").iterdir()))))
+    return kept
+
+
+def test_a_meeting_leaves_nothing_behind(pair, tmp_path):
+    for kept in pair.run(meets, tmp_path):
+        assert len(set(kept)) == 1, kept
 
 
 def shares(info, tmp_path):

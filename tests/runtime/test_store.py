@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from stored_run import stored_run
 
 from gs_compile.errors import ManifestError, StorageError, StorageLockedError
-from gs_compile.runtime.storage import grid
+from gs_compile.runtime.storage import grid, system
 from gs_compile.runtime.storage import store as store_module
 from gs_compile.runtime.storage.folder import LOCK
 from gs_compile.runtime.storage.manifest import read
@@ -156,6 +156,52 @@ def test_a_forked_child_does_not_hold_its_parents_folder(tmp_path):
         Store([tmp_path]).close()
     finally:
         os.kill(int(os.read(reading, 20)), signal.SIGKILL)
+
+
+def test_no_store_leaves_a_hook_behind(tmp_path, monkeypatch):
+    """Python takes none back, and a process may have many runs."""
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: pytest.fail("one more hook"))
+    Store([tmp_path]).close()
+
+
+def test_a_folder_that_goes_as_it_is_taken_is_made_again(tmp_path, monkeypatch):
+    """The run before has just ended."""
+    real, gone = system.open_folder, []
+
+    def open_folder(path):
+        if not gone:
+            gone.append(path.rmdir())
+        return real(path)
+
+    monkeypatch.setattr(system, "open_folder", open_folder)
+    Store([tmp_path]).close()
+    assert gone
+
+
+def test_status_files_have_their_place_beside_the_folder(tmp_path):
+    """With status= the same directory as storage= the next run took the one for a folder, and ended in an error."""
+    (tmp_path / f"{FOLDER}.json").write_text("{}")
+    Store([tmp_path]).close()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{FOLDER}.json"]
+
+
+def test_a_file_that_is_made_as_names_are_synced_is_synced_too(store, monkeypatch):
+    """By another thread than the one that commits."""
+    (drive,), real, synced = store.drives, system.sync_folder, []
+
+    def sync_folder(fd):
+        synced.append(fd)
+        if len(synced) == 1:
+            store.allocate("w4", 10)
+        real(fd)
+
+    monkeypatch.setattr(system, "sync_folder", sync_folder)
+    store.allocate("w3", 10)
+    numbers = []
+    for _ in range(3):
+        drive.sync_names()
+        numbers.append(len(synced))
+    assert numbers[0] < numbers[1] == numbers[2]
 
 
 def test_a_process_of_this_number_elsewhere_has_a_folder_of_its_own(store, tmp_path):

@@ -102,13 +102,6 @@ class Solution:
         return self.num_micro_batches / self.seconds
 
 
-def solve(
-    formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, request: Request
-) -> Solution | None:
-    """The best for one alpha; None where it does not fit."""
-    return System(formulas, num_micro_batches, alpha, budgets, request).solution()
-
-
 def short(
     formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, request: Request
 ) -> dict[str, int]:
