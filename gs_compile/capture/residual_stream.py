@@ -187,14 +187,16 @@ class _Search:
         chosen = [node for node in reversed(alive) if (self.last[node] >= second, is_free(node)) == likely]
         return min(chosen, key=lambda node: self._likeliness(node, stack), default=None)
 
-    def _likeliness(self, origin: fx.Node, stack: Stack) -> tuple[int, int, bool]:
-        """How many blocks the stream from `origin` leaves out, how many values it reads that are not of it, and whether
-        `origin` has no samples: a number by which the embedding is multiplied ahead of the first block is none.
+    def _likeliness(self, origin: fx.Node, stack: Stack) -> tuple[int, int, int, bool]:
+        """How many blocks the stream from `origin` leaves out, and how many of their nodes: a mask comes later than the
+        hidden state; how many values it reads that are not of it; and whether `origin` has no samples: a number by
+        which the embedding is multiplied ahead of the first block is none.
         """
         nodes = self._dependent(origin, stack)
         read = set().union(*(node.all_input_nodes for node in nodes - {origin}))
         num_read = sum(not is_free(node) for node in read - nodes - {origin})
-        return sum(map(nodes.isdisjoint, stack)), num_read, not has_samples(origin)
+        left_out = len(set(chain.from_iterable(stack)) - nodes)
+        return sum(map(nodes.isdisjoint, stack)), left_out, num_read, not has_samples(origin)
 
     def _dependent(self, origin: fx.Node, stack: Stack) -> set[fx.Node]:
         """`origin` and what depends on it, without what is made before the stack and read in its second block."""
