@@ -49,6 +49,7 @@ from gs_compile.capture.operations import (
     arguments_of,
     has_samples,
     is_mutation,
+    maker_of,
     mutated,
     operation,
     reduction_of,
@@ -217,8 +218,9 @@ class _Separation:
             spec = mutated(node).meta["spec"]
         if not isinstance(spec, TensorSpec):
             return _mixed(node, along) if (along := why_it_runs_along(node, name)) else State("local")
-        if mixes := why_it_mixes(node, name, spec, self.made):
-            return _mixed(node, mixes)
+        maker = maker_of(node)
+        if mixes := why_it_mixes(maker, operation(maker), spec, self.made):
+            return _mixed(maker, mixes)
         if name.startswith("masked_scatter"):
             self.shares.checked_places(node)
         inside = block_of(node) is not None

@@ -52,8 +52,8 @@ def place(node: fx.Node, num_samples: int) -> Place:
     read = [each for each in maker.all_input_nodes if has_samples(each)]
     places = [found for each in read if (found := _along(each, num_samples)) is not None]
     source = places[0] if read and len(places) == len(read) else None
-    if name == "setitem" and (found := _along(node.args[0], num_samples)) is not None:
-        return Place(None, _cut(node, found, index_along(node, found.dim), num_samples).why)
+    if name == "setitem" and (target := _along(node.args[0], num_samples)) is not None:
+        return Place(None, _cut(node, target, index_along(node, target.dim), num_samples).why)
     if name in CUTTING and maker is node and source is not None:
         return _split(node, source, num_samples)
     alone = Place(1 if own is not None and own.number == 1 else None)
@@ -63,12 +63,9 @@ def place(node: fx.Node, num_samples: int) -> Place:
         return Place(None, PAIRING)
     if own is None:
         return alone
-    if name == "getitem":
-        found = _cut(node, source, index_along(node, source.dim), num_samples)
-        return alone if found == Place() else found
-    if name == "narrow" and own.number != source.number:
-        start, length = [*node.args[2:], *(node.kwargs[key] for key in ("start", "length") if key in node.kwargs)]
-        return _cut(node, source, slice(start, start + length), num_samples)
+    if name == "getitem" or (name == "narrow" and own.number != source.number):
+        cut = _cut(node, source, index_along(node, source.dim), num_samples)
+        return alone if cut == Place() else cut
     if name in REGROUPING and read[0].meta["spec"].numel == node.meta["spec"].numel:
         return _regrouped(node.meta["spec"], own, read[0].meta["spec"], source)
     if name == "repeat_interleave":
@@ -81,7 +78,7 @@ def place(node: fx.Node, num_samples: int) -> Place:
     is_longer = name in KEEPING_RUNS or (name in JOINING and own.number != source.number)
     alike = [each for each in places[: 1 if name in WRITING else None] if is_longer or each.number == own.number]
     runs = {each.run for each in alike} - {None}
-    return Place(*runs) if len(runs) == 1 else alone
+    return Place(runs.pop()) if len(runs) == 1 else alone
 
 
 def _along(node: Any, num_samples: int) -> _Along | None:
@@ -109,7 +106,8 @@ def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -
     """Of a tensor that is read by its memory: each entry of the dimension that grows begins where it did, and what is
     read behind it ends before the next begins.
     """
-    after, offset = node.meta["spec"], node.kwargs.get("storage_offset", node.args[3] if len(node.args) > 3 else 0)
+    after: TensorSpec = node.meta["spec"]
+    offset: Any = node.kwargs.get("storage_offset", node.args[3] if len(node.args) > 3 else 0)
     others = [
         (size, step) for dim, (size, step) in enumerate(zip(after.shape, after.stride, strict=True)) if dim != own.dim
     ]
@@ -133,9 +131,9 @@ def _split(node: fx.Node, source: _Along, num_samples: int) -> Place:
     """Of the parts of a tensor, which are to have whole runs of all samples where the dimension that grows is cut."""
     specs = [spec for spec in node.meta["spec"] if isinstance(spec, TensorSpec)]
     sizes = {spec.shape[source.dim] for spec in specs}
-    is_cut = sizes != {source.number * num_samples} and source.run is not None
-    is_of_some = is_cut and any(size % (source.run * num_samples) for size in sizes)
-    return Place(source.run, PART if is_of_some else "")
+    if source.run is None or sizes == {source.number * num_samples}:
+        return Place(source.run)
+    return Place(source.run, PART if any(size % (source.run * num_samples) for size in sizes) else "")
 
 
 def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> Place:
@@ -157,7 +155,11 @@ def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> Place:
 
 def index_along(node: fx.Node, dim: int) -> Any:
     """What an operation that indexes its first input has for a dimension of that."""
-    target, index, *_ = node.args
+    target: Any = node.args[0]
+    index: Any = node.args[1]
+    if operation(node) == "narrow":
+        given: list[Any] = [*node.args[2:], *(node.kwargs[key] for key in ("start", "length") if key in node.kwargs)]
+        return slice(given[0], given[0] + given[1])
     parts: Any = tuple(index) if isinstance(index, tuple) or operation(node) == "index_put" else (index,)
     at_end = len(target.meta["spec"].shape) - 1 - dim
     ahead = parts.index(...) if ... in parts else len(parts)

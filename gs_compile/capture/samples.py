@@ -53,6 +53,7 @@ ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     "gumbel_softmax": (4, (-1,)),
     "msort": (_FIXED, (0,)),
     "normalize": (2, (1,)),
+    "renorm": (2, (0,)),
     "roll": (2, None),
     "rot90": (2, (0, 1)),
     "searchsorted": (_FIXED, (-1,)),
@@ -98,7 +99,7 @@ class Made:
         self.numbers, self.data, self.ranks = set[fx.Node](), set[fx.Node](), set[fx.Node]()
 
     def follow(self, node: fx.Node) -> None:
-        name, read, spec = operation(node), node.all_input_nodes, node.meta.get("spec")
+        name, read, spec = operation(node), maker_of(node).all_input_nodes, node.meta.get("spec")
         if self._is_number(node, name):
             self.numbers.add(node)
         takes_kind = name in FILLING or name.endswith("_like") or name.startswith("new_")
@@ -111,7 +112,7 @@ class Made:
             self.ranks.add(node)
 
     def _is_number(self, node: fx.Node, name: str) -> bool:
-        made_from = list(filter(has_samples, node.all_input_nodes))
+        made_from = list(filter(has_samples, maker_of(node).all_input_nodes))
         if not has_samples(node) or name in FILLING - NUMBERING or name.endswith("_like"):
             return False
         return name in NUMBERING or (bool(made_from) and all(source in self.numbers for source in made_from))
@@ -299,8 +300,6 @@ def _dimensions(node: fx.Node, name: str, spec: TensorSpec) -> tuple[int, ...]:
         return found
     if name.startswith("linalg_") and name.removeprefix("linalg_") not in OF_VECTORS:
         return (-2, -1) if rank > 1 else ()
-    if name == "renorm":
-        return tuple({*range(rank)} - {node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0) % rank})
     if (known := {**ALONG_DIMENSIONS, **ORDERING, **BY_INDICES}.get(name)) is None:
         return ()
     place, otherwise = known
@@ -311,7 +310,8 @@ def _dimensions(node: fx.Node, name: str, spec: TensorSpec) -> tuple[int, ...]:
         return (0,) if rank in (1, 3) else (1,)
     if given is None:
         return tuple(range(rank))
-    return tuple(dim for dim in tree_leaves(given) if isinstance(dim, int))
+    dims = tuple(dim for dim in tree_leaves(given) if isinstance(dim, int))
+    return tuple({*range(rank)} - {dim % rank for dim in dims}) if name == "renorm" else dims
 
 
 def _are_samples(spec: TensorSpec, dims: tuple[int, ...]) -> bool:

@@ -251,6 +251,10 @@ MIXES = {
     "rows softened": (lambda x: torch.special.softmax(x, 0), ALONG),
     "rows softened, by an operator": (lambda x: torch.ops.aten.softmax.int(x, 0), ALONG),
     "rows softened, as nobody says": (lambda x: functional.softmax(x), ALONG),
+    "rows normalised by those of all": (
+        lambda x: torch.native_batch_norm(x.mT, None, None, None, None, True, 0.1, 1e-5)[0].mT,
+        "normalises by the statistics of the batch",
+    ),
     "rows differenced": (lambda x: torch.diff(x, dim=0, prepend=torch.zeros(1, TOKENS, WIDTH)), ALONG),
     "rows scanned": (lambda x: decayed(x, 0), ALONG),
     "rows decomposed": (lambda x: torch.linalg.pinv(x.flatten(1)).T.view_as(x), ALONG),
@@ -281,6 +285,7 @@ MIXES = {
     "tokens of samples with samples of tokens": (lambda x: like(flat(x) * turned(x), x), PAIRS),
     "the first tokens of all": (lambda x: flat(x)[: x.shape[0], None], PART),
     "each of so many tokens of all": (lambda x: turned(x)[::TOKENS, None], PART),
+    "halves in turn": (lambda x: torch.cat(x.chunk(2)[::-1]), PART),
     "samples beside each other, halved": (lambda x: x.repeat_interleave(2, 0).chunk(2)[1], PART),
     "two batches, from the second sample on": (lambda x: torch.cat([x, -x])[1 : x.shape[0] + 1], PART),
     "memory of others": (
