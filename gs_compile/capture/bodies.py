@@ -28,7 +28,7 @@ from gs_compile.capture.operations import (
     mutated,
     operation,
 )
-from gs_compile.capture.residual_stream import storage_of
+from gs_compile.capture.residual_stream import in_memory_of
 from gs_compile.capture.samples import (
     COUNTED,
     Made,
@@ -79,7 +79,7 @@ class _Body:
                 if why := self._look_at(node):
                     return maker_of(node), why
                 if node in self.sums and is_mutation(node):
-                    self.sums |= _of_memory(mutated(node))
+                    self.sums |= in_memory_of(mutated(node))
         return None
 
     def counted(self, body: fx.GraphModule) -> fx.Node | None:
@@ -179,9 +179,3 @@ def _is_zero(value: Any) -> bool:
     while isinstance(value, fx.Node) and operation(value) in _OF_ONE and value.all_input_nodes:
         value = value.all_input_nodes[0]
     return operation(value) in _ZEROS if isinstance(value, fx.Node) else value == 0
-
-
-def _of_memory(value: fx.Node) -> set[fx.Node]:
-    """All values that are in the memory of one."""
-    storage = storage_of(value)
-    return {value, *(each for each in value.graph.nodes if storage is not None and storage_of(each) == storage)}

@@ -92,6 +92,12 @@ def storage_of(node: fx.Node) -> int | None:
     return storage
 
 
+def in_memory_of(value: fx.Node) -> Set[fx.Node]:
+    """All values that are in the memory of one."""
+    storage = storage_of(value)
+    return {value, *(each for each in value.graph.nodes if storage is not None and storage_of(each) == storage)}
+
+
 def changed(nodes: Iterable[fx.Node]) -> Set[int | None]:
     """The memory that operations among these change in place, as `storage_of` numbers it."""
     return {storage_of(mutated(node)) for node in nodes if is_mutation(node)} - {None}

@@ -26,12 +26,15 @@ from gs_compile.capture.operations import (
     PICKING,
     arguments_of,
     has_samples,
+    is_mutation,
     is_sized,
     maker_of,
+    mutated,
     normalises_by_batch,
     operation,
 )
 from gs_compile.capture.places import PAIRING, PART, index_along
+from gs_compile.capture.residual_stream import in_memory_of
 
 # Operations along dimensions: the place of these among the arguments, and which they are otherwise (None: all).
 _LAST = (1, (-1,))
@@ -105,7 +108,7 @@ class Made:
         takes_kind = name in FILLING or name.endswith("_like") or name.startswith("new_")
         decide = [] if takes_kind else read[: 1 if name in CASTING or name.endswith("_as") else None]
         if (node.op == "placeholder" and has_samples(node)) or not self.data.isdisjoint(decide):
-            self.data.add(node)
+            self.data |= {node, *(in_memory_of(mutated(node)) if is_mutation(node) else ())}
         read = read[: 1 if _picks(name) else None]
         follows = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point and not self.ranks.isdisjoint(read)
         if follows or _is_order(node, name):

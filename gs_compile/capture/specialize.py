@@ -129,7 +129,7 @@ class _Fold:
         return tuple(self.spec(part) for part in value) if isinstance(value, (tuple, list)) else None
 
     def is_uneven(self, value: Any) -> bool:
-        """Whether a size grows with the batch, but not in proportion: a tensor without its first sample; or of several."""
+        """Whether a size of a tensor, or of several, grows with the batch, but not in proportion: without a sample."""
         if isinstance(value, (tuple, list)):
             return any(map(self.is_uneven, value))
         sizes = map(self.size, value.shape if isinstance(value, torch.Tensor) else ())

@@ -194,6 +194,12 @@ def order(x):
     return x.argmax(-1).flatten().argsort(stable=True)
 
 
+def inverse(places):
+    found = torch.empty_like(places)
+    found[places] = torch.arange(len(places))
+    return found
+
+
 def changed(x, *index):
     x = 1 * x
     x[index] = 0.0
@@ -335,6 +341,7 @@ KEEPS = {
         x + flat(x)[numbers(x) * TOKENS + x.sum(-1).argmax(1)][:, None] + flat(x)[numbers(x) * TOKENS + 1][:, None]
     ),
     "experts' tokens": lambda x: like(flat(x)[numbers(flat(x)).repeat_interleave(2)[order(x) * 2]][order(x).argsort()], x),
+    "experts' tokens, by places that are written": lambda x: like(flat(x)[order(x)][inverse(order(x))], x),
     "a token of each, put": lambda x: torch.zeros_like(x).index_put((numbers(x), x.sum(-1).argmax(1)), x[:, 0]),
     "a function of its own": partial(Scaling, Scaled.apply),
     "a function of a parameter": partial(Scaling, lambda x, scale: x * Rounded.apply(scale)),
