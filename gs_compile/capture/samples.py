@@ -56,6 +56,7 @@ ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     "gumbel_softmax": (4, (-1,)),
     "msort": (_FIXED, (0,)),
     "normalize": (2, (1,)),
+    **dict.fromkeys(("quantile", "nanquantile"), (2, None)),
     "renorm": (2, (0,)),
     "roll": (2, None),
     "rot90": (2, (0, 1)),
