@@ -101,7 +101,7 @@ class UniformityWarning(GreedySnakeWarning):
 
 
 class UncapturedWarning(GreedySnakeWarning):
-    """A call without gradients is no step of a model in layers, and runs as plain PyTorch does. Names the reason."""
+    """A call is no step of a model in layers, and runs as plain PyTorch does. Names the reason."""
 
 
 class LengthWarning(GreedySnakeWarning):

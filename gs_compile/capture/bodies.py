@@ -1,51 +1,96 @@
-"""bodies: what a `torch.autograd.Function` of the model's own computes, forward and backward, keeps samples apart too.
+"""bodies: the graphs that an operation of the model's own runs keep samples apart, too.
 
-A gradient of parameters is a sum over the samples, to which micro-batches add theirs.
+A `torch.autograd.Function` has a forward and a backward; `torch.scan`, `torch.cond` and their like have what they run
+again and again, or choose. A gradient of parameters is a sum over the samples, to which micro-batches add theirs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from torch import fx
 
-from gs_compile.capture.graph import TensorSpec
+from gs_compile.capture.graph import TensorSpec, output_values
 from gs_compile.capture.operations import (
     ADDING,
-    ARITHMETIC,
     DIVIDING,
     FILLING,
+    FUNCTION,
     JOINING,
     LINEAR,
+    REGROUPING,
     SCALING,
     SHAPING,
     has_samples,
+    is_mutation,
+    maker_of,
+    mutated,
     operation,
 )
-from gs_compile.capture.samples import follows_numbers, why_it_mixes, why_it_runs_along, why_values_mix
+from gs_compile.capture.residual_stream import in_memory_of
+from gs_compile.capture.samples import (
+    COUNTED,
+    Made,
+    letters_of_samples,
+    why_it_counts,
+    why_it_mixes,
+    why_it_runs_along,
+    why_values_mix,
+)
 
-# What reduces otherwise than by a sum; others than these are taken for sums in a backward.
-_NO_SUMS = "mean max min amax amin aminmax norm vector_norm var std prod median quantile logsumexp all any".split()
+# What has no samples any more is a sum over them where it is one of these, a derivative of torch's, or what is added to
+# zeros. Whatever else reduces, or picks one, is none.
+_SUMS = frozenset("sum nansum sum_to_size matmul mm bmm mv dot vdot inner tensordot linear einsum".split())
+_ADDING_ROWS = frozenset("index_add scatter_add index_put".split())
+_SPARING = frozenset("where masked_fill setitem".split())  # these keep values, or put others in the place of some
+_OF_ONE = (
+    LINEAR | REGROUPING | frozenset("tril triu flip roll split chunk unbind narrow expand_as index_select".split())
+)
+_ZEROS = frozenset("zeros zeros_like new_zeros".split())
+_ENTRY_BY_ENTRY = frozenset({"flex_attention"})  # its functions see a query and a key at a time
 
 
-def why_a_body_mixes(body: fx.GraphModule, *, is_backward: bool) -> tuple[fx.Node, str] | None:
-    """The operation that mixes samples, and why; None: there is none."""
-    found = _Body(is_backward)
-    for node in body.graph.nodes:
-        if node.op in ("call_function", "call_method") and (why := found.look_at(node)):
-            return _maker(node), why
-    return None
+def why_bodies_mix(node: fx.Node) -> tuple[fx.Node, str] | None:
+    """The operation in a graph that `node` runs that mixes samples, and why; None: there is none."""
+    bodies = node.meta.get("bodies", ())
+    if not bodies or operation(node) in _ENTRY_BY_ENTRY:
+        return None
+    if operation(node) == FUNCTION:
+        forward, backward = bodies
+        return _Body().why(forward) or _Backward(forward, node.args[2:]).why(backward)
+    if operation(node) == "while_loop" and (counted := _Body().counted(bodies[0])) is not None:
+        return counted, COUNTED
+    return next(filter(None, (_Body().why(body) for body in bodies)), None)
 
 
 class _Body:
-    def __init__(self, is_backward: bool) -> None:
-        self.is_backward = is_backward
-        self.numbers, self.sums, self.counts = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+    """Looks at the operations of a graph in their order; reduces nothing."""
 
-    def look_at(self, node: fx.Node) -> str:
+    def __init__(self) -> None:
+        self.made, self.sums, self.counts = Made(), set[fx.Node](), set[fx.Node]()
+
+    def why(self, body: fx.GraphModule) -> tuple[fx.Node, str] | None:
+        for node in body.graph.nodes:
+            self.made.follow(node)
+            if node.op in ("call_function", "call_method"):
+                if found := why_bodies_mix(node):
+                    return found
+                if why := self._look_at(node):
+                    return maker_of(node), why
+                if node in self.sums and is_mutation(node):
+                    self.sums |= in_memory_of(mutated(node))
+        return None
+
+    def counted(self, body: fx.GraphModule) -> fx.Node | None:
+        """What the graph returns that is counted over the samples."""
+        self.why(body)
+        return next((each for each in output_values(body) if each in self.counts), None)
+
+    def _look_at(self, node: fx.Node) -> str:
         """Why the next operation mixes samples; empty: it does not."""
-        maker = _maker(node)
+        maker = maker_of(node)
         name, spec, read = operation(maker), node.meta.get("spec"), maker.all_input_nodes
-        if follows_numbers(node, self.numbers):
-            self.numbers.add(node)
         if not self.sums.isdisjoint(read):
             self.sums.add(node)
             keeps = self._keeps_sums(node, name)
@@ -53,36 +98,84 @@ class _Body:
         if not any(map(has_samples, read)) and self.counts.isdisjoint(read):
             of_batch = node.meta.get("batch_numbers") and not has_samples(node) and name not in SHAPING
             return "computes with the batch size" if of_batch else ""
+        if why := why_it_counts(node, name, spec, self.counts.__contains__):
+            return why
+        if name == "setitem":
+            spec = read[0].meta["spec"]
         if not isinstance(spec, TensorSpec):
             return why_it_runs_along(node, name)
-        if why := why_values_mix(node, name) or why_it_mixes(maker, name, spec, self.numbers):
+        if why := why_values_mix(node, name) or why_it_mixes(maker, name, spec, self.made):
             return why
-        if name in ARITHMETIC and spec.dtype.is_floating_point and not self.counts.isdisjoint(read):
-            return "computes with what is counted over the samples"
         if spec.batch_dims or name in FILLING:
             return ""
-        return self._reduced(node, name, spec)
+        if spec.dtype.is_floating_point or spec.dtype.is_complex:
+            return self._reduced(node, name)
+        self.counts.add(node)
+        return ""
 
     def _keeps_sums(self, node: fx.Node, name: str) -> bool:
         """Whether sums stay sums: they are added to each other, or scaled by what is the same for all samples."""
-        given = [each in self.sums for each in node.args if isinstance(each, (fx.Node, int, float))]
+        given = [self._is_sum(each) for each in node.args if isinstance(each, (fx.Node, int, float))]
         if node.meta.get("batch_numbers") or any(map(has_samples, node.all_input_nodes)):
             return False
-        scales = (name in SCALING and given.count(True) == 1) or (name in DIVIDING and given == [True, False])
-        joins = name in JOINING and self.sums.issuperset(node.all_input_nodes)
-        return name in LINEAR or scales or joins or (name in ADDING and all(given))
+        if name in SCALING or (name in _SUMS and len(node.all_input_nodes) == 2):
+            return sum(each in self.sums for each in node.all_input_nodes) == 1
+        if name in _SPARING:  # by what is no sum
+            values = [*node.args[:1], *node.args[2:]] if name != "where" else node.args[1:]
+            return all(map(self._is_sum, values)) and given.count(False) <= 1
+        is_quotient = name in DIVIDING and given == [True, False]
+        joins = name in JOINING and all(map(self._is_sum, node.all_input_nodes))
+        return name in _OF_ONE or is_quotient or joins or (name in ADDING and all(given))
 
-    def _reduced(self, node: fx.Node, name: str, spec: TensorSpec) -> str:
-        if not spec.dtype.is_floating_point:
-            self.counts.add(node)
-            return ""
-        if not self.is_backward or name in _NO_SUMS:
-            return "reduces over the samples of the batch"
-        self.sums.add(node)
-        return ""
+    def _is_sum(self, value: Any) -> bool:
+        return value in self.sums if isinstance(value, fx.Node) and not _is_zero(value) else _is_zero(value)
+
+    def _reduced(self, node: fx.Node, name: str) -> str:
+        return "reduces over the samples of the batch"
 
 
-def _maker(node: fx.Node) -> fx.Node:
-    """The operation that makes a value: of one of several results the one that has them all."""
-    source = node.args[0] if operation(node) == "getitem" else None
-    return source if isinstance(source, fx.Node) and isinstance(source.meta.get("spec"), tuple) else node
+class _Backward(_Body):
+    """Of a function: gradients without samples are sums over them, those that it is given, too.
+
+    given: what the function takes.
+    """
+
+    def __init__(self, forward: fx.GraphModule, given: Sequence[Any]) -> None:
+        super().__init__()
+        self.saved, self.given = output_values(forward)[-1], given
+
+    def why(self, body: fx.GraphModule) -> tuple[fx.Node, str] | None:
+        read = body.graph.find_nodes(op="placeholder")  # gradients, and what the forward has saved
+        num_saved = sum(isinstance(each, fx.Node) for each in self.saved)
+        gradients = read[: len(read) - num_saved]
+        self.sums = {
+            each for each in gradients if isinstance(each.meta.get("spec"), TensorSpec) and not has_samples(each)
+        }
+        return super().why(body) or self._why_it_is_none(output_values(body))
+
+    def _why_it_is_none(self, made: Iterable[Any]) -> tuple[fx.Node, str] | None:
+        """Why a gradient of what has no samples is no sum over them."""
+        for value, gradient in zip(self.given, made, strict=False):
+            spec = value.meta.get("spec") if isinstance(value, fx.Node) else None
+            is_trained = isinstance(spec, TensorSpec) and spec.requires_grad and not spec.batch_dims
+            if is_trained and isinstance(gradient, fx.Node) and not self._is_sum(gradient):
+                return gradient, "is a gradient that is the same for all micro-batches, of which each would add it"
+        return None
+
+    def _reduced(self, node: fx.Node, name: str) -> str:
+        maker = maker_of(node)
+        if name in _ADDING_ROWS:
+            adds = name != "index_put" or True in (*maker.args[3:], *maker.kwargs.values())
+            is_sum = adds and _is_zero(maker.all_input_nodes[0])
+        elif name == "einsum":
+            is_sum = len(set(letters_of_samples(maker))) < 2
+        else:
+            is_sum = name in _SUMS or (name.endswith("_backward") and "batch_norm" not in name)
+        self.sums |= {node} if is_sum else set()
+        return "" if is_sum else super()._reduced(node, name)
+
+
+def _is_zero(value: Any) -> bool:
+    while isinstance(value, fx.Node) and operation(value) in _OF_ONE and value.all_input_nodes:
+        value = value.all_input_nodes[0]
+    return operation(value) in _ZEROS if isinstance(value, fx.Node) else value == 0

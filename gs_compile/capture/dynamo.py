@@ -55,6 +55,7 @@ check_torch()
 try:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.exc import SkipFrame as SkipFrame  # has Dynamo run a frame as it is
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
     from torch._dynamo.exc import Unsupported as Unsupported

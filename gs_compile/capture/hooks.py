@@ -11,7 +11,6 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
-from torch._dynamo.utils import orig_code_map
 from torch.nn.modules import module as torch_module
 
 from gs_compile.capture.frame_settings import compiled_frame
@@ -25,7 +24,7 @@ def is_in_hook() -> bool:
     if frame is None:
         return False
     is_dynamos = "torch/_dynamo/" in found.f_code.co_filename  # of the compile: nothing is between
-    called = compiled_frame("code")["code"] if is_dynamos else orig_code_map.get(found.f_code, found.f_code)
+    called = compiled_frame("code")["code"] if is_dynamos else found.f_code
     return called in map(_code_of, _hooks(frame.f_locals["self"]))
 
 

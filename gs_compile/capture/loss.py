@@ -29,13 +29,12 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional
 
-from gs_compile.capture.bodies import why_a_body_mixes
+from gs_compile.capture.bodies import why_bodies_mix
 from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
 from gs_compile.capture.dealing import refuse_dealing_by_index
 from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
 from gs_compile.capture.operations import (
     ADDING,
-    ARITHMETIC,
     AVERAGED_LOSSES,
     CASTING,
     COUNTED_LOSSES,
@@ -51,15 +50,18 @@ from gs_compile.capture.operations import (
     arguments_of,
     has_samples,
     is_mutation,
+    maker_of,
     mutated,
     operation,
     reduction_of,
 )
+from gs_compile.capture.places import PAIRING
 from gs_compile.capture.samples import (
-    PAIRING,
+    Made,
     aligned,
-    follows_numbers,
+    computes_with_batch,
     picks_of_equals,
+    why_it_counts,
     why_it_mixes,
     why_it_runs_along,
     why_values_mix,
@@ -118,11 +120,12 @@ class _Separation:
         self.data = captured.names("batch", "constant", "buffer")
         self.shares = shares
         self.states = self.shares.states
-        self.numbers: set[fx.Node] = set()  # made of the numbers of the samples alone
+        self.made = Made()
 
     def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
         for node in [node for node in self.module.graph.nodes if node not in (output, self.shares.fraction)]:
+            self.made.follow(node)
             self.states[node] = self._state(node)
             if is_mutation(node):
                 self._change(node)
@@ -138,7 +141,7 @@ class _Separation:
 
     def _output(self, node: fx.Node, output: fx.Node) -> fx.Node:
         state = self.states[node]
-        if node in self.numbers:
+        if node in self.made.numbers:
             state = _mixed(node, "is of the numbers of the samples, which every micro-batch counts from 0")
         if state.kind == "mixed" and self._is_of_whole(node):
             return self.shares.whole(node)
@@ -158,8 +161,6 @@ class _Separation:
             is_data = node.op == "get_attr" or node.name in self.data
             kind: Kind = "local" if node.name in self.batch else "same"
             return State(kind, from_inputs=is_data, source="inputs" if is_data else "")
-        if follows_numbers(node, self.numbers):
-            self.numbers.add(node)
         if node.meta.get(OF_A_CHECK):
             return State("local")
         if node.target is CHECKED:
@@ -208,20 +209,22 @@ class _Separation:
             return self._functional_loss(node, name)
         if kinds & {"sum", "mean"}:
             return self._combine(node, name)
+        if found := why_bodies_mix(node):
+            return _mixed(*found)
         if "local" not in kinds:
             return _made_from_sizes(node, name)
-        for body, is_backward in zip(node.meta.get("bodies", ()), (False, True), strict=False):
-            if found := why_a_body_mixes(body, is_backward=is_backward):
-                return _mixed(*found)
+        if counts := why_it_counts(node, name, spec, self._is_count):
+            return _mixed(node, counts)
+        if name == "setitem":
+            spec = mutated(node).meta["spec"]
         if not isinstance(spec, TensorSpec):
             return _mixed(node, along) if (along := why_it_runs_along(node, name)) else State("local")
-        if mixes := why_it_mixes(node, name, spec, self.numbers):
-            return _mixed(node, mixes)
+        maker = maker_of(node)
+        if mixes := why_it_mixes(maker, operation(maker), spec, self.made):
+            return _mixed(maker, mixes)
         if name.startswith("masked_scatter"):
             self.shares.checked_places(node)
         inside = block_of(node) is not None
-        if name in ARITHMETIC and spec.dtype.is_floating_point and any(map(self._is_count, node.all_input_nodes)):
-            return _mixed(node, "computes with what is counted over the samples")
         if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
         if name in FILLING or picks_of_equals(node, name):
@@ -311,6 +314,8 @@ class _Separation:
             return _not_shares(node, name)
         if "local" not in self._kinds(node):
             return State("same")
+        if misplaces := node.meta.get("misplaces"):
+            return _mixed(node, misplaces)
         arguments = arguments_of(node)
         reduction, target = reduction_of(arguments), arguments.get("target")
         is_of_values = isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point
@@ -349,7 +354,8 @@ def _made_from_sizes(node: fx.Node, name: str) -> State:
     grows = isinstance(spec, TensorSpec) and bool(spec.batch_dims)
     if node.meta.get("uneven") and name in REGROUPING:
         return _mixed(node, "deals the rows of a tensor without samples out to those of the batch: give each its own")
-    if node.meta.get("batch_numbers") and not grows and name not in SHAPING:
+    is_computed = computes_with_batch(node, name) if grows else node.meta.get("batch_numbers") and name not in SHAPING
+    if is_computed:
         return _mixed(node, "computes with the batch size")
     return State("local" if grows else "same")
 

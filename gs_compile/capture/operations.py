@@ -16,21 +16,34 @@ from torch import fx
 from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
 
-from gs_compile.capture.graph import TensorSpec
+from gs_compile.capture.graph import TensorSpec, packet_of
 
 LINEAR = frozenset(
     "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
     "expand getitem select sum mean transpose permute t movedim swapaxes unflatten".split()
 )
-JOINING = frozenset("stack cat concat".split())
-ADDING = frozenset("add iadd sub isub".split())
+JOINING = frozenset("stack cat concat concatenate".split())
+ADDING = frozenset("add iadd sub isub subtract".split())
 SCALING = frozenset("mul imul multiply".split())
 DIVIDING = frozenset("truediv itruediv div divide true_divide".split())
 # With a number, these compute with its value; other operations take numbers as shapes.
 ARITHMETIC = (
-    ADDING | SCALING | DIVIDING | frozenset("pow ipow rsub floordiv mod clamp fill masked_fill full_like where".split())
+    ADDING
+    | SCALING
+    | DIVIDING
+    | frozenset("pow ipow float_power rsub floordiv floor_divide mod remainder fmod".split())
+    | frozenset("clamp clamp_min clamp_max clip fill masked_fill full_like where".split())
 )
-REGROUPING = frozenset("view reshape flatten unflatten".split())
+REGROUPING = frozenset("view reshape flatten unflatten ravel view_as reshape_as".split())
+# These write to places in a tensor, and keep its others as they are.
+WRITING = frozenset(
+    "index_add index_copy index_fill index_reduce index_put scatter scatter_add scatter_reduce masked_scatter "
+    "select_scatter slice_scatter".split()
+)
+# By indices along one dimension.
+PICKING = frozenset("gather index_select take take_along_dim".split()) | frozenset(
+    "index_add index_copy index_fill index_reduce scatter scatter_add scatter_reduce".split()
+)
 FUNCTION = "autograd_function_apply"  # of the model's own, whose two graphs it reads
 # These choose among the elements of a tensor: their result has any number of them, and no more.
 CHOOSING = frozenset("nonzero argwhere where masked_select getitem unique unique_consecutive".split())
@@ -56,9 +69,15 @@ IN_PLACE_OPERATORS = frozenset(
 
 
 def operation(node: fx.Node) -> str:
-    """The plain name of a node's operation: ``add`` for torch.add, operator.add, Tensor.add and Tensor.add_."""
+    """The plain name of a node's operation: ``add`` for torch.add, operator.add, aten.add.Tensor and Tensor.add_."""
     name = _name(node).removeprefix("special_")
     return name if name.startswith("__") else name.rstrip("_")
+
+
+def maker_of(node: fx.Node) -> fx.Node:
+    """The operation that makes a value: of one of several results the one that has them all."""
+    source = node.args[0] if operation(node) == "getitem" else None
+    return source if isinstance(source, fx.Node) and isinstance(source.meta.get("spec"), tuple) else node
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -89,20 +108,24 @@ def is_mutation(node: fx.Node) -> bool:
 
 def mutated(node: fx.Node) -> fx.Node:
     """The node whose tensor a mutation changes."""
-    given = (*node.args, *node.kwargs.values())
-    target = node.kwargs["out"] if "out" in node.kwargs else given[1 if _tracks_statistics(node) else 0]
+    name = "running_mean" if _tracks_statistics(node) else "out"
+    target = arguments_of(node).get(name, [*node.args, *node.kwargs.values()][0])
     assert isinstance(target, fx.Node)
     return target
 
 
 def _tracks_statistics(node: fx.Node) -> bool:
-    """Batch normalisation in training changes its running statistics, where it has them."""
-    return normalises_by_batch(node) and isinstance(node.args[1], fx.Node)
+    """Normalisation in training changes its running statistics, where it has them."""
+    arguments = arguments_of(node) if node.target in (functional.batch_norm, functional.instance_norm) else {}
+    is_measured = bool(arguments.get("training", arguments.get("use_input_stats")))
+    return is_measured and isinstance(arguments["running_mean"], fx.Node)
 
 
 def normalises_by_batch(node: fx.Node) -> bool:
     """Whether a node is batch normalisation in training."""
-    return node.target is functional.batch_norm and bool(arguments_of(node)["training"])
+    if node.target is functional.batch_norm:
+        return bool(arguments_of(node)["training"])
+    return "batch_norm" in _name(node) and True in node.args[5:6]  # of torch itself
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
@@ -124,7 +147,7 @@ def has_samples(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
+    return str(node.target) if node.op == "call_method" else getattr(packet_of(node), "__name__", str(node.target))
 
 
 @cache

@@ -92,6 +92,12 @@ def storage_of(node: fx.Node) -> int | None:
     return storage
 
 
+def in_memory_of(value: fx.Node) -> Set[fx.Node]:
+    """All values that are in the memory of one."""
+    storage = storage_of(value)
+    return {value, *(each for each in value.graph.nodes if storage is not None and storage_of(each) == storage)}
+
+
 def changed(nodes: Iterable[fx.Node]) -> Set[int | None]:
     """The memory that operations among these change in place, as `storage_of` numbers it."""
     return {storage_of(mutated(node)) for node in nodes if is_mutation(node)} - {None}
@@ -187,14 +193,16 @@ class _Search:
         chosen = [node for node in reversed(alive) if (self.last[node] >= second, is_free(node)) == likely]
         return min(chosen, key=lambda node: self._likeliness(node, stack), default=None)
 
-    def _likeliness(self, origin: fx.Node, stack: Stack) -> tuple[int, int, bool]:
-        """How many blocks the stream from `origin` leaves out, how many values it reads that are not of it, and whether
-        `origin` has no samples: a number by which the embedding is multiplied ahead of the first block is none.
+    def _likeliness(self, origin: fx.Node, stack: Stack) -> tuple[int, int, int, bool]:
+        """How many blocks the stream from `origin` leaves out, and how many of their nodes: a mask comes later than the
+        hidden state; how many values it reads that are not of it; and whether `origin` has no samples: a number by
+        which the embedding is multiplied ahead of the first block is none.
         """
         nodes = self._dependent(origin, stack)
         read = set().union(*(node.all_input_nodes for node in nodes - {origin}))
         num_read = sum(not is_free(node) for node in read - nodes - {origin})
-        return sum(map(nodes.isdisjoint, stack)), num_read, not has_samples(origin)
+        left_out = len(set(chain.from_iterable(stack)) - nodes)
+        return sum(map(nodes.isdisjoint, stack)), left_out, num_read, not has_samples(origin)
 
     def _dependent(self, origin: fx.Node, stack: Stack) -> set[fx.Node]:
         """`origin` and what depends on it, without what is made before the stack and read in its second block."""

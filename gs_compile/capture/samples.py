@@ -1,14 +1,15 @@
 """samples: which operations keep the samples of a batch apart, and why others mix them.
 
-Samples are along the dimensions that grow with the batch. An operation that works along one of these, or computes with
-the numbers of samples or how many there are, gives a micro-batch other values than the whole batch. Inside a block
-integers send tokens to experts: there what they pick and order is trusted, but not numbers that are computed with.
+Samples are along the dimensions that grow with the batch, where `places` says. An operation that works along one of
+these, or computes with the numbers of samples or how many there are, gives a micro-batch other values than the whole
+batch. Inside a block integers send tokens to experts: what they pick and order is trusted there if the samples decide
+it, but not numbers that are computed with.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,42 +21,66 @@ from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import (
     ARITHMETIC,
     AVERAGING,
+    CASTING,
     FILLING,
+    PICKING,
     arguments_of,
     has_samples,
+    is_mutation,
     is_sized,
+    maker_of,
+    mutated,
     normalises_by_batch,
     operation,
 )
+from gs_compile.capture.places import PAIRING, PART, index_along
+from gs_compile.capture.residual_stream import in_memory_of
 
 # Operations along dimensions: the place of these among the arguments, and which they are otherwise (None: all).
 _LAST = (1, (-1,))
+_FIXED = 99  # a place that no argument has
 ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
-    **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip unfold".split(), _LAST),
+    **dict.fromkeys("softmax log_softmax softmin _softmax _log_softmax glu flip unfold".split(), _LAST),
+    **dict.fromkeys("cumsum cumprod logcumsumexp cummax cummin".split(), _LAST),
     **{
         f"fft_{kind}{end}": (2, dims)
         for kind in "fft ifft rfft irfft hfft ihfft".split()
         for end, dims in (("", (-1,)), ("2", (-2, -1)), ("n", None))
     },
     **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
+    "conv_tbc": (_FIXED, (0, 2)),
     "diff": (2, (-1,)),
-    "flipud": (1, (0,)),
+    "fill_diagonal": (_FIXED, None),  # by numbers of rows
+    "fliplr": (_FIXED, (1,)),
+    "flipud": (_FIXED, (0,)),
     "gumbel_softmax": (4, (-1,)),
+    "msort": (_FIXED, (0,)),
     "normalize": (2, (1,)),
+    **dict.fromkeys(("quantile", "nanquantile"), (2, None)),
+    "renorm": (2, (0,)),
     "roll": (2, None),
     "rot90": (2, (0, 1)),
-    **dict.fromkeys(("tril", "triu"), (2, (-2, -1))),  # by numbers of rows
+    "searchsorted": (_FIXED, (-1,)),
+    **dict.fromkeys(("select_scatter", "slice_scatter"), (2, (0,))),
+    **dict.fromkeys("tril triu".split(), (_FIXED, (-2, -1))),  # by numbers of rows
+    # of matrices
+    **dict.fromkeys(
+        "qr svd inverse pinverse cholesky matrix_exp det svd_lowrank pca_lowrank".split(), (_FIXED, (-2, -1))
+    ),
 }
+IMPLICIT = frozenset("softmax log_softmax softmin".split())  # which take one by the rank, where none is given
+# Those of linear algebra are of matrices, in the last two dimensions; not these.
+OF_VECTORS = frozenset("norm vector_norm matrix_norm vecdot cross matmul multi_dot vander diagonal".split())
 ORDERING = {"sort": _LAST, "argsort": _LAST, "topk": (2, (-1,))}
-PICKING = {  # by indices
-    **dict.fromkeys("gather index_select index_add index_copy scatter scatter_add scatter_reduce".split(), _LAST),
-    **dict.fromkeys(("take", "take_along_dim"), (2, None)),
-}
-LAST_DIMENSIONS = frozenset("layer_norm rms_norm".split())  # these normalise the last ones, as many as are given
+BY_INDICES = {**dict.fromkeys(PICKING, _LAST), **dict.fromkeys(("take", "take_along_dim"), (2, None))}
+LAST_DIMENSIONS = frozenset("layer_norm rms_norm native_layer_norm".split())  # as many of these as are given
 # These read neighbours along the dimensions from this one on, or normalise over them.
-OF_IMAGES = {"unfold": 1, "fold": 1, "local_response_norm": 1, "group_norm": 1, "instance_norm": 2, "interpolate": 2}
-SCANS = frozenset("scan associative_scan".split())  # over the first dimension
-NUMBERING = frozenset("arange eye randperm".split())  # of samples, where what these make grows with them
+OF_IMAGES = {
+    **dict.fromkeys("unfold fold local_response_norm group_norm native_group_norm".split(), 1),
+    **dict.fromkeys("instance_norm interpolate upsample upsample_nearest upsample_bilinear".split(), 2),
+}
+SCANS = {"scan": 2, "associative_scan": 1}  # over the first dimension of the tensors at this place of the arguments
+NUMBERING = frozenset("arange eye randperm linspace logspace".split())  # of samples, where what these make grows
 # With one tensor, these leave numbers in their order, or give those of rows of each sample.
 IN_ORDER = frozenset(
     "view reshape flatten squeeze unsqueeze expand contiguous clone detach to type int long float double getitem "
@@ -64,33 +89,66 @@ IN_ORDER = frozenset(
 
 _FIRST = (slice(None, 1), slice(0, 1), slice(None, 1, 1), slice(0, 1, 1))
 ALONG_SAMPLES = "runs along the batch dimension"
-PAIRING = "pairs the samples of the batch with each other"
+TO_FLOATS = frozenset("to type type_as float double half bfloat16".split())
+COUNTED = "computes with what is counted over the samples"
 
 
-def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, numbers: Collection[fx.Node]) -> str:
-    """Why an operation on samples mixes them; empty where it keeps them apart. numbers: as `follows_numbers` finds."""
+class Made:
+    """What the values of a graph are made of, as they come in its order.
+
+    numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples'.
+    """
+
+    def __init__(self) -> None:
+        self.numbers, self.data, self.ranks = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+
+    def follow(self, node: fx.Node) -> None:
+        name, read, spec = operation(node), maker_of(node).all_input_nodes, node.meta.get("spec")
+        if self._is_number(node, name):
+            self.numbers.add(node)
+        takes_kind = name in FILLING or name.endswith("_like") or name.startswith("new_")
+        decide = [] if takes_kind else read[: 1 if name in CASTING or name.endswith("_as") else None]
+        if (node.op == "placeholder" and has_samples(node)) or not self.data.isdisjoint(decide):
+            self.data |= {node, *(in_memory_of(mutated(node)) if is_mutation(node) else ())}
+        read = read[: 1 if _picks(name) else None]
+        follows = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point and not self.ranks.isdisjoint(read)
+        if follows or _is_order(node, name):
+            self.ranks.add(node)
+
+    def _is_number(self, node: fx.Node, name: str) -> bool:
+        made_from = list(filter(has_samples, maker_of(node).all_input_nodes))
+        if not has_samples(node) or name in FILLING - NUMBERING or name.endswith("_like"):
+            return False
+        return name in NUMBERING or (bool(made_from) and all(source in self.numbers for source in made_from))
+
+
+def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str:
+    """Why an operation on samples mixes them; empty where it keeps them apart."""
+    read = node.all_input_nodes
     if normalises_by_batch(node):
         return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
-    if len(spec.batch_dims) > 1:
+    if any(len(each.batch_dims) > 1 for each in (spec, *map(_spec, read)) if each is not None):
+        return PAIRING
+    if name == "isin" and any(map(has_samples, read[1:])):
         return PAIRING
     if name == "embedding" and arguments_of(node)["scale_grad_by_freq"]:
         return "divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)"
     if name == "embedding" and has_samples(arguments_of(node)["weight"]) and block_of(node) is None:
         return "looks rows up among the samples of the batch (a table with as many rows needs a dimension before them)"
-    if name.startswith("masked_scatter") and not has_samples(node.all_input_nodes[-1]):
+    if name.startswith("masked_scatter") and not has_samples(read[-1]):
         return "deals the entries of a tensor without samples out to those of the batch, one after another"
     if node.meta.get("uneven"):
-        return "takes a part of the samples"
-    if node.meta.get("regroups"):
-        return "takes rows of several samples for one (transpose, or permute, before it)"
-    if node.meta.get("batch_numbers") and name in ARITHMETIC and spec.dtype.is_floating_point:
+        return PART
+    if computes_with_batch(node, name) and spec.dtype.is_floating_point:
         return "computes with the batch size"
-    given = [source for source in node.all_input_nodes if source in numbers and node not in numbers]
+    given = [source for source in read if source in made.numbers and node not in made.numbers]
     if given and (not all(map(_is_in_order, given)) if _picks(name) else spec.dtype.is_floating_point):
         return "computes with the numbers of the samples, which every micro-batch counts from 0"
-    if name == "einsum" and isinstance(node.args[0], str) and _sums_samples(node, node.args[0]):
+    if name in ARITHMETIC | TO_FLOATS and spec.dtype.is_floating_point and not made.ranks.isdisjoint(read):
+        return "computes with the places of entries in the order of those of all samples"
+    if name == "einsum" and spec.batch_dims and not set(letters_of_samples(node)) <= set(_equation(node)[1]):
         return "sums over the samples of the batch for each of them"
-    return why_it_runs_along(node, name)
+    return why_it_runs_along(node, name) or _why_it_picks(node, name, made)
 
 
 def why_values_mix(node: fx.Node, name: str) -> str:
@@ -105,12 +163,18 @@ def why_values_mix(node: fx.Node, name: str) -> str:
     return ""
 
 
-def follows_numbers(node: fx.Node, numbers: Collection[fx.Node]) -> bool:
-    """Whether a value is made of the numbers of the samples alone; numbers: the values before it that are."""
-    name, made_from = operation(node), list(filter(has_samples, node.all_input_nodes))
-    if not has_samples(node) or name in FILLING - NUMBERING or name.endswith("_like"):
-        return False
-    return name in NUMBERING or (bool(made_from) and all(source in numbers for source in made_from))
+def why_it_counts(node: fx.Node, name: str, spec: Any, is_count: Callable[[fx.Node], bool]) -> str:
+    """Why an operation mixes samples by what is counted over them, one value for all of a micro-batch; else empty."""
+    computes = name in ARITHMETIC and isinstance(spec, TensorSpec) and spec.dtype.is_floating_point
+    read = node.args[:1] if name == "cond" else node.all_input_nodes if computes else ()
+    return COUNTED if any(isinstance(each, fx.Node) and is_count(each) for each in read) else ""
+
+
+def computes_with_batch(node: fx.Node, name: str) -> bool:
+    """Whether an operation computes with a number that follows from the batch size, where others take it as a shape."""
+    numbers = node.meta.get("batch_numbers", {})
+    is_filled = name in ("full", "new_full") and node.meta.get("is_filled_with_batch", False)
+    return bool(numbers) and (name in ARITHMETIC or is_filled or any(isinstance(each, float) for each in numbers))
 
 
 def aligned(one: Any, other: Any) -> bool:
@@ -121,11 +185,18 @@ def aligned(one: Any, other: Any) -> bool:
 
 def why_it_runs_along(node: fx.Node, name: str) -> str:
     """Why an operation that works along a dimension, or several, mixes samples: it does so along theirs; else empty."""
-    spec = next((n.meta["spec"] for n in node.all_input_nodes if isinstance(n.meta.get("spec"), TensorSpec)), None)
+    if why := node.meta.get("misplaces", ""):
+        return str(why)
+    if name in SCANS:
+        scanned = tree_leaves(node.args[SCANS[name]])
+        return ALONG_SAMPLES if any(has_samples(each) and 0 in each.meta["spec"].batch_dims for each in scanned) else ""
+    spec = next(filter(None, map(_spec, node.all_input_nodes)), None)
     if spec is None or not spec.shape:
         return ""
     is_pick = name in ("getitem", "setitem", "index_put") and block_of(node) is None and _picks_samples(node, spec)
-    if not is_pick and all(dim % len(spec.shape) not in spec.batch_dims for dim in _dimensions(node, name, spec)):
+    is_by_indices = name in BY_INDICES or (name in ORDERING and not spec.dtype.is_floating_point)
+    is_trusted = is_by_indices and block_of(node) is not None
+    if not is_pick and (is_trusted or not _are_samples(spec, _dimensions(node, name, spec))):
         return ""
     is_attention = node.target is functional.multi_head_attention_forward
     return ALONG_SAMPLES + (" (give the module batch_first=True)" if is_attention else "")
@@ -141,19 +212,31 @@ def picks_of_equals(node: fx.Node, name: str) -> bool:
     return is_first and spec.stride[0] == 0
 
 
-def _sums_samples(node: fx.Node, equation: str) -> bool:
-    """Whether an einsum leaves out the dimension of a factor's samples, as ``"btd,ctd->bd"`` does."""
+def letters_of_samples(einsum: fx.Node) -> Iterator[str]:
+    """The letters that an equation, where it has them, gives the samples of its factors."""
+    letters, _ = _equation(einsum)
+    for each, value in zip(letters, tree_leaves(einsum.args[1:]), strict=False):
+        if has_samples(value) and "." not in each:
+            yield from (each[dim] for dim in value.meta["spec"].batch_dims)
+
+
+def _equation(einsum: fx.Node) -> tuple[list[str], str]:
+    """The letters of the factors, and of the result."""
+    equation = einsum.args[0] if isinstance(einsum.args[0], str) else ""
     factors, _, made = equation.replace(" ", "").replace("...", ".").partition("->")
-    pairs = zip(factors.split(","), tree_leaves(node.args[1:]), strict=False)
-    places = ((letters, each.meta["spec"]) for letters, each in pairs if has_samples(each) and "." not in letters)
-    return bool(made) and any(letters[dim] not in made for letters, spec in places for dim in spec.batch_dims)
+    return factors.split(","), made
+
+
+def _spec(node: fx.Node) -> TensorSpec | None:
+    spec = node.meta.get("spec")
+    return spec if isinstance(spec, TensorSpec) else None
 
 
 # Indices --------------------------------------------------------------------------------------------------------------
 
 
 def _picks(name: str) -> bool:
-    return name in ("getitem", "setitem", "index_put", "embedding_bag") or name in PICKING
+    return name in ("getitem", "setitem", "index_put", "embedding_bag") or name in BY_INDICES
 
 
 def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
@@ -164,6 +247,36 @@ def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
         return False
     is_mask = first.meta["spec"].dtype is torch.bool
     return first.meta.get("storage") is not None and not is_mask  # inside a vmap masks are looked up by sample
+
+
+def _why_it_picks(node: fx.Node, name: str, made: Made) -> str:
+    """Why what an operation inside a block picks mixes samples: no values of theirs decide it; else empty."""
+    if block_of(node) is None:
+        return ""
+    target = node.args[0] if name != "embedding" else arguments_of(node)["weight"]
+    spec, index = _spec(target) if isinstance(target, fx.Node) else None, None
+    if spec is None or len(spec.batch_dims) != 1:
+        return ""
+    if name == "embedding":
+        index = arguments_of(node)["input"]
+    elif name in ("getitem", "setitem", "index_put"):
+        index = index_along(node, spec.batch_dims[0])
+    elif name in BY_INDICES and _are_samples(spec, _dimensions(node, name, spec)):
+        named = [node.kwargs[key] for key in ("index", "indices") if key in node.kwargs]
+        index = [*named, *node.args[1 if name.startswith("take") else 2 :]][0]
+    is_own = isinstance(index, fx.Node) and has_samples(index) and _is_in_order(index)
+    is_fixed = isinstance(index, fx.Node) and index not in made.data and not is_own
+    return "picks among the samples by indices that none of them decides" if is_fixed else ""
+
+
+def _is_order(node: fx.Node, name: str) -> bool:
+    """Whether a node says where entries of several samples are once they are in order."""
+    maker = maker_of(node)
+    kind, spec = operation(maker), next(filter(None, map(_spec, maker.all_input_nodes)), None)
+    is_indices = kind == "argsort" if maker is node else node.args[1] == 1
+    if not is_indices or kind not in ORDERING or spec is None or not spec.shape:
+        return False
+    return _are_samples(spec, _dimensions(maker, kind, spec))
 
 
 def _is_in_order(node: fx.Node) -> bool:
@@ -179,31 +292,40 @@ def _is_in_order(node: fx.Node) -> bool:
 
 def _dimensions(node: fx.Node, name: str, spec: TensorSpec) -> tuple[int, ...]:
     """The dimensions of its first input along which an operation works, where it is one that does."""
-    if node.target is functional.scaled_dot_product_attention:
+    rank = len(spec.shape)
+    if "scaled_dot_product" in name:
         return (-2,)
-    if node.target is functional.multi_head_attention_forward or name in SCANS:  # batch_first modules transpose before
+    if node.target is functional.multi_head_attention_forward:  # batch_first modules transpose before
         return (0,)
     if name in LAST_DIMENSIONS:
         shape = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else ())
         return tuple(range(-len(shape), 0)) if isinstance(shape, (tuple, list)) else ()
-    if found := _neighbours(node, name, len(spec.shape)):
+    if found := _neighbours(node, name, rank):
         return found
-    is_by_indices = name in PICKING or (name in ORDERING and not spec.dtype.is_floating_point)
-    if block_of(node) is not None and is_by_indices:
-        return ()
-    if (known := {**ALONG_DIMENSIONS, **ORDERING, **PICKING}.get(name)) is None:
+    if name.startswith("linalg_") and name.removeprefix("linalg_") not in OF_VECTORS:
+        return (-2, -1) if rank > 1 else ()
+    if (known := {**ALONG_DIMENSIONS, **ORDERING, **BY_INDICES}.get(name)) is None:
         return ()
     place, otherwise = known
     named: list[Any] = [node.kwargs[key] for key in ("dim", "dims", "dimension", "axis") if key in node.kwargs]
+    is_given = bool(named or node.args[place:])
     given = node.args[1:] if name == "flip" and not named else [*named, *node.args[place:], otherwise][0]
+    if name in IMPLICIT and (given is None or not is_given):
+        return (0,) if rank in (1, 3) else (1,)
     if given is None:
-        return tuple(range(len(spec.shape)))
-    return tuple(dim for dim in tree_leaves(given) if isinstance(dim, int))
+        return tuple(range(rank))
+    dims = tuple(dim for dim in tree_leaves(given) if isinstance(dim, int))
+    return tuple({*range(rank)} - {dim % rank for dim in dims}) if name == "renorm" else dims
+
+
+def _are_samples(spec: TensorSpec, dims: tuple[int, ...]) -> bool:
+    """Whether samples are along one of these dimensions."""
+    return any(dim % len(spec.shape) in spec.batch_dims for dim in dims)
 
 
 def _neighbours(node: fx.Node, name: str, rank: int) -> tuple[int, ...]:
     """The dimensions along which entries are read or normalised together, as those of an image and its channels."""
-    if name == "pad":
+    if name in ("pad", "constant_pad_nd"):
         pad: Any = node.kwargs.get("pad", node.args[1] if len(node.args) > 1 else ())
         return tuple(-1 - index // 2 for index, number in enumerate(pad) if number)
     if name in OF_IMAGES and node.op == "call_function":  # a tensor's `unfold` is another

@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from math import gcd, prod
 from typing import Any
 
 import sympy
@@ -22,7 +21,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, graph_module, source_line
-from gs_compile.capture.operations import CHOOSING, FUNCTION, REGROUPING, operation
+from gs_compile.capture.operations import CHOOSING, operation
+from gs_compile.capture.places import place
 from gs_compile.errors import GROUPED, CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -129,7 +129,9 @@ class _Fold:
         return tuple(self.spec(part) for part in value) if isinstance(value, (tuple, list)) else None
 
     def is_uneven(self, value: Any) -> bool:
-        """Whether a size grows with the batch, but not in proportion: a tensor without its first sample."""
+        """Whether a size of a tensor, or of several, grows with the batch, but not in proportion: without a sample."""
+        if isinstance(value, (tuple, list)):
+            return any(map(self.is_uneven, value))
         sizes = map(self.size, value.shape if isinstance(value, torch.Tensor) else ())
         return any(size.is_of_batch and not size.is_proportional for size in sizes)
 
@@ -211,35 +213,28 @@ class _Copy:
             "spec": self.fold.spec(example),
             "batch_numbers": {size.number: size.is_proportional for size in read if size.is_of_batch},
             "uneven": self.fold.is_uneven(example),
-            "regroups": operation(node) in REGROUPING and self._regroups(node, example),
             "storage": _storage(example),
+            "is_filled_with_batch": self._is_filled_with_batch(node),
         }
         if self.autocast:
             copied.meta["autocast"] = self.autocast
-        if operation(node) == FUNCTION:
-            bodies = (each for each in node.all_input_nodes if each.op == "get_attr")
-            copied.meta["bodies"] = [self._body(getattr(module, str(each.target))) for each in bodies]
+        if bodies := [getattr(module, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]:
+            copied.meta["bodies"] = [self._body(each) for each in bodies if isinstance(each, fx.GraphModule)]
+        copied.meta["run"], copied.meta["misplaces"] = place(copied, self.fold.size_of_batch)
         return copied if self.grad_mode else self._detached(copied)
 
+    def _is_filled_with_batch(self, node: fx.Node) -> bool:
+        """Whether what a tensor is filled with follows from the batch size; its shape may in any case."""
+        place = {"full": 1, "new_full": 2}.get(operation(node))
+        filling = [node.kwargs.get("fill_value"), *node.args[place : place + 1]] if place else []
+        sizes = (self.fold.size(each.meta.get("example_value")) for each in filling if isinstance(each, fx.Node))
+        return any(size.is_of_batch for size in sizes)
+
     def _body(self, module: fx.GraphModule) -> fx.GraphModule:
-        """The graph of a function of the model's own, to be looked at."""
+        """The graph of an operation of the model's own, to be looked at."""
         body = fx.GraphModule(torch.nn.Module(), fx.Graph())
         body.graph.output(_Copy(body, self.fold, None).copy(module, {}))
         return body
-
-    def _regroups(self, node: fx.Node, example: Any) -> bool:
-        """Whether a tensor is read in other rows, in which the dimension that grows is not that of its samples.
-
-        In memory a sample's entries are behind those of the dimensions before its own.
-        """
-        specs = [self.fold.spec(each) for each in (node.all_input_nodes[0].meta.get("example_value"), example)]
-        if not all(isinstance(spec, TensorSpec) and len(spec.batch_dims) == 1 and spec.is_sized for spec in specs):
-            return False
-        dims = [spec.batch_dims[0] for spec in specs]
-        one, other = (prod(spec.shape[:dim]) for spec, dim in zip(specs, dims, strict=True))
-        of_one, of_other = (s.shape[dim] // self.fold.size_of_batch for s, dim in zip(specs, dims, strict=True))
-        common = gcd(one, other)  # a dimension may have others within, before the samples or behind them
-        return bool(of_one % (other // common) or of_other % (one // common))
 
     def _refuse_boundless(self, node: fx.Node, values: frozenset[sympy.Symbol]) -> None:
         """Raise for an operation whose result may be of any size, as its memory cannot be planned."""

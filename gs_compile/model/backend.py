@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import absorb_libraries, capture, guard_model, refuse
+from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_model, refuse
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.limit import is_last_compile, note_last_compile
@@ -63,7 +63,7 @@ def greedysnake(
     own.
     """
     if is_in_hook():
-        return module.forward
+        raise SkipFrame("a hook runs as it is written")
     watch().forget()
     is_last, checked = is_last_compile(), Options()
     compilation: Compilation | None = None
@@ -310,7 +310,8 @@ def _refuse_other_layers(engine: Engine, model: SpecializedModel, *, training: b
     if training:
         raise OptimizerError(
             f"{words}, for which it is planned: run all of them in each step, and multiply what one is to leave out by "
-            "0; or use a torch.optim optimizer, which leaves parameters in memory. Nothing was updated"
+            "0; call a model on the tiers that another one reads in a hook, as its teacher, ahead of that; or use a "
+            "torch.optim optimizer, which leaves parameters in memory. Nothing was updated"
         )
     raise CaptureError(words)
 

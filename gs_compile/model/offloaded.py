@@ -8,6 +8,7 @@ is. So nobody computes with the placeholder. What cannot be done with a value th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -18,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
 from gs_compile.capture.internals import changes, makes_replicas, makes_state_dict, tree_map_only, untraced
-from gs_compile.errors import ReleasedParameterError
+from gs_compile.errors import ReleasedParameterError, UncapturedWarning
 from gs_compile.model.files import shares_memory
 
 Tensor = torch.Tensor
@@ -137,7 +138,17 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
 
     def stride(self, dim: int | None = None) -> Any:
         """Those of the value, which is contiguous; another backend's capture guards those of the memory."""
-        strides = (0,) * self.dim() if is_foreign() else torch.empty(self.shape, device="meta").stride()
+        if is_foreign():
+            warnings.warn(
+                "a graph of another backend reads parameters on the tiers, each where it is used, as plain PyTorch "
+                "does: a compiled model that is called inside of another one, as a teacher in its hooks, runs on the "
+                "tiers if it is called ahead of that one, or as torch.compiler.disable(model)",
+                UncapturedWarning,
+                stacklevel=2,
+            )
+            strides: tuple[int, ...] = (0,) * self.dim()
+        else:
+            strides = torch.empty(self.shape, device="meta").stride()
         return strides if dim is None else strides[dim]
 
     def changed(self, values: Tensor) -> None:

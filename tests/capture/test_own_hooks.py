@@ -7,7 +7,11 @@ from functools import partial
 import pytest
 import torch
 import zoo
-from zoo import GPT, assert_same_gradients, compile_model, gradients, train
+from tiered import adamw, options
+from zoo import GPT, assert_same_gradients, compile_model, gradients, loss_of, train
+
+from gs_compile.errors import OptimizerError, UncapturedWarning
+from gs_compile.model.tiered_call import TieredCall
 
 batch = partial(zoo.batch, marked=False)  # as users give it
 
@@ -50,3 +54,57 @@ def test_hooks_of_the_compiled_model_itself_run_as_they_are_written(capsys):
     assert_same_gradients(found[1], expected)
     assert found[2] == printed
     assert len(seen) == 4
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A model on storage, of as many layers as no other here, after a step."""
+    torch._dynamo.reset()
+    model = GPT(num_layers=3)
+    optimizer = adamw([{"params": list(model.parameters())}])
+    model.compile(backend="greedysnake", options=options(tmp_path_factory.mktemp("teacher"), outputs="all"))
+    loss_of(model, *batch()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    yield model
+    optimizer.engine.tiers.close()
+
+
+def taught(student, where, teacher, monkeypatch):
+    """What a teacher that is called in a hook of a module gives in a step of a student, and the calls on its tiers."""
+    (ids, _), given, ran, run = batch(), [], [], TieredCall._run_forward
+
+    @torch.no_grad()
+    def teach(*_):
+        given.append(teacher(ids)[0])
+
+    monkeypatch.setattr(TieredCall, "_run_forward", lambda self: ran.append(self) or run(self))
+    hook = where.register_forward_hook(teach)
+    train(student, *batch())
+    hook.remove()
+    return given[0], len(ran)
+
+
+@pytest.mark.parametrize("student", [GPT, lambda: compile_model(GPT(), 2)], ids=["as it is", "compiled"])
+def test_a_teacher_in_a_hook_runs_on_its_tiers(student, teacher, monkeypatch):
+    with torch.no_grad():
+        wanted = teacher(batch()[0])[0]
+    model = student()
+    found, number = taught(model, model, teacher, monkeypatch)
+    torch.testing.assert_close(found, wanted)
+    assert number == 1
+
+
+@pytest.mark.filterwarnings("ignore:the model.s blocks are of:gs_compile.errors.UniformityWarning")
+def test_a_teacher_in_another_graph_is_named(teacher, monkeypatch):
+    """Dynamo has it in the graph of who calls it: of another backend, or of this one."""
+    model = GPT()
+    model.compile(backend="eager")
+    with pytest.warns(UncapturedWarning, match="as a teacher in its hooks, runs on the tiers"):
+        found, number = taught(model, model, teacher, monkeypatch)
+    assert number == 0
+    with torch.no_grad():
+        torch.testing.assert_close(found, teacher(batch()[0])[0])
+    model = compile_model(GPT(), 2)
+    with pytest.raises(OptimizerError, match="as its teacher, ahead of that"):
+        taught(model, model.blocks[0], teacher, monkeypatch)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
-from captured import TOKENS, WIDTH, Tiny, batch, captured, run
+from captured import TOKENS, WIDTH, Tiny, assert_same_step, batch, captured, run
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
 from torch.nn import functional
 
+from gs_compile.capture.loss import loss
 from gs_compile.errors import SeparationError
 
-# Dynamo instantiates an autograd.Function, for plain torch too.
-pytestmark = pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")
+pytestmark = [
+    # Dynamo instantiates an autograd.Function, for plain torch too.
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax:UserWarning"),
+]
 
 
 class Centred(torch.autograd.Function):
@@ -33,14 +39,32 @@ class Standardised(Centred):
         return (x - mean) / (variance + 1.0)
 
 
-class Normalised(torch.autograd.Function):
+class Nested(Centred):
+    """Where gradients are on, the other function is one of its own in the graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            return 2.0 * Centred.apply(x)
+
+
+class Identity(Centred):
     @staticmethod
     def forward(ctx, x):
         return x * 1.0
 
+
+class Normalised(Identity):
     @staticmethod
     def backward(ctx, gradient):
         return gradient / gradient.norm()
+
+
+class NestedBackward(Identity):
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            return Centred.apply(gradient)
 
 
 class Scaled(torch.autograd.Function):
@@ -56,7 +80,64 @@ class Scaled(torch.autograd.Function):
         x, scale = ctx.saved_tensors
         found = (gradient * x).sum((0, 1))
         rows = (x.flatten(0, 1).sum(1)[None] @ gradient.flatten(0, 1)).t()[:, 0]
-        return gradient * scale, 0.5 * torch.stack((found + rows / 2, rows)).sum(0)
+        added = torch.zeros_like(scale)
+        added.index_add_(0, torch.arange(WIDTH).repeat(x.shape[0] * TOKENS), (gradient * x).flatten())
+        weighed = torch.einsum("btd,btd->d", gradient, x)
+        return gradient * scale, 0.25 * torch.stack((found + rows / 2, rows, added, weighed)).sum(0)
+
+
+class OfTheFirst(Scaled):
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x)[0].sum(0)
+
+
+class OfTheProduct(Scaled):
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        return gradient * scale, torch.einsum("btd,csd->d", gradient, x)
+
+
+class Shrinking(Scaled):
+    @staticmethod
+    def backward(ctx, gradient):
+        _, scale = ctx.saved_tensors
+        return gradient * scale, 0.1 * scale.sign()
+
+
+class AddedAndDivided(Scaled):
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        added = torch.zeros_like(scale)
+        added.index_add_(0, torch.arange(WIDTH).repeat(x.shape[0] * TOKENS), (gradient * x).flatten())
+        return gradient * scale, added / added.norm()
+
+
+class Rounded(torch.autograd.Function):
+    """Of a parameter alone."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return (weight * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 0.5 * gradient
+
+
+class Clamped(Rounded):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-0.1, 0.1)
+
+
+@torch.compiler.assume_constant_result
+def constant():
+    """In a graph it is a tensor of its own, as graphs of functions are."""
+    return torch.full((WIDTH,), 3.0)
 
 
 class Attention(nn.Module):
@@ -71,12 +152,12 @@ class Attention(nn.Module):
 
 
 class Scaling(nn.Module):
-    def __init__(self):
+    def __init__(self, function):
         super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 3.0))
+        self.scale, self.function = nn.Parameter(torch.full((WIDTH,), 3.0)), function
 
     def forward(self, x):
-        return x + Scaled.apply(x, self.scale)
+        return x + self.function(x, self.scale)
 
 
 class Block(nn.Module):
@@ -92,12 +173,51 @@ def flat(x):
     return x.reshape(-1, WIDTH)
 
 
+def turned(x):
+    """Tokens before samples."""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
 def like(rows, x):
     return rows.reshape(x.shape)
 
 
 def numbers(x):
     return torch.arange(x.shape[0])
+
+
+def zeros(x):
+    return torch.zeros_like(x, dtype=torch.long)
+
+
+def order(x):
+    return x.argmax(-1).flatten().argsort(stable=True)
+
+
+def inverse(places):
+    found = torch.empty_like(places)
+    found[places] = torch.arange(len(places))
+    return found
+
+
+def changed(x, *index):
+    x = 1 * x
+    x[index] = 0.0
+    return x
+
+
+def decayed(x, dim, combine=lambda carry, row: 0.5 * carry + row):
+    """Each row and half of those before it."""
+
+    def step(carry, row):
+        carry = combine(carry, row)
+        return carry, carry.clone()
+
+    return scan(step, x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]]), 1 * x, dim=dim)[1]
+
+
+def chosen(x, predicate, other=torch.neg):
+    return torch.cond(predicate, other, lambda x: 1.0 * x, (x,))
 
 
 def per_sample(x, kernel):
@@ -109,15 +229,20 @@ def per_sample(x, kernel):
 
 
 ALONG, NUMBERS, COUNTED = "runs along the batch", "with the numbers of the samples", "with what is counted over"
+ROWS, PART, PAIRS = "takes rows of several samples", "takes a part of the samples", "pairs the samples"
+PICKED, SIZE, REDUCES = "by indices that none of them decides", "computes with the batch size", "reduces over the"
+NO_SUM = "of values reduced over the batch is no sum of shares"
 MIXES = {
     "numbers by arithmetic": (lambda x: x * (1 + numbers(x))[:, None, None], NUMBERS),
     "numbers compared": (lambda x: torch.where((numbers(x) > 1)[:, None, None], x, -x), NUMBERS),
     "numbers in a table": (lambda x: x + torch.arange(99.0)[numbers(x)][:, None, None], NUMBERS),
+    "rows of some numbers changed": (lambda x: changed(x, numbers(x) == 1), NUMBERS),
     "rows in another order": (lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)], NUMBERS),
     "rows moved on": (lambda x: x[(numbers(x) + 1) % x.shape[0]], NUMBERS),
     "rows in pairs": (lambda x: x[numbers(x) ^ 1], NUMBERS),
     "rows shuffled": (lambda x: x + x[torch.randperm(x.shape[0])], NUMBERS),
-    "rows by a matrix": (lambda x: (torch.eye(x.shape[0]) @ x.flatten(1)).view_as(x), NUMBERS),
+    "rows by a matrix": (lambda x: (torch.eye(x.shape[0]) @ x.flatten(1)).view_as(x), PAIRS),
+    "rows by a matrix of ones": (lambda x: (torch.ones(x.shape[0], x.shape[0]) @ x.flatten(1)).view_as(x), PAIRS),
     "tokens of all shifted": (lambda x: like(functional.pad(flat(x), (0, 0, 1, -1)), x), ALONG),
     "tokens of all averaged": (
         lambda x: like(functional.avg_pool1d(flat(x).T[None], 3, 1, 1)[0].T, x),
@@ -130,7 +255,17 @@ MIXES = {
     "tokens of all normalised": (lambda x: like(functional.instance_norm(flat(x).T[None])[0].T, x), ALONG),
     "rows weighed by all": (lambda x: torch.einsum("btd,ctd->bd", x, x)[:, None], "sums over the samples"),
     "rows softened": (lambda x: torch.special.softmax(x, 0), ALONG),
+    "rows softened, by an operator": (lambda x: torch.ops.aten.softmax.int(x, 0), ALONG),
+    "rows softened, as nobody says": (lambda x: functional.softmax(x), ALONG),
+    "rows normalised by those of all": (
+        lambda x: torch.native_batch_norm(x.mT, None, None, None, None, True, 0.1, 1e-5)[0].mT,
+        "normalises by the statistics of the batch",
+    ),
     "rows differenced": (lambda x: torch.diff(x, dim=0, prepend=torch.zeros(1, TOKENS, WIDTH)), ALONG),
+    "rows scanned": (lambda x: decayed(x, 0), ALONG),
+    "rows decomposed": (lambda x: torch.linalg.pinv(x.flatten(1)).T.view_as(x), ALONG),
+    "entries of all bounded": (lambda x: torch.renorm(x, 2, 2, 0.1), ALONG),
+    "a diagonal through all": (lambda x: (1 * x.flatten(1)).fill_diagonal_(0.0).view_as(x), ALONG),
     "tokens of all transformed": (lambda x: like(torch.fft.fft(flat(x), dim=0).real, x), ALONG),
     "halves exchanged": (lambda x: torch.fft.fftshift(x), ALONG),
     "the best tokens of all": (
@@ -139,17 +274,66 @@ MIXES = {
     ),
     "tokens of all in order": (lambda x: like(flat(x)[flat(x).sum(-1).argsort()], x), ALONG),
     "values in order": (lambda x: x.sort(0).values, ALONG),
-    "rows for columns": (lambda x: x.reshape(TOKENS, -1, WIDTH).transpose(0, 1), "takes rows of several samples"),
+    "values in order, by another name": (lambda x: torch.msort(x), ALONG),
+    "as many tokens as there is room for": (
+        lambda x: like(flat(x) * (order(x).argsort() < 7)[:, None], x),
+        "with the places of entries in the order of those of all samples",
+    ),
+    "rows for columns": (lambda x: x.reshape(TOKENS, -1, WIDTH).transpose(0, 1), ROWS),
+    "rows for columns, in two steps": (lambda x: flat(x).view(TOKENS, -1, WIDTH).transpose(0, 1), ROWS),
+    "heads for samples": (
+        lambda x: (
+            x.view(-1, TOKENS, 2, WIDTH // 2).permute(2, 0, 1, 3).reshape(-1, TOKENS, WIDTH // 2)
+            .view(-1, 2, TOKENS, WIDTH // 2).transpose(1, 2).flatten(2)
+        ),
+        ROWS,
+    ),
+    "tokens of samples with samples of tokens": (lambda x: like(flat(x) * turned(x), x), PAIRS),
+    "the first tokens of all": (lambda x: flat(x)[: x.shape[0], None], PART),
+    "each of so many tokens of all": (lambda x: turned(x)[::TOKENS, None], PART),
+    "halves in turn": (lambda x: torch.cat(x.chunk(2)[::-1]), PART),
+    "samples beside each other, halved": (lambda x: x.repeat_interleave(2, 0).chunk(2)[1], PART),
+    "two batches, from the second sample on": (lambda x: torch.cat([x, -x])[1 : x.shape[0] + 1], PART),
+    "memory of others": (
+        lambda x: torch.cat([x, -x], 1).as_strided((x.shape[0], TOKENS, WIDTH), (TOKENS * WIDTH, WIDTH, 1)),
+        "reads the memory of several samples",
+    ),
+    "the first changed": (lambda x: changed(x, 0), PART),
+    "rows picked by a constant": (lambda x: x.gather(0, zeros(x)), PICKED),
+    "rows of a table of samples": (lambda x: functional.embedding(zeros(flat(x)[:, 0]), flat(x)).view_as(x), PICKED),
+    "rows indexed by a constant": (lambda x: x[torch.zeros(x.shape[0], dtype=torch.long)], PICKED),
+    "rows added to the first": (lambda x: torch.zeros_like(x).scatter_add(0, zeros(x), x), PICKED),
+    "rows added to one": (lambda x: x.index_add(0, torch.tensor([0]), torch.ones(1, TOKENS, WIDTH)), PICKED),
+    "tokens picked by a constant": (lambda x: like(flat(x).index_select(0, zeros(flat(x)[:, 0])), x), PICKED),
+    "the batch size in a tensor": (lambda x: x * torch.full((x.shape[0], 1, 1), x.shape[0]), SIZE),
+    "the batch size as a scale": (
+        lambda x: functional.scaled_dot_product_attention(x, x, x, scale=1 / x.shape[0]),
+        SIZE,
+    ),
+    "the batch size as a bound": (lambda x: torch.clip(x, max=0.1 * x.shape[0]), SIZE),
     "attention over samples": (partial(Attention, batch_first=False), ALONG),
     "a function of its own": (lambda x: Centred.apply(x), "(mean) reduces over the samples"),
     "a function of its own, with two results": (
         lambda x: Standardised.apply(x),
         "(var_mean) reduces over the samples",
     ),
+    "a function in a function": (lambda x: Nested.apply(x), "(mean) reduces over the samples"),
+    "a function in the backward of a function": (lambda x: NestedBackward.apply(x), "(mean) reduces over the samples"),
     "a gradient of its own": (lambda x: Normalised.apply(x), "(norm) reduces over the samples"),
+    "a gradient of the first sample": (partial(Scaling, OfTheFirst.apply), "(getitem) reduces over the samples"),
+    "a gradient of two sums": (partial(Scaling, OfTheProduct.apply), "(einsum) reduces over the samples"),
+    "a gradient of no sample": (partial(Scaling, Shrinking.apply), "the same for all micro-batches"),
+    "a gradient of a sum in place": (partial(Scaling, AddedAndDivided.apply), "`norm` " + NO_SUM),
+    "a gradient of a parameter": (partial(Scaling, lambda x, scale: x * Clamped.apply(scale)), "`clamp` " + NO_SUM),
+    "what is scanned with": (
+        lambda x: decayed(x, 1, lambda carry, row: 0.5 * carry + row - row.mean(0)),
+        "(mean) reduces over the samples",
+    ),
+    "what is chosen": (lambda x: chosen(x, torch.ones((), dtype=torch.bool), lambda x: x - x.mean(0)), "(mean) reduces"),
+    "a choice": (lambda x: chosen(x, (x > 9).any()), COUNTED),
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
-}
+}  # fmt: skip
 KEEPS = {
     "attention": partial(Attention, batch_first=True),
     "a token of each": lambda x: x + x[numbers(x), x.sum(-1).argmax(1)][:, None],
@@ -157,52 +341,78 @@ KEEPS = {
         x + flat(x)[numbers(x) * TOKENS + x.sum(-1).argmax(1)][:, None] + flat(x)[numbers(x) * TOKENS + 1][:, None]
     ),
     "experts' tokens": lambda x: like(flat(x)[numbers(flat(x)).repeat_interleave(2)[order(x) * 2]][order(x).argsort()], x),
+    "experts' tokens, by places that are written": lambda x: like(flat(x)[order(x)][inverse(order(x))], x),
     "a token of each, put": lambda x: torch.zeros_like(x).index_put((numbers(x), x.sum(-1).argmax(1)), x[:, 0]),
-    "a function of its own": partial(Scaling),
+    "a function of its own": partial(Scaling, Scaled.apply),
+    "a function of a parameter": partial(Scaling, lambda x, scale: x * Rounded.apply(scale)),
+    "a function of a constant": lambda x: Scaled.apply(x, constant()),
     "tokens weighed": lambda x: torch.einsum("b t d, b s d -> b t", x, x.tanh())[..., None],
     "tokens shifted": lambda x: functional.pad(x, (0, 0, 1, -1)),
     "tokens averaged": lambda x: functional.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
     "tokens in order": lambda x: x.gather(1, x.sort(1).indices).sort(-1).values,
+    "tokens scanned": lambda x: decayed(x, 1),
+    "tokens scanned in a tree": lambda x: associative_scan(lambda a, b: a + 0.5 * b, x, dim=1, combine_mode="generic"),
+    "rows bounded": lambda x: torch.renorm(x, 2, 0, 0.1),
     "channels normalised": lambda x: functional.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
     "tokens by expert": lambda x: like(torch.zeros_like(flat(x)).index_copy(0, order(x), flat(x)[order(x)]), x),
     "heads before samples": lambda x: (
         x.view(-1, TOKENS, 2, WIDTH // 2).permute(2, 0, 1, 3).reshape(-1, TOKENS, WIDTH // 2).softmax(1)
         .view(2, -1, TOKENS, WIDTH // 2).permute(1, 2, 0, 3).flatten(2)
     ),
+    "tokens before samples": lambda x: turned(x).view(TOKENS, -1, WIDTH).transpose(0, 1),
+    "the first token of each": lambda x: flat(x)[::TOKENS, None],
+    "windows of tokens": lambda x: (1 * x).as_strided((x.shape[0], TOKENS - 1, 2, WIDTH), (*x.stride()[:1], WIDTH, WIDTH, 1))[:, :1, 1],
+    "two batches": lambda x: torch.cat([x, 2 * x])[x.shape[0] :] + torch.cat([x, -x]).chunk(2)[1],
+    "samples beside each other": lambda x: x.repeat_interleave(2, 0)[1::2],
+    "a choice": lambda x: chosen(x, torch.ones((), dtype=torch.bool)),
     "a kernel for each": lambda x: per_sample(x, x[:, :3].transpose(1, 2).reshape(-1, 1, 3)),
 }  # fmt: skip
 
 
-def order(x):
-    return x.argmax(-1).flatten().argsort(stable=True)
+def made(function):
+    return function() if isinstance(function, partial) else Block(function)
 
 
-QUICK = """numbers by arithmetic, rows shuffled, tokens of all shifted, tokens of all convolved, the best tokens of all,
-rows for columns, attention over samples, a gradient of its own, any""".replace("\n", " ").split(", ")
-assert {*QUICK} <= MIXES.keys()
+class Each(nn.Module):
+    """Blocks beside each other, with an output each."""
+
+    def __init__(self, functions):
+        super().__init__()
+        self.blocks = nn.ModuleList(map(made, functions))
+
+    def forward(self, x):
+        return [block(x) for block in self.blocks]
 
 
-def case_of(*functions):
+@cache
+def mixing():
+    """One capture for all, at two samples."""
     torch.manual_seed(0)
-    made = [each() if isinstance(each, partial) else Block(each) for _ in range(2) for each in functions]
-    half = len(functions)
-    return captured(Tiny(lambda p, y: p, [nn.Sequential(*made[:half]), nn.Sequential(*made[half:])]), *batch(4))
+    case = captured(Each([function for function, _ in MIXES.values()]), torch.randn(4, TOKENS, WIDTH))
+    return case.captured, case.specialized(2)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MIXES])
+@pytest.mark.parametrize("name", MIXES)
 def test_what_mixes_samples_is_refused(name):
-    function, words = MIXES[name]
+    found, module = mixing()
     with pytest.raises(SeparationError) as caught:
-        case_of(function).separated(2)
-    assert words in caught.value.message
+        loss(module, found, kept=[each == name for each in MIXES], alone=False)
+    assert MIXES[name][1] in caught.value.message
 
 
 def test_what_keeps_samples_apart_is_right():
-    case = case_of(*KEEPS.values())
+    torch.manual_seed(0)
+    case = captured(Each(KEEPS.values()), torch.randn(4, TOKENS, WIDTH))
     module = case.separated(2).module
-    parts = [run(module, case.named(start, 2))[0] for start in (0, 2)]
-    whole = run(case.specialized(4), case.named())[0]
-    torch.testing.assert_close(torch.cat(parts), whole)
+    parts = zip(*(run(module, case.named(start, 2)) for start in (0, 2)), strict=True)
+    for name, found, whole in zip(KEEPS, parts, run(case.specialized(4), case.named()), strict=True):
+        torch.testing.assert_close(torch.cat(found), whole, msg=lambda words, name=name: f"{name}: {words}")
+
+
+def test_a_scan_over_the_sequence_trains():
+    torch.manual_seed(0)
+    blocks = [Block(lambda x: decayed(x, 1)) for _ in range(2)]
+    assert_same_step(Tiny(blocks=blocks), *batch(4))
 
 
 def test_numbers_of_samples_are_no_output():

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from functools import partial
+
 import expecttest
 import pytest
 import torch
-from captured import WIDTH, WORDS, Block, Tiny, batch, captured, text, texts
+import zoo
+from captured import TOKENS, WIDTH, WORDS, Block, Tiny, batch, captured, text, texts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from parts import Any, Reading, Sides, assert_units_equal_the_model
@@ -126,6 +129,45 @@ def test_side_inputs(make, reads, layer, requires_grad):
     assert sides == [[], *reads, []]
     assert [spec.requires_grad for spec in cut.sides[PROLOGUE]] == requires_grad
     assert_units_equal_the_model(model, *batch(4))
+
+
+class Sinking(nn.Module):
+    """Attention in many steps, by a mask, rotations and a sink, as gpt-oss has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys, self.values = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.sink = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x, mask, *turns):
+        cos, sin = (turn[..., None] for turn in turns)
+        scores = (self.queries(x) * cos) @ (self.keys(x) * sin).mT + mask
+        scores = torch.cat([scores, self.sink.expand(len(x), TOKENS, 1)], -1)
+        return x + scores.softmax(-1)[..., :-1] @ self.values(x)
+
+
+class OwnMasks(Tiny):
+    """Each of two layers reads another mask than the other, and both the same turns."""
+
+    def forward(self, ids, labels=None):
+        x, turns = self.embed(ids), (ids.cos(), ids.sin())
+        masks = [(ids > bound).float()[:, None] for bound in (3, 5)]
+        for block, mask in zip(self.blocks, masks, strict=True):
+            x = block(x, mask, *turns)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (partial(OwnMasks, blocks=[Sinking(), Sinking()]), (2, TOKENS, WIDTH)),
+        pytest.param(partial(zoo.small, "gpt_oss"), (2, TOKENS, zoo.WIDTH), marks=pytest.mark.slow),
+    ],
+    ids=["two masks", "gpt_oss"],
+)
+def test_a_mask_that_the_first_of_two_layers_reads_is_not_what_goes_through_them(model, shape):
+    units = captured(model(), batch(4)[0]).split().units
+    assert [unit.result_specs[0].shape for unit in units[:-1]] == [shape] * 3
 
 
 # Stacks and outputs ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,9 @@ import gs_compile
 from gs_compile.capture.dynamo import guard_memory
 from gs_compile.model.residency import is_offloaded, stash
 
+# That they are read by others is what is tested.
+pytestmark = pytest.mark.filterwarnings("ignore:a graph of another backend:gs_compile.errors.UncapturedWarning")
+
 
 class Weighted(nn.Module):
     """A function of torch applied to the input and parameters of these shapes."""

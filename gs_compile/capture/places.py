@@ -1,0 +1,180 @@
+"""places: where the samples are along the dimension of a value that grows with the batch.
+
+    tokens of each sample    0 0 0 1 1 1    runs of 3: all entries of a sample, then all of the next
+    samples of each token    0 1 0 1 0 1    runs of 1: an entry of each sample, three times
+
+What is read in other rows, cut, repeated or joined has its samples at other places. An operation on the entries of two
+values that have them at different places pairs the samples with each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from gs_compile.capture.graph import TensorSpec
+from gs_compile.capture.operations import JOINING, PICKING, REGROUPING, WRITING, has_samples, maker_of, operation
+
+PAIRING = "pairs the samples of the batch with each other"
+PART = "takes a part of the samples"
+REGROUPED = "takes rows of several samples for one (transpose, or permute, before it)"
+CUTTING = frozenset("split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
+KEEPING_RUNS = frozenset("repeat tile".split()) | CUTTING
+APART = (
+    WRITING | PICKING | frozenset("getitem setitem embedding to".split())
+)  # these take rows of one tensor by another
+
+
+class Place(NamedTuple):
+    """run: how many entries of a sample are in a row; None: not known. why: the operation mixes samples; else empty."""
+
+    run: int | None = None
+    why: str = ""
+
+
+class _Along(NamedTuple):
+    """The dimension of a value that grows, its entries for each sample, and those of a run."""
+
+    dim: int
+    number: int
+    run: int | None
+
+
+def place(node: fx.Node, num_samples: int) -> Place:
+    """Where the samples of a value are; of those that it is made of it is known (``meta["run"]``)."""
+    maker = maker_of(node)
+    name, own = operation(maker), _along(node, num_samples)
+    read = [each for each in maker.all_input_nodes if has_samples(each)]
+    places = [found for each in read if (found := _along(each, num_samples)) is not None]
+    source = places[0] if read and len(places) == len(read) else None
+    if name == "setitem" and (target := _along(node.args[0], num_samples)) is not None:
+        return Place(None, _cut(node, target, index_along(node, target.dim), num_samples).why)
+    if name in CUTTING and maker is node and source is not None:
+        return _split(node, source, num_samples)
+    alone = Place(1 if own is not None and own.number == 1 else None)
+    if source is None or maker.meta.get("bodies"):
+        return alone
+    if not (name in APART or name.endswith("_as")) and (own is None or name not in JOINING) and _differ(places):
+        return Place(None, PAIRING)
+    if own is None:
+        return alone
+    if name == "getitem" or (name == "narrow" and own.number != source.number):
+        cut = _cut(node, source, index_along(node, source.dim), num_samples)
+        return alone if cut == Place() else cut
+    if name in REGROUPING and read[0].meta["spec"].numel == node.meta["spec"].numel:
+        return _regrouped(node.meta["spec"], own, read[0].meta["spec"], source)
+    if name == "repeat_interleave":
+        is_flat = len(node.meta["spec"].shape) != len(read[0].meta["spec"].shape)
+        return alone if is_flat or source.run is None else Place(source.run * own.number // source.number)
+    if name in ("as_strided", "as_strided_copy"):
+        return _restrided(node, own, read[0].meta["spec"], source)
+    if name in PICKING and name not in WRITING:
+        return alone
+    is_longer = name in KEEPING_RUNS or (name in JOINING and own.number != source.number)
+    alike = [each for each in places[: 1 if name in WRITING else None] if is_longer or each.number == own.number]
+    runs = {each.run for each in alike} - {None}
+    return Place(runs.pop()) if len(runs) == 1 else alone
+
+
+def _along(node: Any, num_samples: int) -> _Along | None:
+    """None where no dimension grows, or several do, or one does not in proportion."""
+    spec = node.meta.get("spec") if isinstance(node, fx.Node) else None
+    if not isinstance(spec, TensorSpec) or len(spec.batch_dims) != 1 or not spec.is_sized or not spec.numel:
+        return None
+    (dim,) = spec.batch_dims
+    number, rest = divmod(spec.shape[dim], num_samples)
+    return None if rest else _Along(dim, number, node.meta.get("run"))
+
+
+def _regrouped(after: TensorSpec, own: _Along, before: TensorSpec, source: _Along) -> Place:
+    """Of a tensor that is read in other rows: in memory a run has what is behind it for each of its entries."""
+    if source.run is None:  # a dimension may have others within, before the samples or behind them
+        ahead = prod(before.shape[: source.dim]), prod(after.shape[: own.dim])
+        common = gcd(*ahead)
+        is_split = source.number % (ahead[1] // common) or own.number % (ahead[0] // common)
+        return Place(1 if own.number == 1 else None, REGROUPED if is_split else "")
+    run, rest = divmod(source.run * prod(before.shape[source.dim + 1 :]), prod(after.shape[own.dim + 1 :]))
+    return Place(None, REGROUPED) if rest or own.number % run else Place(run)
+
+
+def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -> Place:
+    """Of a tensor that is read by its memory: each entry of the dimension that grows begins where it did, and what is
+    read behind it ends before the next begins.
+    """
+    after: TensorSpec = node.meta["spec"]
+    offset: Any = node.kwargs.get("storage_offset", node.args[3] if len(node.args) > 3 else 0)
+    others = [
+        (size, step) for dim, (size, step) in enumerate(zip(after.shape, after.stride, strict=True)) if dim != own.dim
+    ]
+    reach, step = (offset or 0) + sum((size - 1) * step for size, step in others), before.stride[source.dim]
+    is_apart = own.number == source.number and after.stride[own.dim] == step > reach
+    return Place(source.run, "" if is_apart else "reads the memory of several samples as one")
+
+
+def _differ(places: Iterable[_Along]) -> bool:
+    """Whether values with as many entries for each sample have them in other runs."""
+    runs = defaultdict[int, set[int | None]](set)
+    for each in places:
+        runs[each.number].add(each.run)
+    return any(len(each - {None}) > 1 for each in runs.values())
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def _split(node: fx.Node, source: _Along, num_samples: int) -> Place:
+    """Of the parts of a tensor, which are to have whole runs of all samples where the dimension that grows is cut."""
+    specs = [spec for spec in node.meta["spec"] if isinstance(spec, TensorSpec)]
+    sizes = {spec.shape[source.dim] for spec in specs}
+    if source.run is None or sizes == {source.number * num_samples}:
+        return Place(source.run)
+    return Place(source.run, PART if any(size % (source.run * num_samples) for size in sizes) else "")
+
+
+def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> Place:
+    """Of what an index takes along the dimension that grows: whole runs of all samples, or the same of each run."""
+    if isinstance(part, (int, list)):
+        return Place(None, PART)
+    if not isinstance(part, slice):
+        return Place()
+    size, of_batch = source.number * num_samples, node.meta["batch_numbers"]
+    ends = [each for each in (part.start, part.stop) if each is not None and each not in (0, size) and abs(each) < size]
+    step = part.step or 1
+    if source.run is None or (not ends and step == 1):
+        return Place(source.run)
+    if step > 1:
+        return Place(None, PART) if source.run % step or part.stop in ends else Place(source.run // step)
+    are_whole = all(of_batch.get(each) and each % (source.run * num_samples) == 0 for each in ends)
+    return Place(source.run, "" if are_whole else PART)
+
+
+def index_along(node: fx.Node, dim: int) -> Any:
+    """What an operation that indexes its first input has for a dimension of that."""
+    target: Any = node.args[0]
+    index: Any = node.args[1]
+    if operation(node) == "narrow":
+        given: list[Any] = [*node.args[2:], *(node.kwargs[key] for key in ("start", "length") if key in node.kwargs)]
+        return slice(given[0], given[0] + given[1])
+    parts: Any = tuple(index) if isinstance(index, tuple) or operation(node) == "index_put" else (index,)
+    at_end = len(target.meta["spec"].shape) - 1 - dim
+    ahead = parts.index(...) if ... in parts else len(parts)
+    for given, at in ((parts[:ahead], dim), (parts[:ahead:-1], at_end)):
+        left = at
+        for part in given:
+            left -= _width(part)
+            if left < 0:
+                return part
+    return slice(None)
+
+
+def _width(part: Any) -> int:
+    """How many dimensions an entry of an index is for."""
+    if part is None or isinstance(part, bool):
+        return 0
+    spec = part.meta.get("spec") if isinstance(part, fx.Node) else None
+    return len(spec.shape) if isinstance(spec, TensorSpec) and spec.dtype is torch.bool else 1
