@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from click.testing import Result
-from typer.testing import CliRunner
+from typer import testing
 
 from gs_compile.cli.main import app
+
+testing._get_command = cache(testing._get_command)  # it makes all commands, and would for each call
 
 
 def run(*arguments: Any, **how: Any) -> Result:
     """What a command prints, and its exit code."""
-    with TemporaryDirectory() as cache:
-        env = {"XDG_CACHE_HOME": cache}
-        return CliRunner().invoke(app, list(map(str, arguments)), prog_name="greedysnake", env=env, **how)
+    with TemporaryDirectory() as folder:
+        env = {"XDG_CACHE_HOME": folder}
+        return testing.CliRunner().invoke(app, list(map(str, arguments)), prog_name="greedysnake", env=env, **how)
 
 
 def printed(*arguments: Any) -> str:

@@ -51,8 +51,9 @@ def test_a_smoke_row_of_all_placements(setting, tmp_path):
 
 
 def test_a_smoke_row_finds_a_placement_that_learns_other_bits(setting, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "PLACEMENTS", {name: gpu.PLACEMENTS[name] for name in ("on SSD", "in parts")})
-    monkeypatch.setitem(gpu.SIZES, "tiny", gpu.replace(gpu.SIZES["tiny"], layers=2))
+    two = {name: {**gpu.PLACEMENTS[name], "recompute": "all"} for name in ("on SSD", "in parts")}  # no plan
+    monkeypatch.setattr(gpu, "PLACEMENTS", two)
+    monkeypatch.setitem(gpu.SIZES, "tiny", gpu.replace(gpu.SIZES["tiny"], layers=2, sequence=8))
     timed, runs = gpu.Run.timed, []
 
     def spoiled(run, first, count):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from queue import Queue
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.common import save
 from benchmarks.race import draw, measures, tables
 from benchmarks.race.measures import add_bounds
-from benchmarks.race.protocol import Case
+from benchmarks.race.plain import Plain
+from benchmarks.race.protocol import Case, _serve
 from benchmarks.race.registry import PEERS_PYTHON, Entry
 from benchmarks.race.run import Run, Settings
 from benchmarks.race.settings import load
@@ -29,16 +34,51 @@ def machine(request):
 
 def raced(names, **settings):
     given = {"rounds": 1, "round_seconds": 0.1, "drive_seconds": 0, **settings}
-    return Run(TINY, [Entry.parse(name) for name in names], Settings(**given)).run()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(measures, "ROWS", 64)  # of a product that is timed beside each turn
+        return Run(TINY, [Entry.parse(name) for name in names], Settings(**given)).run()
+
+
+class Here:
+    """A contestant in a thread of this process, asked and answering as a `Worker`."""
+
+    def __init__(self, contestant):
+        self._told, self._answers = Queue(), Queue()
+        answers = SimpleNamespace(write=lambda line: self._answers.put(json.loads(line)))
+        self._thread = Thread(target=_serve, args=(contestant, iter(self._told.get, None), answers))
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def ready(self, timeout):
+        return self._answers.get(timeout=timeout)
+
+    def ask(self, question, timeout):
+        self._told.put(question)
+        return self.ready(timeout)
+
+    def close(self):
+        self._told.put("quit")
+        self._thread.join()
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A race of plain against ours, both in this environment."""
+    """A race of plain against ours, both in this environment; ours in a process of its own, as all have."""
+    start = Entry.start
+
+    def started(entry, case, storage, **given):
+        is_plain = entry.name == "plain"
+        return Here(Plain(case, storage, entry.settings)) if is_plain else start(entry, case, storage, **given)
+
     settings = {"storage": tmp_path_factory.mktemp("race"), "peers_python": PEERS_PYTHON / "missing"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(measures, "ROWS", 64)  # of a product that is timed beside each turn
-        return raced(NAMES, rounds=2, drive_seconds=0.05, **settings)
+        patched.setattr(Entry, "start", started)
+        return raced(NAMES, rounds=2, drive_seconds=0.02, **settings)
 
 
 def test_a_race(run):

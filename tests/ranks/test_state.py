@@ -47,7 +47,7 @@ def loads(info, tmp_path, precision, source, target=None):
     folder = tmp_path / f"on{info.number}"
     folder.mkdir(exist_ok=True)
     one = Learner(info, folder, seed=1 + info.rank, precision=precision)
-    one.call()
+    one.call() if target else one.train(7)
     model, optimizer = get_state_dict(one.model, one.optimizer)
     checkpoint.load(state := {"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / source)
     set_state_dict(one.model, one.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"])

@@ -8,6 +8,7 @@ import tempfile
 import figures
 import networkx  # noqa: F401
 import torch
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.tensor
 import transformers  # noqa: F401
 import zoo  # noqa: F401
