@@ -40,7 +40,7 @@ from gs_compile.capture.residual_stream import in_memory_of
 _LAST = (1, (-1,))
 _FIXED = 99  # a place that no argument has
 ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
-    **dict.fromkeys("softmax log_softmax softmin _softmax _log_softmax glu flip unfold".split(), _LAST),
+    **dict.fromkeys("softmax log_softmax softmin _softmax _log_softmax _safe_softmax glu flip unfold".split(), _LAST),
     **dict.fromkeys("cumsum cumprod logcumsumexp cummax cummin".split(), _LAST),
     **{
         f"fft_{kind}{end}": (2, dims)
