@@ -57,7 +57,7 @@ def undocumented() -> list[str]:
 
 
 def _examples() -> Iterator[str]:
-    yield "# Examples\n\nScripts that run as they are. Each says its command; its code unfolds.\n"
+    yield "# Examples\n\nScripts that run without changes. Each begins with its command; click to unfold its code.\n"
     for path in sorted((ROOT / "examples").glob("[a-z]*.*")):
         yield f"\n## {path.name}\n"
         if path.suffix == ".ipynb":
@@ -77,7 +77,7 @@ def _cells(notebook: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _commands() -> Iterator[str]:
-    yield "# Command line\n\nMade of the commands' own help. `python -m gs_compile` is the same as `greedysnake`.\n"
+    yield "# Command line\n\nMade from the help of the commands. `python -m gs_compile` is the same as `greedysnake`.\n"
     yield from _command(typer.main.get_command(app), "greedysnake")
 
 
