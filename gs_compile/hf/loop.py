@@ -40,11 +40,12 @@ def prepare(
 ) -> tuple[Any, ...]:
     """``accelerator.prepare``, with the model compiled in place; `options` are those of the backend.
 
-    optimizer: of this package, with `max_grad_norm` where the loop clips; `accelerator.clip_grad_norm_` then returns
-    the norm of all gradients. loader: of the training data; it brings the batches of
-    `accelerator.gradient_accumulation_steps`, which is 1 from then on, as one, padded as in `hf.gather`. Micro-batches
-    have the size that its batches had. The loss is the mean over a whole step, where accumulation takes the mean of the
-    batches' means. others: schedulers, of which commits keep the states, loaders of data to evaluate on: as they come.
+    optimizer: of this package, with `max_grad_norm` if the loop clips; `accelerator.clip_grad_norm_` then returns the
+        norm of all gradients.
+    loader: of the training data. It returns the batches of `accelerator.gradient_accumulation_steps` (1 from then on)
+        as one batch, padded as in `hf.gather`. Micro-batches have the size of its batches. The loss is the mean over a
+        whole step, where accumulation takes the mean of the batches' means.
+    others: schedulers, whose states commits store, and loaders of evaluation data; they are prepared as usual.
 
     Returns what `accelerator.prepare` does: the model, the optimizer, the loader and the others, in this order. Raises
     OptionError for another optimizer, fp8, a dynamo backend, DeepSpeed and FSDP.

@@ -62,15 +62,15 @@ Found = tuple[Problem, Search]
 def plan(
     model: str | Path | PretrainedConfig | nn.Module | Workload, request: Request | None = None, **settings: Any
 ) -> StepPlan:
-    """The plan for one model on one machine, or for ranks of several. What is given is kept, the rest solved around it.
+    """Plan one model on one machine, or on the ranks of several. Given settings are kept, and the rest is chosen.
 
-    model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which says all itself.
-    settings: fields of a `Request`, in the place of the request's own.
+    model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which is complete.
+    settings: fields of a `Request`, which override those of `request`.
 
-    The schedule "single" plans one forward and backward over the vertical order's batch, or over as much of it as fits;
-    others are planned for the batch that the vertical order would take, where that fits.
+    The schedule "single" plans one forward and backward over the vertical order's batch, or over as much of it as fits.
+    Other schedules are planned for the batch that the vertical order would take, if it fits.
 
-    Raises `PlanError` where settings contradict each other or nothing fits, `MemoryBudgetError` where no program does.
+    Raises `PlanError` if settings contradict each other or nothing fits, `MemoryBudgetError` if no program fits.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
     return door_of(model, request).plan()
