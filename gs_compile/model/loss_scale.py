@@ -63,7 +63,7 @@ class LossScaler:
         """Do nothing: gradients are not in p.grad."""
 
     def step(self, optimizer: TieredOptimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call ``optimizer.step()``; for a skipped step, that of the optimizer's class, even if the method was replaced."""
+        """Call ``optimizer.step()``; a skipped step calls that of its class, even if the method was replaced."""
         if optimizer.loss_scale != self.get_scale:
             raise OptimizerError("this LossScaler belongs to another optimizer: make it with LossScaler(optimizer)")
         self._skipped = optimizer.will_skip

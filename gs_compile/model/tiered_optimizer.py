@@ -328,7 +328,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
-        """As torch's optimizers have it, and zeros before a step; mapped from files, so no memory until it is used."""
+        """Return the state as torch's optimizers do, zeros before a step; its tensors are mapped from files."""
         optimizer_state.refuse_passed_on(self)
         self.synchronize()
         shown = self.state
@@ -342,9 +342,9 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @untraced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up the state of one of these or of a torch optimizer of the same kind, as `optimizer_state` maps it.
+        """Load the state of an optimizer of this package, or of a torch optimizer of the same kind.
 
-        fp32 masters, which only one of these has, have to round to the model's values, once the next step begins.
+        fp32 masters, which only the former has, must round to the model's values when the next step begins.
         """
         optimizer_state.refuse_passed_on(self)
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
