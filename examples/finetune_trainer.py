@@ -83,7 +83,9 @@ def train(path: str | None, storage: Path, *, lora: bool, max_steps: int) -> flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="the folder of a checkpoint of transformers (default: a small Llama, untrained)")
+    parser.add_argument(
+        "--model", help="the folder of a checkpoint of transformers (default: a small Llama, untrained)"
+    )
     parser.add_argument("--storage", type=Path, help="a directory on a fast SSD (default: a temporary one)")
     parser.add_argument("--lora", action="store_true", help="train only adapters; the weights of the model are frozen")
     parser.add_argument("--steps", type=int, default=20)

@@ -70,7 +70,9 @@ def train(path: str | None, storage: Path, length: int, host_memory: str, num_st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="the folder of a checkpoint of transformers (default: a small Llama, untrained)")
+    parser.add_argument(
+        "--model", help="the folder of a checkpoint of transformers (default: a small Llama, untrained)"
+    )
     parser.add_argument("--storage", type=Path, help="a directory on a fast SSD (default: a temporary one)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per sample")
     parser.add_argument("--host-memory", default="192MiB")

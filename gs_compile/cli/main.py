@@ -156,7 +156,9 @@ def probe(
 def plan(
     model: str,
     request: Request,
-    longest: Annotated[bool, option("Also find the longest sequence that fits; takes longer.", ..., "--longest")] = False,
+    longest: Annotated[
+        bool, option("Also find the longest sequence that fits; takes longer.", ..., "--longest")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show where all data of a model's step would be stored, how fast a step would be, and why.
@@ -180,7 +182,9 @@ def fit(
     model: str,
     request: Request,
     tokens: Annotated[float, option("Number of tokens to train on.", metavar="N")] = 1e9,
-    longest: Annotated[bool, option("Also find the longest sequence that fits; takes longer.", ..., "--longest")] = False,
+    longest: Annotated[
+        bool, option("Also find the longest sequence that fits; takes longer.", ..., "--longest")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict how fast a machine trains a model: in full, by LoRA, and by LoRA over 4-bit weights.
@@ -216,7 +220,9 @@ def simulate(
 
 @app.command()
 def watch(
-    directory: Annotated[Path | None, typer.Argument(help="A directory of a run.", metavar="[DIR]", show_default=False)] = None,
+    directory: Annotated[
+        Path | None, typer.Argument(help="A directory of a run.", metavar="[DIR]", show_default=False)
+    ] = None,
     once: Annotated[bool, option("Show one screen; the default if the output is no terminal.", ..., "--once")] = False,
     as_json: Json = False,
 ) -> None:
@@ -252,7 +258,9 @@ def report(
 
 @app.command()
 def train(
-    file: Annotated[Path, typer.Argument(help="A YAML file that describes the run.", metavar="FILE", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(help="A YAML file that describes the run.", metavar="FILE", show_default=False)
+    ],
     changes: Annotated[
         list[str] | None,
         typer.Argument(help="Entries that override the file's: args.max_steps=5", metavar="[NAME=VALUE]..."),

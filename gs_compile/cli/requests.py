@@ -82,7 +82,10 @@ Flag = tuple[Any, Any]  # its type on the command line; its help
 
 # A flag for each field of a `Request`; what is not given is what the field says.
 FLAGS: Mapping[str, Flag] = {
-    "machine": (str | None, flag('A machine such as "a100", or the path of a profile.', metavar="NAME", unset="this one, measured")),
+    "machine": (
+        str | None,
+        flag('A machine such as "a100", or the path of a profile.', metavar="NAME", unset="this one, measured"),
+    ),
     "sequence": (int, flag("Tokens in a sample.", min=1, metavar="T")),
     "batch_size": (
         int | None,
@@ -93,7 +96,10 @@ FLAGS: Mapping[str, Flag] = {
         int | None,
         flag("Micro-batches in a step.", "--micro-batches", min=1, metavar="N", unset="chosen"),
     ),
-    "alpha": (float | None, flag("The part of each update that is delayed to the next forward.", metavar="A", unset="chosen")),
+    "alpha": (
+        float | None,
+        flag("The part of each update that is delayed to the next forward.", metavar="A", unset="chosen"),
+    ),
     "ratios": (
         list[str] | None,
         flag(
@@ -110,7 +116,10 @@ FLAGS: Mapping[str, Flag] = {
         flag("With --clip: updates wait for the norm, or run earlier and may be rolled back.", unset="chosen"),
     ),
     "accumulate": (bool, flag("A step has several backwards, and updates wait for the last one.", "--accumulate")),
-    "host_memory": (str | None, flag('A budget of host memory, such as "64GiB".', metavar="SIZE", unset="the machine's")),
+    "host_memory": (
+        str | None,
+        flag('A budget of host memory, such as "64GiB".', metavar="SIZE", unset="the machine's"),
+    ),
     "device_memory": (str | None, flag("A budget of device memory.", metavar="SIZE", unset="the machine's")),
     "precision": (Precision | None, flag("bf16 with fp32 masters, or the model's own dtype.", unset="bf16")),
     "optimizer": (OptimizerName, flag("AdamW, or Muon for the matrices of layers and AdamW for the rest.")),
@@ -152,7 +161,10 @@ FLAGS: Mapping[str, Flag] = {
         int | None,
         flag("Tokens that layers, except attention, run on at a time; 0: all.", min=0, metavar="T", unset="chosen"),
     ),
-    "network": (str | None, flag("The rate at which a node receives from others, such as 25GB/s.", metavar="RATE", unset="none")),
+    "network": (
+        str | None,
+        flag("The rate at which a node receives from others, such as 25GB/s.", metavar="RATE", unset="none"),
+    ),
 }
 
 
