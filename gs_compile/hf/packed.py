@@ -54,8 +54,8 @@ class Packed:
         """
         if missing := [name for name in self.needed if name not in tensors]:
             raise OptionError(
-                f"the checkpoint has no {' and '.join(missing)} for a weight in {self.method}, which its "
-                "quantization_config says it has: its values are not known without"
+                f"the checkpoint has no {' and '.join(missing)} for a weight that is in {self.method} by its "
+                "quantization_config: the weight cannot be read without"
             )
         words, zeros, scales, groups = self._in_gptq_order(tensors, *out.shape)
         dim, num_inputs = int(self.method == "awq"), out.shape[1]

@@ -229,7 +229,7 @@ class TrainerMixin(DurableTrainer):
         if kind is None:
             raise OptionError(
                 f"the create_optimizer of this Trainer has made a {type(optimizer).__name__}, which has no equivalent "
-                "here: have it make one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or AdamW, Adam or SGD of torch"
+                "here: let it return one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or AdamW, Adam or SGD of torch"
             )
         followed = {"decoupled_weight_decay": False} if kind is AdamW else {}  # it is what AdamW does
         for group in optimizer.param_groups:
@@ -300,8 +300,8 @@ def _check(trainer: Any) -> None:
 
     args = trainer.args
     reasons = {
-        "deepspeed: leave it out, the backend has its place": args.deepspeed is not None,
-        "fsdp: leave it out, the backend has its place": bool(args.fsdp),
+        "deepspeed: leave it out, the backend replaces it": args.deepspeed is not None,
+        "fsdp: leave it out, the backend replaces it": bool(args.fsdp),
         "torch_compile=True: leave it out, the model is compiled already": args.torch_compile,
         "activation_offloading=True: leave it out, the inputs of layers are stored anyway": getattr(
             args, "activation_offloading", False

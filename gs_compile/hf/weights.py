@@ -222,7 +222,9 @@ def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], 
             "have transformers decode it, as by quantization_config=FineGrainedFP8Config(dequantize=True)"
         )
     if frozen not in (None, found):
-        raise OptionError(f'{name_or_path} has {found}, and frozen="{frozen}": leave frozen out, it is read as it is')
+        raise OptionError(
+            f'{name_or_path} has {found}, and frozen="{frozen}": leave frozen out, the checkpoint is read as it is'
+        )
     return found
 
 

@@ -319,7 +319,7 @@ class Kept:
             try:
                 self.states[name].load_state_dict(_as_it_was(found[name]))
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise ResumeError(f"the commit's state of {name} is none that it takes: {error!r}") from error
+                raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
 
 
 # What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.

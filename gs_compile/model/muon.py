@@ -130,8 +130,8 @@ def _check_shape(shape: tuple[int, ...], group: Mapping[str, Any]) -> None:
     is_matrix, cut = len(shape) in (2, 3), group["cut"]
     if group["use_muon"] and not is_matrix:
         raise OptimizerError(
-            f"Muon: a parameter of shape {shape} is no matrix, and no stack of them: leave it out of the group with "
-            "use_muon=True, or reshape it"
+            f"Muon: a parameter of shape {shape} is neither a matrix nor a stack of matrices: leave it out of the "
+            "group with use_muon=True, or reshape it"
         )
     if not cut or not is_matrix:
         return

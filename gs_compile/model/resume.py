@@ -63,7 +63,9 @@ def resume(
     commit, and StepOrderError after the model's first call.
     """
     if optimizer.engine is not None:
-        raise StepOrderError("the model has run: resume before its first call, which brings the values to the tiers")
+        raise StepOrderError(
+            "the model has already run: call resume before its first call, which moves the values to the tiers"
+        )
     given, states = {*states, *optimizer.kept.states}, {name: each for name, each in states.items() if each is not None}
     for name, each in states.items():
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
@@ -83,8 +85,8 @@ def resume(
         raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
     if left := sorted(former.states.keys() - given):
         raise ResumeError(
-            f"the commit of step {former.step} has a state of {', '.join(left)}, which would begin anew: hand it in, "
-            f"as {left[0]}=..., or {left[0]}=None to go on without"
+            f"the commit of step {former.step} has a state of {', '.join(left)}, which would not be restored: pass it "
+            f"as {left[0]}=..., or pass {left[0]}=None to resume without it"
         )
     optimizer.kept.give_back(former.states)
     optimizer.missed = {named[each.name]: each.missed or 0 for each in former.parameters}

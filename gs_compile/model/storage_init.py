@@ -266,6 +266,6 @@ def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.T
     tensors = {name: each for name, each in {**buffers, **parameters}.items() if _is_plain(each)}
     if found := overlapping(tensors, lambda *names: not parameters.keys().isdisjoint(names)):
         raise InitialisationError(
-            f"{found[0]} and {found[1]} are two tensors in the same memory, which would part on storage. "
+            f"{found[0]} and {found[1]} are two tensors in the same memory, but on storage each would have its own. "
             "Tie them by assigning the same Parameter to both modules"
         )

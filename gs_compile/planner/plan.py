@@ -105,16 +105,15 @@ class _Model:
         self._known: dict[tuple[Any, ...], Workload] = {}
         if isinstance(model, Workload) and (request.masters, request.states, request.optimizer) != OF_WORKLOADS:
             raise PlanError(
-                f"the workload {model.name} says itself what its states have: leave masters, states and optimizer out"
+                f"the workload {model.name} already has the sizes of its states: leave masters, states and optimizer "
+                "out"
             )
         if isinstance(model, Workload) and request.layer_tokens is not None:
-            raise PlanError(f"the workload {model.name} says itself what its code takes: leave layer_tokens out")
+            raise PlanError(f"the workload {model.name} already has the costs of its code: leave layer_tokens out")
         if isinstance(model, Workload) and request.frozen:
-            raise PlanError(f"the workload {model.name} says itself what its parameters take: leave frozen out")
+            raise PlanError(f"the workload {model.name} already has the sizes of its parameters: leave frozen out")
         if isinstance(model, Workload | nn.Module) and request.lora:
-            raise PlanError(
-                f"lora is {request.lora}, but the model is given as it is trained: name one, or give a config"
-            )
+            raise PlanError(f"lora is {request.lora}, but lora needs a model by name, or its config")
 
     def _captured(self, schedule: Schedule) -> ModelSpec:
         from gs_compile.planner.cost.workload import ModelSpec  # late: with torch's compiler

@@ -97,7 +97,7 @@ class Folder:
     def take(cls, path: Path) -> Folder:
         """One that is there, and that no model of this process has either."""
         if not path.is_dir():
-            raise StorageError(errno.ENOENT, "this folder of the run that is to go on is not there", str(path))
+            raise StorageError(errno.ENOENT, "this folder of the run to resume is missing", str(path))
         if (found := cls.lock(path)) is None:
             raise StorageLockedError(errno.EAGAIN, "another model of this process uses this folder", str(path))
         return found

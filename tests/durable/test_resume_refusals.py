@@ -109,7 +109,7 @@ def test_nothing_to_go_on_from_is_said(harness, given, tmp_path, caplog):
     clean(given)
     with caplog.at_level(logging.INFO, "gs_compile"), resumed(harness, adamw, given) as optimizer:
         steps(harness, optimizer, (0,))
-    assert f"no durable run has left a commit in {tmp_path}: this one begins anew" in caplog.text
+    assert f"no durable run has left a commit in {tmp_path}: a new run starts" in caplog.text
 
 
 def test_a_commit_that_resume_has_not_found_is_not_taken_up(harness, given, tmp_path):
@@ -126,7 +126,7 @@ def test_a_number_of_steps_that_was_read_before_the_first_call_is_true_or_refuse
     with resumed(harness, adamw, given) as optimizer:
         assert optimizer.num_steps == 0
         with pytest.raises(
-            StepOrderError, match=r"num_steps was read as 0 before .* goes on from 2 steps: call .*resume"
+            StepOrderError, match=r"num_steps was read as 0 before .* resumes from 2 steps: call .*resume"
         ):
             steps(harness, optimizer, (0,))
         assert read(tmp_path / FOLDER) == commit

@@ -80,7 +80,7 @@ class Profile:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if not _is_possible(entry.name, value):
-                raise ProfileError(f"{entry.name} is {value!r}, which no machine has")
+                raise ProfileError(f"{entry.name} is {value!r}, which is not possible")
         for name in ("h2d", "d2h", "h2d_mixed", "d2h_mixed"):
             if self.separate and math.isinf(getattr(self, f"{name}_bytes_per_second")):
                 raise ProfileError(f"{name}_bytes_per_second is missing: a cuda device has a link to its host")
@@ -89,8 +89,8 @@ class Profile:
         for alone, mixed in MIXED.items():
             if getattr(self, mixed) > getattr(self, alone):
                 raise ProfileError(
-                    f"{mixed} is {getattr(self, mixed):g}, more than {alone}, {getattr(self, alone):g}: nothing gets "
-                    "faster because its neighbour works too"
+                    f"{mixed} is {getattr(self, mixed):g}, more than {alone}, {getattr(self, alone):g}: a rate cannot "
+                    "be higher while another lane works"
                 )
 
     @property
