@@ -103,7 +103,7 @@ def _options(
 @app.command()
 @takes(InspectRequest)
 def inspect(request: InspectRequest) -> None:
-    """Show what a model's training step becomes.
+    """Show the training step of a model as a program.
 
     The model is a HuggingFace language model, built from its config without weights: any size fits any machine.
     """

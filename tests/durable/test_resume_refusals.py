@@ -116,7 +116,7 @@ def test_a_commit_that_resume_has_not_found_is_not_taken_up(harness, given, tmp_
     """It has given no state of it, and the loop begins with the first batch."""
     with resumed(harness, adamw, given) as optimizer:
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path / "empty").step == 0
-        with pytest.raises(ResumeError, match=f"no commit in .*empty, and with {tmp_path} there is a commit of step 2"):
+        with pytest.raises(ResumeError, match=f"no commit in .*empty, but {tmp_path} has a commit of step 2"):
             steps(harness, optimizer, (0,))
 
 
@@ -147,14 +147,14 @@ def test_what_would_begin_anew_is_refused(harness, given, tmp_path):
     """A schedule that nobody gives its state, and a state that nobody takes."""
     with resumed(harness, adamw, given) as optimizer:
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        with pytest.raises(StepOrderError, match=r"a scheduler would begin anew: call .*resume\(.*scheduler=scheduler"):
+        with pytest.raises(StepOrderError, match=r"a scheduler would not be restored: call .*resume\(.*scheduler=scheduler"):
             steps(harness, optimizer, (2,))
     save(tmp_path / FOLDER, replace(read(tmp_path / FOLDER), states={"schedule": {"last_epoch": 2}}))
-    refusal = pytest.raises(StepOrderError, match="the commit's state of schedule would begin anew")
+    refusal = pytest.raises(StepOrderError, match="the commit's state of schedule would not be restored")
     with resumed(harness, adamw, given) as optimizer, refusal:
         steps(harness, optimizer, (2,))
     with resumed(harness, adamw, given) as optimizer:
-        words = "of step 2 has a state of schedule, .* hand it in, as schedule=..., or schedule=None"
+        words = "of step 2 has a state of schedule, .* pass it as schedule=..., or pass schedule=None"
         with pytest.raises(ResumeError, match=words):
             gs_compile.resume(harness.model, optimizer, storage=tmp_path)
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path, schedule=None).step == 2
