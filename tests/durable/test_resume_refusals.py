@@ -147,7 +147,9 @@ def test_what_would_begin_anew_is_refused(harness, given, tmp_path):
     """A schedule that nobody gives its state, and a state that nobody takes."""
     with resumed(harness, adamw, given) as optimizer:
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        with pytest.raises(StepOrderError, match=r"a scheduler would not be restored: call .*resume\(.*scheduler=scheduler"):
+        with pytest.raises(
+            StepOrderError, match=r"a scheduler would not be restored: call .*resume\(.*scheduler=scheduler"
+        ):
             steps(harness, optimizer, (2,))
     save(tmp_path / FOLDER, replace(read(tmp_path / FOLDER), states={"schedule": {"last_epoch": 2}}))
     refusal = pytest.raises(StepOrderError, match="the commit's state of schedule would not be restored")
