@@ -89,8 +89,8 @@ class Expert:
     snake: alternate the order of the micro-batches from layer to layer.
     alpha: the fraction of every update that is delayed to the next forward, 0 to 1; None: chosen.
     clip: with max_grad_norm, when updates run. "delayed": all wait for the norm and run in the next forward.
-        "speculative": they run beside the backward and are rolled back if necessary. None: chosen; "speculative" with
-        an alpha below 1.
+        "speculative": they run in parallel with the backward and are rolled back if necessary. None: chosen;
+        "speculative" with an alpha below 1.
     recompute: "all" saves only the input of each layer, and its backward runs the forward again. "none" saves all that
         the backward reads, for every layer. "auto" saves what makes a step faster, where there is room for it.
     ratios: what is stored in host memory: a `Ratios`, or a dict of its fields, such as {"checkpoint": 1.0}.
