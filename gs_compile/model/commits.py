@@ -262,8 +262,8 @@ def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *,
 
 def _other(former: Manifest, what: str) -> ResumeError:
     return ResumeError(
-        f"run {former.run} at step {former.step}, which is to go on, is not of this model and optimizer: {what}. Build "
-        "what was trained, choose another storage=, or take its values with greedysnake store export"
+        f"run {former.run} at step {former.step}, which is to be resumed, is not of this model and optimizer: {what}. "
+        "Build what was trained, choose another storage=, or export its values with greedysnake store export"
     )
 
 

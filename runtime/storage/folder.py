@@ -67,7 +67,8 @@ class Folder:
                 owner = os.fstat(fd)
                 if owner.st_uid != os.geteuid() or owner.st_mode & 0o077:
                     what = (
-                        "others can get at this folder, and storage holds weights: delete it or choose another storage="
+                        "other users can access this folder, but storage holds weights: delete it or choose another "
+                        "storage="
                     )
                     raise StorageError(errno.EPERM, what, str(path))
                 try:

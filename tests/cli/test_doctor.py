@@ -220,7 +220,7 @@ def test_a_directory_with_runs(tmp_path):
     folder.chmod(0o755)
     check = doctor.run_folder(tmp_path)
     assert check.state == "bad"
-    assert "others can get at this folder" in check.found
+    assert "other users can access this folder" in check.found
 
 
 def test_a_directory_with_durable_runs(tmp_path):

@@ -78,7 +78,7 @@ def test_what_is_of_something_else_is_refused(harness, given, tmp_path, build, m
 
 
 def refuses(harness, optimizer, words):
-    with pytest.raises(ResumeError, match=f"at step 2, which is to go on, is not of this model and .*{words}"):
+    with pytest.raises(ResumeError, match=f"at step 2, which is to be resumed, is not of this model and .*{words}"):
         steps(harness, optimizer, (2,))
 
 

@@ -93,7 +93,9 @@ def a_limit_of_open_files(setup):
     setup.limit(resource.RLIMIT_NOFILE, len(list(Path("/proc/self/fd").iterdir())) + 5)
 
 
-@refused(errors.StorageError, "others can get at this folder, and storage holds weights: delete it or choose another")
+@refused(
+    errors.StorageError, "other users can access this folder, but storage holds weights: delete it or choose another"
+)
 def a_folder_of_others(setup):
     setup.made("w0", mode=0o777)
 
