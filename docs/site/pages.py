@@ -38,7 +38,8 @@ def made() -> Mapping[str, str]:
     """The pages that are in no file of docs/, by their names there."""
     return {
         **{page: (ROOT / name).read_text() for page, name in AT_THE_ROOT.items()},
-        "licence.md": f"# Licence\n\nGreedySnake has the Apache License 2.0.\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n",
+        "licence.md": "# Licence\n\nGreedySnake has the Apache License 2.0.\n\n"
+        f"```text\n{(ROOT / 'LICENSE').read_text()}```\n",
         "command_line.md": "".join(_commands()),
         "examples.md": "".join(_examples()),
     }
@@ -77,7 +78,8 @@ def _cells(notebook: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _commands() -> Iterator[str]:
-    yield "# Command line\n\nAll commands with their options, from their own help. `python -m gs_compile` is the same as `greedysnake`.\n"
+    yield "# Command line\n\nAll commands with their options, from their own help. "
+    yield "`python -m gs_compile` is the same as `greedysnake`.\n"
     yield from _command(typer.main.get_command(app), "greedysnake")
 
 

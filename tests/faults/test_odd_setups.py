@@ -170,7 +170,7 @@ def a_backward_of_some_parameters(setup, loss):
     loss.backward(inputs=[setup.model.head])
 
 
-@misused(errors.StepOrderError, "given up when the model was called again: call backward before that, or give it")
+@misused(errors.StepOrderError, "dropped when the model was called again: call backward before that, or pass")
 def two_forwards_before_a_backward(setup, loss):
     setup.model(ids())
     loss.backward()

@@ -220,7 +220,7 @@ def sparse_parameters(setup):
     setup.model.head = nn.Parameter(setup.model.head.detach().to_sparse())
 
 
-@refused(errors.CaptureError, r"makes a sparse gradient, which greedysnake does not sum, at .*: leave sparse=True out")
+@refused(errors.CaptureError, r"makes a sparse gradient, which greedysnake cannot sum, at .*: leave sparse=True out")
 def sparse_gradients(setup):
     setup.model.words.sparse = True
     setup.undo.callback(setattr, setup.model.words, "sparse", False)
