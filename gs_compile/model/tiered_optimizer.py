@@ -79,9 +79,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, before the first step."""
         if getattr(self, "engine", None) is not None:
-            raise OptimizerError(
-                "parameters cannot be added after the model's first call: call add_param_group before it"
-            )
+            raise OptimizerError("parameters cannot be added after the model's first call: add them before it")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check(group)
@@ -159,9 +157,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self.engine is not None:
             check_groups(self.group_of, self.first_group_of)
         if self.engine is not None and self.components != self.engine.components:
-            raise OptimizerError(
-                "momentum was 0 when the model first ran, so it has no state: set it before the model's first call"
-            )
+            raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
         groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
         record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()

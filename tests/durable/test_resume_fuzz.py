@@ -77,7 +77,7 @@ def test_any_random_state_is_taken_or_refused(name, text):
 
 @pytest.mark.parametrize("name", ["cpu", "python", "numpy"])
 def test_a_state_of_no_generator_names_it(name):
-    with pytest.raises(ResumeError, match=f"the commit's state of the random numbers of '{name}' is none"):
+    with pytest.raises(ResumeError, match=f"the commit's state of the random numbers of '{name}' cannot be loaded"):
         set_random_state({name: "7"})
 
 

@@ -193,7 +193,7 @@ def test_groups_that_have_changed_are_refused(tmp_path):
         ):
             one.train(1)
         second["params"].append(moved)
-        with pytest.raises(OptimizerError, match=r"was in param group 0 .* and is in param group 1"):
+        with pytest.raises(OptimizerError, match=r"was in param group 0 .* and is now in param group 1"):
             one.train(1)
         first["params"].append(second["params"].pop())
         one.train(1)
