@@ -200,7 +200,7 @@ def test_groups_that_have_changed_are_refused(tmp_path):
         loss = one.loss(2)
         loss.backward()
         one.optimizer.param_groups.pop()
-        with pytest.raises(OptimizerError, match=r"was in param group 1 .* and is in none"):
+        with pytest.raises(OptimizerError, match=r"was in param group 1 .* and is now in none"):
             one.optimizer.step()
 
 
