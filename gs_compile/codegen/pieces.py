@@ -27,7 +27,7 @@ from gs_compile.codegen.costs import Cost
 from gs_compile.codegen.differentiate import Cuts, Differentiated, Function, OfAllLengths, OfPieces
 from gs_compile.codegen.parts import Gradients, OnAll, OnSome, Values
 from gs_compile.codegen.token_forms import NotInPiecesError
-from gs_compile.codegen.token_wise import Chain, Part, chain
+from gs_compile.codegen.token_wise import Chain, Part, TokenPart, chain
 from gs_compile.program.ir import EPILOGUE
 
 LEAST = 192  # tokens of a piece: with fewer, products with the weights wait for the weights
@@ -123,16 +123,21 @@ class InPieces(Differentiated):
         return Cuts(self, (), "it runs in pieces of tokens") if self.tokens_per_piece else super()._cuts
 
     def _chosen(self) -> int | None:
-        """As asked for, or the tokens for which there is room, `LEAST` at least; a CPU gains nothing by more."""
+        """As asked for, or those for which there is room; on a CPU, which gains nothing by more, `LEAST` or a few."""
         name, room = self.last_name, max((each.workspace_nbytes for each in self._beside), default=0)
         if self._asked == 0 or (self._asked is None and super().cost(name).nbytes <= room):
             return None
-        if not any(isinstance(part, OnSome) for part in self._parts_of(self._asked or LEAST)):
+        num_tokens = max((part.num_tokens for part in self.chain.parts if isinstance(part, TokenPart)), default=0)
+        if not num_tokens:
             raise NotInPiecesError("nothing in it acts on tokens one by one")
         if self._asked:
             return self._asked
-        size = LEAST
-        if self.unit.device_type != "cpu":
+        if self.unit.device_type == "cpu":
+            if (number := num_tokens // LEAST) < 2:
+                return None
+            size = -(-num_tokens // number)  # so that no piece has less
+        else:
+            size = LEAST
             one, two = (self._nbytes(name, self._parts_of(size)) for size in (LEAST, 2 * LEAST))
             size += max(int((room - one) / max((two - one) / LEAST, 1.0)) // STEP * STEP, 0)
         return size if self._nbytes(name, self._parts_of(size)) < super().cost(name).nbytes else None

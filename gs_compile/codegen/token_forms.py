@@ -353,18 +353,20 @@ class Forms:
         with self.graph.inserting_before(user):
             pair = self._new(aten.nll_loss_forward.default, log_p, target, weight, NONE, ignored)
             losses = self._new(operator.getitem, pair, 0)
-            total = self._new(aten.sum.default, losses)
+            made = [pair, losses, self._new(aten.sum.default, losses)]
             if reduction == MEAN:
-                counted = self._new(aten.ne.Scalar, target, ignored)
+                made.append(counted := self._new(aten.ne.Scalar, target, ignored))
                 if weight is not None:
-                    label = self._new(aten.clamp.default, target, 0, log_p.meta["val"].shape[1] - 1)
-                    counted = self._new(aten.mul.Tensor, self._new(aten.take.default, weight, label), counted)
-                total = self._new(aten.div.Tensor, total, self._new(aten.sum.default, counted))
-        user.replace_all_uses_with(total)
+                    made.append(label := self._new(aten.clamp.default, target, 0, log_p.meta["val"].shape[1] - 1))
+                    made.append(of_label := self._new(aten.take.default, weight, label))
+                    made.append(counted := self._new(aten.mul.Tensor, of_label, counted))
+                made.append(count := self._new(aten.sum.default, counted))
+                made.append(self._new(aten.div.Tensor, made[2], count))
+        user.replace_all_uses_with(made[-1])
         self.graph.erase_node(user)
         self.graph.erase_node(node)
-        for made in (pair, losses, total):
-            self._visit(made)
+        for each in made:
+            self._visit(each)
 
     def _new(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)

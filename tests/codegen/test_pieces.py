@@ -148,7 +148,7 @@ def unit_of(head, size):
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(WORDS, (SAMPLES, TOKENS), generator=generator) for _ in range(2))
     mask, teacher = torch.rand(SAMPLES, TOKENS), torch.randn(SAMPLES, TOKENS, WORDS)
-    return captured(Model(head), ids, labels, mask, teacher).split(size).units[-1]
+    return captured(Model(head), ids, labels, mask, teacher).split(size, alone=size == SAMPLES).units[-1]
 
 
 @cache
@@ -164,6 +164,14 @@ def test_results_and_gradients_are_those_of_the_whole_head(head, size, generator
     for name in ("backward", "both") if "loss" in unit.results else ("backward",):
         equal(*code_and_autograd(unit, generator, name, most=WORDS, code=code), generator)
     assert code.tokens_per_piece == PIECE
+
+
+@pytest.mark.parametrize("head", [moved_labels, weighted, of_squares], ids=lambda head: head.__name__)
+def test_means_over_a_batch_of_one_micro_batch(head):
+    """Which divide by themselves: those of several micro-batches are sums by what is counted of all."""
+    equal(
+        *code_and_autograd(unit_of(head, SAMPLES), EAGER, "both", most=WORDS, code=head_in_pieces(head, SAMPLES, EAGER))
+    )
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):
@@ -272,15 +280,24 @@ class Room:
         self.workspace_nbytes = nbytes
 
 
-def test_it_runs_in_pieces_where_it_needs_more_memory_than_another_unit():
+def whole_of(num_tokens):
     torch.manual_seed(0)
-    model, ids = Model(moved_labels), torch.randint(WORDS, (2, 4 * LEAST))
-    unit = captured(model, ids, ids, torch.rand(ids.shape), torch.randn(*ids.shape, WORDS)).split(1).units[-1]
+    model, ids = Model(moved_labels), torch.randint(WORDS, (2, num_tokens))
+    return captured(model, ids, ids, torch.rand(ids.shape), torch.randn(*ids.shape, WORDS)).split(1).units[-1]
+
+
+def test_it_runs_in_pieces_where_it_needs_more_memory_than_another_unit():
+    unit = whole_of(4 * LEAST)
     whole = InPieces(unit, EAGER, None, (), 0).cost("both").nbytes
     assert InPieces(unit, EAGER, None, [Room(whole)], None).tokens_per_piece is None
     code = InPieces(unit, EAGER, None, [Room(whole - 1), Room(7)], None)
     assert code.tokens_per_piece == LEAST
     assert code.cost("both").nbytes < whole / 3
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(2 * LEAST - 1, None), (3 * LEAST - 2, 3 * LEAST // 2 - 1)])
+def test_no_piece_is_smaller_than_products_need(num_tokens, size):
+    assert InPieces(whole_of(num_tokens), EAGER, None, [Room(0)], None).tokens_per_piece == size
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import tiered
 import torch
@@ -9,7 +11,6 @@ from tiered import BATCH, adamw, options, sgd, shared, step, tokens
 
 import gs_compile
 from gs_compile.codegen.compiled import compilations_of
-from gs_compile.codegen.pieces import LEAST
 
 KEEPS_CAPTURES = True
 MODEL = {"tied": False}
@@ -70,8 +71,11 @@ def test_a_large_vocabulary_is_in_pieces_unasked(outputs, storage):
     for length in (256, 300):
         step(model, optimizer, tokens(0, BATCH).repeat(1, 40)[:, :length])
     codes = [each.codes["h"] for c in compilations_of[next(model.parameters())] for each in c.models.values()]
-    assert {code.tokens_per_piece for code in codes} == {LEAST}
-    assert f"the head runs on {LEAST} tokens at a time" in str(gs_compile.inspect(model))
+    sizes = {code.tokens_per_piece for code in codes}
+    assert sizes >= {256, None}  # micro-batches of two samples of 256, and the last, of one
+    assert sizes - {None} >= {
+        int(*re.findall(r"the head runs on (\d+) tokens at a time", str(gs_compile.inspect(model))))
+    }
     parts = [common for code in codes for common in code.common.pieces.parts.values()]
     every = [common for part in parts for common in (part, *part.taking.values())]
     assert {len(common.codes) for common in every if common.codes} == {1}
