@@ -29,17 +29,18 @@ NAMED = (*LLAMAS, *[name for name in GPTS if name == "gpt-65b"])  # those that `
 INTRODUCTION = """\
 # What fits
 
-Tokens a second of each model on each machine that ships: trained **in full, by LoRA of rank 16, and by LoRA over nf4**
-(16-bit weights with fp32 masters and AdamW; frozen weights have no states); *-* does not fit. Sequences have {sequence}
-tokens, or as many as the model has positions for. The batch is the smallest that reaches the machine's rate.
+The table shows predicted tokens/s of each model on each machine that ships, trained **in full / by LoRA of rank 16 / by
+LoRA over nf4**; *-* does not fit. Weights have 16 bits, with fp32 masters and AdamW; frozen weights have no states.
+Sequences have {sequence} tokens, or as many as the model has positions for. The batch is the smallest that reaches the
+machine's rate.
 
-Nothing here was run. The figures are bounds of the linear program, from the models' configs and the machines' figures
-in `gs_compile/planner/measure/machines`, which say where each is from; a simulated step stays below them by some per
-cent. `greedysnake plan` simulates one, and `greedysnake fit --model ... --machine ...` says what one cell takes: hours,
-memory, bytes written, days that the drives last.
+Nothing here was run. The figures are upper bounds of the linear program, from the models' configs and the machines'
+figures in `gs_compile/planner/measure/machines`, which name their sources. A simulated step is slower by some per cent:
+`greedysnake plan` simulates one. `greedysnake fit --model ... --machine ...` prints the details of one cell: hours,
+memory, bytes written, and days that the drives last.
 
 Made on {date} by `python -m benchmarks.what_fits --output docs/what_fits.md`, from the configs in `benchmarks/models`
-and those that the planner knows by name. `--models` and `--machines` make a part of it.
+and the models that the planner knows by name. `--models` and `--machines` make a part of it.
 """
 
 

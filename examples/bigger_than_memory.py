@@ -1,14 +1,15 @@
-"""Fine-tune a model of the shape of GPT-2 XL, 1.5 B parameters, in full, from SSD, with 6 GiB of host memory.
+"""Fine-tune all 1.5 B parameters of a model with the shape of GPT-2 XL from SSD, with 6 GiB of host memory.
 
-In fp32 with AdamW, parameters, gradients and moments take 16 bytes a parameter, 25 GB in all. Here parameters are bf16
-with fp32 masters, most of it on SSD; about 22 GB of free disk are needed. It reads the help text that ships with every
-CPython: as bytes, where the weights are random, and as the tokens of a checkpoint that `--model` brings to storage.
+In fp32 with AdamW, parameters, gradients and moments would take 16 bytes per parameter, 25 GB in all. Here parameters
+are bf16 with fp32 masters, and most data is on SSD; this needs about 22 GB of free disk. The script reads the help text
+that ships with every CPython: as bytes for a model with random weights, or as tokens for a checkpoint given by
+`--model`.
 
     python examples/bigger_than_memory.py --compiler eager --sequence 32 --micro-batches 2  34 s a step, 5.9 + 2.9 GiB
     python examples/bigger_than_memory.py --model /path/to/a/checkpoint --storage /path/on/an/nvme/drive
 
-Measured 2026-11-21 on 2 cores, of random tokens: seconds by the clock; the most memory that was in the budget, and that
-the process held beside it (0.3 GiB before the model, the rest to compute in). 15.8 GiB were on SSD.
+Measured 2026-11-21 on 2 cores with random tokens: wall-clock seconds; the most memory within the budget, and the most
+that the process held beyond it (0.3 GiB before the model, the rest for computation). 15.8 GiB were on SSD.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def build(size: str, sequence: int) -> GPT2LMHeadModel:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="gpt2-xl")
-    parser.add_argument("--model", help="a checkpoint of transformers: its folder, in the place of --size")
+    parser.add_argument("--model", help="the folder of a checkpoint of transformers, instead of --size")
     parser.add_argument("--host-memory", default="6GiB")
     parser.add_argument("--precision", choices=("model", "bf16"), default="bf16")
     parser.add_argument("--storage", type=Path, default=Path.home() / ".cache/greedysnake")

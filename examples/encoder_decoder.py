@@ -1,14 +1,14 @@
-"""Teach an encoder and decoder (T5) to put the vowels back into a text, everything on SSD.
+"""Teach an encoder-decoder (T5) to put the vowels back into a text, with everything on SSD.
 
-A source is a line of prose without its vowels, a target the line itself, both from the help text that ships with every
-CPython. The model is small and made here, and its tokens are bytes; `--model` takes a checkpoint of transformers (T5,
-BART and their like) and its tokens.
+The source is a line of prose without its vowels, the target the line itself, both from the help text that ships with
+every CPython. The script creates a small model whose tokens are bytes; `--model` uses a checkpoint of transformers (T5,
+BART and similar) and its tokenizer.
 
     python examples/encoder_decoder.py  44 s, 0.60 GiB, loss 6.31 to 2.27
     python examples/encoder_decoder.py --model /path/to/a/checkpoint --storage /path/on/an/nvme/drive
 
-Measured 2026-11-26 on 2 cores beside other work, in eager code: seconds of the processor (one thread,
-imports included), the most memory that a process held, and losses of the first and the last step.
+Measured 2026-11-26 on 2 cores with other work, in eager code: processor seconds (one thread, including imports), the
+most memory that the process held, and the losses of the first and the last step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def train(path: str | None, storage: Path, num_steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint of transformers: its folder (default: a small T5, untrained)")
+    parser.add_argument("--model", help="the folder of a checkpoint of transformers (default: a small T5, untrained)")
     parser.add_argument("--storage", type=Path, help="a directory on a fast SSD (default: a temporary one)")
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()

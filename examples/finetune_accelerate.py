@@ -1,16 +1,16 @@
-"""Fine-tune a Llama in a loop of one's own with accelerate, its parameters and states on SSD.
+"""Fine-tune a Llama in your own loop with accelerate, with parameters and states on SSD.
 
-The model is small and made here, and reads the bytes of the help text that ships with every CPython; `--model` takes a
-checkpoint of transformers and its tokens. Two lines are other than in accelerate's guides, the optimizer's and
-that of `prepare`.
+The script creates a small model that reads the bytes of the help text that ships with every CPython; `--model` uses a
+checkpoint of transformers and its tokenizer. Two lines differ from accelerate's guides: the optimizer's and that of
+`prepare`.
 
     python examples/finetune_accelerate.py --steps 10  25 s, 0.63 GiB, loss 5.59 to 3.35
     python examples/finetune_accelerate.py
     torchrun --nproc-per-node 2 examples/finetune_accelerate.py
     python examples/finetune_accelerate.py --model /path/to/a/checkpoint --storage /path/on/an/nvme/drive
 
-Measured 2026-11-26 on 2 cores beside other work, in eager code: seconds of the processor (one thread,
-imports included), the most memory that a process held, and losses of the first and the last step.
+Measured 2026-11-26 on 2 cores with other work, in eager code: processor seconds (one thread, including imports), the
+most memory that the process held, and the losses of the first and the last step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def train(path: str | None, storage: Path, *, num_steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint of transformers: its folder (default: a small Llama, untrained)")
+    parser.add_argument(
+        "--model", help="the folder of a checkpoint of transformers (default: a small Llama, untrained)"
+    )
     parser.add_argument("--storage", type=Path, help="a directory on a fast SSD (default: a temporary one)")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()

@@ -1,15 +1,15 @@
-"""Teach a Llama with TRL's SFTTrainer and LoRA, everything on SSD: SFTTrainer and peft as they come, and one line.
+"""Fine-tune a Llama with TRL's SFTTrainer and LoRA, with everything on SSD; only one line is new.
 
-The model, its tokens (letters) and its data (prompts and completions of the help text that ships with every CPython)
-are made here; `--model` takes a checkpoint of transformers and its tokens. In a script of your own, the line with
-`attach` is all that is new. With --frozen nf4 the frozen matrices are stored and moved in 4 bits (QLoRA).
+The script creates the model, its tokenizer (letters) and its data (prompts and completions from the help text that
+ships with every CPython); `--model` uses a checkpoint of transformers and its tokenizer. In your own script, only the
+line with `attach` is new. With --frozen nf4 the frozen matrices are stored and moved in 4 bits (QLoRA).
 
     python examples/finetune_lora_sft.py --frozen nf4  38 s, 0.76 GiB, loss 4.22 to 3.92
     python examples/finetune_lora_sft.py
     python examples/finetune_lora_sft.py --frozen nf4 --model /path/to/a/checkpoint --storage /path/on/an/nvme/drive
 
-Measured 2026-11-26 on 2 cores beside other work, in eager code: seconds of the processor (one thread,
-imports included), the most memory that a process held, and losses of the first and the last five steps.
+Measured 2026-11-26 on 2 cores with other work, in eager code: processor seconds (one thread, including imports), the
+most memory that the process held, and the losses of the first and the last five steps.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def train(path: str | None, storage: Path, *, max_steps: int, frozen: str | None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint of transformers: its folder (default: a small Llama, untrained)")
+    parser.add_argument(
+        "--model", help="the folder of a checkpoint of transformers (default: a small Llama, untrained)"
+    )
     parser.add_argument("--storage", type=Path, help="a directory on a fast SSD (default: a temporary one)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--frozen", choices=["nf4", "int8", "fp8"])

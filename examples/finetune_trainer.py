@@ -1,16 +1,16 @@
-"""Fine-tune a Llama with transformers' Trainer, its parameters and states on SSD; with --lora, adapters of PEFT alone.
+"""Fine-tune a Llama with transformers' Trainer, with parameters and states on SSD; with --lora only PEFT's adapters.
 
-The model is small and made here, and reads the bytes of the help text that ships with every CPython; `--model` takes a
-checkpoint of transformers and its tokens. In a script of your own, the line with `attach` is all that is new. Under
-torchrun each rank has its share of the model and of each step's samples.
+The script creates a small model that reads the bytes of the help text that ships with every CPython; `--model` uses a
+checkpoint of transformers and its tokenizer. In your own script, only the line with `attach` is new. Under torchrun
+each rank has its shard of the model and its share of each step's samples.
 
     python examples/finetune_trainer.py  44 s, 0.75 GiB, loss 4.54 to 3.21
     python examples/finetune_trainer.py --lora
     torchrun --nproc-per-node 2 examples/finetune_trainer.py
     python examples/finetune_trainer.py --model /path/to/a/checkpoint --storage /path/on/an/nvme/drive
 
-Measured 2026-11-26 on 2 cores beside other work, compiled before: seconds of the processor (one thread,
-imports included), the most memory that a process held, and losses of the first and the last five steps.
+Measured 2026-11-26 on 2 cores with other work, with code that was compiled before: processor seconds (one thread,
+including imports), the most memory that the process held, and the losses of the first and the last five steps.
 """
 
 from __future__ import annotations
@@ -83,9 +83,11 @@ def train(path: str | None, storage: Path, *, lora: bool, max_steps: int) -> flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint of transformers: its folder (default: a small Llama, untrained)")
+    parser.add_argument(
+        "--model", help="the folder of a checkpoint of transformers (default: a small Llama, untrained)"
+    )
     parser.add_argument("--storage", type=Path, help="a directory on a fast SSD (default: a temporary one)")
-    parser.add_argument("--lora", action="store_true", help="train adapters alone; the model's own weights are frozen")
+    parser.add_argument("--lora", action="store_true", help="train only adapters; the weights of the model are frozen")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.storage) as folder:

@@ -1,4 +1,4 @@
-"""What a training step becomes: one step of a tiny GPT-2, then a look inside.
+"""Run one step of a tiny GPT-2, and print it as a program.
 
 pip install 'greedysnake[hf]'
 python examples/inspect_program.py

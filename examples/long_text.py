@@ -1,15 +1,15 @@
-"""Train on long texts: 8,192 tokens a sample, within a budget of host memory that their activations alone exceed.
+"""Train on long texts: 8,192 tokens per sample, with less host memory than their activations need.
 
-What long texts need is memory for activations. The inputs of layers go to SSD, the head runs on some tokens at a time,
-and with `layer_tokens` so does all of a layer but its attention. The model is small and made here, and reads the bytes
-of the help text that ships with every CPython; `--model` takes a checkpoint of transformers and its tokens.
+Long texts need memory for activations. Here the inputs of layers go to SSD, the head runs on some tokens at a time, and
+with `layer_tokens` so does everything in a layer except attention. The script creates a small model that reads the
+bytes of the help text that ships with every CPython; `--model` uses a checkpoint of transformers and its tokenizer.
 
     python examples/long_text.py --steps 1  45 s, 0.75 GiB, loss 5.58 at the first step
     python examples/long_text.py
     python examples/long_text.py --model /path/to/a/checkpoint --tokens 32768 --storage /path/on/an/nvme/drive
 
-Measured 2026-11-26 on 2 cores beside other work, in eager code: seconds of the processor (one thread,
-imports included), the most memory that a process held, and the loss.
+Measured 2026-11-26 on 2 cores with other work, in eager code: processor seconds (one thread, including imports), the
+most memory that the process held, and the loss.
 """
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ def train(path: str | None, storage: Path, length: int, host_memory: str, num_st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint of transformers: its folder (default: a small Llama, untrained)")
+    parser.add_argument(
+        "--model", help="the folder of a checkpoint of transformers (default: a small Llama, untrained)"
+    )
     parser.add_argument("--storage", type=Path, help="a directory on a fast SSD (default: a temporary one)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a sample")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per sample")
     parser.add_argument("--host-memory", default="192MiB")
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()

@@ -1,14 +1,14 @@
-"""A loop of one's own: a step is four backwards, as in loops that were written before the backend; everything on SSD.
+"""Train in an existing loop that accumulates over four backwards a step, with everything on SSD.
 
-Only two lines are other than in plain PyTorch: the optimizer's and `compile`. The model is small and made here, and
-reads the bytes of the help text that ships with every CPython; `--model` takes a checkpoint of transformers and its
-tokens. The first step shows that there are several backwards, and begins again.
+Only two lines differ from plain PyTorch: the optimizer's and `compile`. The first step detects that there are several
+backwards, and starts again. The script creates a small model that reads the bytes of the help text that ships with
+every CPython; `--model` uses a checkpoint of transformers and its tokenizer.
 
     python examples/own_loop.py  65 s, 0.63 GiB, loss 5.57 to 3.19
     python examples/own_loop.py --model /path/to/a/checkpoint --storage /path/on/an/nvme/drive
 
-Measured 2026-11-26 on 2 cores beside other work, with the first compilation: seconds of the processor (one thread,
-imports included), the most memory that a process held, and losses of the first and the last step.
+Measured 2026-11-26 on 2 cores with other work, including the first compilation: processor seconds (one thread,
+including imports), the most memory that the process held, and the losses of the first and the last step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def train(path: str | None, storage: Path, num_steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint of transformers: its folder (default: a small Llama, untrained)")
+    parser.add_argument(
+        "--model", help="the folder of a checkpoint of transformers (default: a small Llama, untrained)"
+    )
     parser.add_argument("--storage", type=Path, help="a directory on a fast SSD (default: a temporary one)")
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()

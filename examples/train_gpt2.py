@@ -1,13 +1,13 @@
-"""Train a byte-level GPT-2 (about 10 M parameters) on English prose; parameters, checkpoints and states are on SSD.
+"""Train a byte-level GPT-2 (about 10 M parameters) on English prose, with parameters, checkpoints and states on SSD.
 
-The prose is the help text that ships with every CPython. The model is small, so that it can be compared: with --check,
-the first steps are taken by plain PyTorch as well. Nothing is left on the storage at the end.
+The prose is the help text that ships with every CPython. The model is small, so that plain PyTorch can be compared:
+with --check, plain PyTorch takes the first steps as well. The script removes all its files from the storage.
 
     python examples/train_gpt2.py --check  4 minutes, 88 MiB in the budget, loss 5.52 to 3.20
     python examples/train_gpt2.py --storage /path/on/an/nvme/drive
-    torchrun --nproc-per-node 2 examples/train_gpt2.py  # one model, each rank with half of it and batches of its own
+    torchrun --nproc-per-node 2 examples/train_gpt2.py  # one model, half of it on each rank, each with its own batches
 
-Measured 2026-11-25 on 2 cores: the time that it took, and losses of the first step and of the last ten.
+Measured 2026-11-25 on 2 cores: wall-clock time, and the losses of the first step and of the last ten.
 """
 
 from __future__ import annotations

@@ -18,15 +18,15 @@ GROUPED = (  # of tensors whose size depends on values
 )
 
 LOST = (  # of a parameter's shape, how its run has ended, and what is left
-    "a parameter of shape {} has no value: {} ended the run that had it. What that run has learned since {}"
+    "a parameter of shape {} has no value: {} ended the run that trained it. What that run has learned since {}"
 )
 SAVED = (
-    "the last state dict that you saved is lost: make the model and its optimizer anew, and load that state dict "
-    '(with the option durability="step" each step is kept)'
+    "the last state dict that you saved is lost: make a new model and optimizer, and load that state dict (the option "
+    'durability="step" stores each step)'
 )
 COMMITTED = (  # of a run, a step, and a directory
-    "its last commit is lost: make the model and its optimizer anew, and go on from that commit, of run {} at step {} "
-    'in {}, with the options durability and resume="auto"'
+    "its last commit is lost: make a new model and optimizer, and resume from that commit, of run {} at step {} in {}, "
+    'with the options durability and resume="auto"'
 )
 
 

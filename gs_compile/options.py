@@ -34,13 +34,14 @@ def default_storage() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratios:
-    """The fraction of each class of data that stays in host memory, 0 to 1; the rest is on SSD. None: chosen by us.
+    """The fraction of each class of data that is stored in host memory, 0 to 1; the rest is on SSD. None: chosen.
 
-    gradient: of the sums between two micro-batches, which the horizontal order has, or between two backwards of a step.
-    activation: of the layers' micro-batches, how many save there what their backward would compute again; the others
-        save the layer's input alone. None: chosen by us, in memory of the device's own and on SSD too.
-    device_parameter, device_checkpoint: what lives on a device with memory of its own. None: chosen by us together with
-        the fraction in host memory; 0 where that is given.
+    gradient: of the gradient sums between two micro-batches of the horizontal order, or between two backwards of a
+        step.
+    activation: the part of the layers' micro-batches that save their activations there; the others save the layer's
+        input, and their backward computes the rest again. None: chosen, also for the device's own memory and SSD.
+    device_parameter, device_checkpoint: what is stored on a device with its own memory. None: chosen together with the
+        fraction in host memory; 0 if that is given.
     """
 
     checkpoint: float | None = None
@@ -79,29 +80,29 @@ class Ratios:
 class Expert:
     """Options that few users should touch.
 
-    schedule: the order of layers and micro-batches; "vertical" runs a layer for all micro-batches before the next,
-        "horizontal" a micro-batch through all layers and back before the next, to compare with, and "single" the whole
-        batch as one micro-batch, whatever micro_batch_size says, with another checkpoint in the middle of each block.
-        "lifetime" is the horizontal order where what is inactive stays where it is, as far as there is room.
-    compiler: what compiles the layers' code: "inductor", "eager" (runs it as it is), or "auto": inductor where a C++
-        compiler (Triton on a GPU) is there.
-    snake: alternate the micro-batch order from layer to layer.
-    alpha: the fraction of every optimizer step that is put off to the next forward, 0 to 1; None: chosen by us.
-    clip: with max_grad_norm, when updates run: "delayed" all wait for the norm and run in the next forward; those that
-        are "speculative" run beside the backward and are rolled back if the norm says so; None: chosen by us, and
+    schedule: the order of layers and micro-batches. "vertical" runs a layer for all micro-batches before the next. The
+        others exist for comparison: "horizontal" runs a micro-batch through all layers and back before the next;
+        "lifetime" does the same, and leaves inactive data where it is as far as there is room; "single" runs the whole
+        batch as one micro-batch, whatever micro_batch_size is, with another checkpoint in the middle of each block.
+    compiler: what compiles the layers' code: "inductor", "eager" (runs it as traced), or "auto": inductor if a C++
+        compiler (Triton on a GPU) is available.
+    snake: alternate the order of the micro-batches from layer to layer.
+    alpha: the fraction of every update that is delayed to the next forward, 0 to 1; None: chosen.
+    clip: with max_grad_norm, when updates run. "delayed": all wait for the norm and run in the next forward.
+        "speculative": they run in parallel with the backward and are rolled back if necessary. None: chosen;
         "speculative" with an alpha below 1.
-    recompute: "all" saves of each layer its input alone, and its backward runs the forward again; "none" saves all that
-        the backward reads, for every layer; "auto" saves what makes a step faster, where there is room for it.
-    ratios: what stays in host memory: a `Ratios`, or a dict of its fields, such as {"checkpoint": 1.0}.
-    separate_device: on a CPU, copy to and from a device that is memory of its own, as a GPU's is; for tests.
-    masters: of parameters in bf16, in fp32: "split", the parameter is the upper half and the state has the lower one,
-        or "whole", the state has all of it; both learn the same. None: split but where whole ones are faster.
-    threads: of the CPU's optimizer; None: chosen by us.
-    piece_tokens: the head runs on so many tokens at a time, so that the logits of a micro-batch never exist; 0: on all
-        of them; None: on as many as need no more memory than a layer, where all need more.
-    layer_tokens: what in a layer acts on tokens one by one, all but attention, runs on so many at a time: for sequences
-        whose layer would need too much memory. Such a layer saves its input alone. 0: on all of them; None: chosen by
-        the plan of a device that has memory of its own, else all.
+    recompute: "all" saves only the input of each layer, and its backward runs the forward again. "none" saves all that
+        the backward reads, for every layer. "auto" saves what makes a step faster, where there is room for it.
+    ratios: what is stored in host memory: a `Ratios`, or a dict of its fields, such as {"checkpoint": 1.0}.
+    separate_device: on a CPU, copy to and from a simulated device with its own memory; for tests.
+    masters: fp32 masters of parameters in bf16. "split": the parameter is the upper half, and the state has the lower
+        one. "whole": the state has all of it. Both learn the same. None: split, unless whole ones are faster.
+    threads: of the optimizer on the CPU; None: chosen.
+    piece_tokens: the head runs on this many tokens at a time, so that the logits of a micro-batch never exist. 0: on
+        all of them. None: on as many as need no more memory than a layer, if all of them need more.
+    layer_tokens: everything in a layer except attention runs on this many tokens at a time, for sequences whose layer
+        would need too much memory. Such a layer saves only its input. 0: on all of them. None: chosen by the plan of a
+        device that has its own memory, else all.
     trace: record every operation of every step.
     """
 
@@ -162,37 +163,37 @@ class Options:
     """Options of the backend.
 
     micro_batch_size: samples that run through a layer at a time; the last micro-batch of a batch may be smaller.
-    outputs: "all" gives back everything the model returns; "loss" keeps the loss alone in training (no logits, no
-        caches: they come back as None); under torch.no_grad() everything comes back.
-    storage: the directory for what is kept on SSD, or several, one for each SSD; kept as a tuple of absolute paths,
-        with "~" and environment variables in place. None: in the user's cache, that is $XDG_CACHE_HOME/greedysnake or
+    outputs: "all" returns everything that the model returns. "loss" returns only the loss in training (no logits, no
+        caches: they are None); under torch.no_grad() everything is returned.
+    storage: the directory for data on SSD, or several, one for each SSD; stored as a tuple of absolute paths, with "~"
+        and environment variables expanded. None: in the user's cache, that is $XDG_CACHE_HOME/greedysnake or
         ~/.cache/greedysnake.
-    host_memory: how much memory of the host to use: bytes, text such as "6GiB", or a percentage, "80%", of what this
-        process may use. None: chosen by us.
-    device_memory: the same for the device; a percentage is of the device's memory, on a CPU of what this process may
-        use. `parse_bytes` turns both into bytes.
+    host_memory: how much host memory to use: bytes, text such as "6GiB", or a percentage, "80%", of what this process
+        may use. None: chosen.
+    device_memory: the same for the device. A percentage is of the device's memory, or on a CPU of what this process may
+        use. `parse_bytes` converts both to bytes.
     machine: the profile that the plan is made for: a `Profile`, the name of one that is shipped, or a file. None: this
         machine's own, measured once for each storage.
-    precision: "model" computes in the model's own dtype; "bf16" in bf16, with the parameters kept in fp32 beside it.
-    frozen: how matrices of layers are stored and moved that are frozen when the model is first called: "nf4",
-        "nf4_single", "fp4", "fp4_single", "int8", "fp8" or "mxfp4"; the device makes values of them. None: as they are.
-    frozen_skip: names of modules whose matrices stay as they are, such as ("gate", "down_proj").
+    precision: "model" computes in the model's own dtype; "bf16" in bf16, with fp32 masters of the parameters.
+    frozen: the format in which matrices of layers are stored and moved that are frozen when the model is first called:
+        "nf4", "nf4_single", "fp4", "fp4_single", "int8", "fp8" or "mxfp4"; the device dequantizes them. None: they are
+        not quantized.
+    frozen_skip: names of modules whose matrices are not quantized, such as ("gate", "down_proj").
     group: the ProcessGroup of the ranks that train one model together. None: all of torch.distributed's, or torchrun's.
-    mesh: in the place of a group, a DeviceMesh with the dimension "shard", and "replicate" where several groups hold
-        the model.
+    mesh: instead of a group, a DeviceMesh with the dimension "shard", and "replicate" if several groups hold the model.
     accumulate: a step has several backward calls, and all updates wait for `optimizer.step()`. False: the first step
         shows whether it has.
-    deterministic: the same bits in every run, on a device too: while the model runs, torch uses deterministic
-        algorithms alone, and raises RuntimeError by name for an operation that has none.
-    durability: which steps outlive the process: "off", none; "step", each; or a number N, every N-th. Kept as a number:
-        0, 1, N.
-    resume: "auto" takes up the last durable step of this model that `storage` has, if any; None begins anew, and
+    deterministic: bitwise the same values in every run, also on a device: while the model runs, torch uses only
+        deterministic algorithms, and raises RuntimeError by name for an operation that has none.
+    durability: which steps can be resumed after the process ends: "off", none; "step", each; or a number N, every N-th.
+        Stored as a number: 0, 1, N.
+    resume: "auto" resumes from the last durable step of this model in `storage`, if any. None starts a new run, and
         refuses a directory that has one.
-    progress: a bar on the terminal inside of a step that takes more than two seconds. None: where standard error is a
-        terminal; True: elsewhere too, as a line every ten seconds.
-    report: a file for a page about the run, written while it goes on and when it ends. None: none is.
+    progress: a bar on the terminal inside a step that takes more than two seconds. None: if standard error is a
+        terminal. True: also elsewhere, as a line every ten seconds.
+    report: a file for a page about the run, written during the run and when it ends. None: no page.
     status: a directory for the status file that `greedysnake watch` reads; it stays there. None: in the run's folder in
-        `storage`, if it stores anything, as long as it lasts.
+        `storage`, if it stores anything, as long as the run lasts.
     expert: an `Expert`, or a dict of its fields.
     mode: torch.compile's `mode`, passed on to inductor.
     """

@@ -128,8 +128,8 @@ def num_processes() -> int:
     rank, number = os.environ["RANK"], os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and number.isdecimal() and int(rank) < int(number)):
         raise OptionError(
-            f"the environment says RANK={rank} of WORLD_SIZE={number}, which cannot be: start the ranks with torchrun, "
-            "which sets both, or unset RANK to train alone"
+            f"the environment says RANK={rank} of WORLD_SIZE={number}, which is not possible: start the ranks with "
+            "torchrun, which sets both, or unset RANK to train alone"
         )
     return int(number)
 

@@ -34,7 +34,9 @@ def set_random_state(state: Mapping[str, str]) -> None:
         try:
             _set(name, text)
         except (LookupError, OverflowError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-            raise ResumeError(f"the commit's state of random numbers of {name!r} is none: {error}") from error
+            raise ResumeError(
+                f"the commit's state of the random numbers of {name!r} cannot be loaded: {error}"
+            ) from error
 
 
 def _set(name: str, text: str) -> None:

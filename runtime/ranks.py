@@ -64,7 +64,7 @@ def ranks_of(options: Options) -> Ranks | None:
             return Ranks(place)
     except (RuntimeError, OSError) as error:
         raise RankError(
-            f"the ranks {', '.join(map(str, place.everyone))} have not met: every one has to call the model, with an "
+            f"the ranks {', '.join(map(str, place.everyone))} did not meet: all of them must call the model, with an "
             f"optimizer of gs_compile on all or on none ({error})"
         ) from error
 
@@ -191,7 +191,7 @@ class Ranks:
             if len(set(found)) > 1:
                 words = ", ".join(f"rank {name}: {label}" for name, label in zip(self.names, found, strict=True))
                 raise RankError(
-                    f"the ranks ask for different things ({words}); all have to call the same in the same order"
+                    f"the ranks ask for different things ({words}); all must make the same calls in the same order"
                 )
 
         return compare
@@ -238,7 +238,7 @@ class Ranks:
                 values.setdefault(str(each.get(fact, "absent")), []).append(name)
             if len(values) > 1:
                 words = "; ".join(f"{value} on {_rank_words(names)}" for value, names in values.items())
-                raise RankError(f"{what}: {fact} is {words}. It has to be the same on all ranks")
+                raise RankError(f"{what}: {fact} is {words}. It must be the same on all ranks")
 
     # Failure ---------------------------------------------------------------------------------------------------------
 
@@ -303,8 +303,8 @@ class Ranks:
                 self._check_ended(what, now - GRACE)
             if now - start > self.timeout:
                 raise RankError(
-                    f"{what}: rank {self.name} has waited {self.timeout:.0f} s for the others. All ranks have to make "
-                    "the same steps, and read the same parameters in the same order between them"
+                    f"{what}: rank {self.name} has waited {self.timeout:.0f} s for the others. All ranks must make the "
+                    "same steps, and between steps read the same parameters in the same order"
                 )
 
     def _check_ended(self, what: str, before: float) -> None:
@@ -312,8 +312,8 @@ class Ranks:
         ended = self._alarm.ended if self._alarm is not None else {}
         if gone := sorted(name for name, since in ended.items() if since < before):
             raise RankError(
-                f"{what}: rank {self.name} waits for {_rank_words(gone)}, whose script has ended. All ranks have to "
-                "make the same number of steps, and read the same parameters between them"
+                f"{what}: rank {self.name} waits for {_rank_words(gone)}, whose script has ended. All ranks must make "
+                "the same number of steps, and read the same parameters between steps"
             )
 
     def _gather(self, whole: Tensor, own: Tensor, what: str) -> None:

@@ -96,10 +96,10 @@ def refuse_without_threads(pid: int, *, uses_pools: bool) -> None:
     if os.getpid() != pid:
         raise ForkError(
             f"this process was forked from {pid}, which trains this model, and has none of its threads: use the model "
-            "there, or give this process the tensors of a state_dict()"
+            "in that process, or give this process the tensors of a state_dict()"
         )
     if uses_pools and not threading.main_thread().is_alive():
         raise StepOrderError(
-            "the interpreter is ending, and the threads that move data have ended: take state dicts and steps before "
-            "the script ends, in a try ... finally for example, not in atexit"
+            "the interpreter is ending, and the threads that move data have ended: make state dicts and steps before "
+            "the script ends, for example in try ... finally, not in atexit"
         )

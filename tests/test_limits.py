@@ -41,7 +41,7 @@ LIMITS: dict[str, list[Case]] = {
     "Calls that wait for their backward": [
         ("end_to_end/test_loops.py", "test_calls_that_do_not_fit_are_refused_with_what_they_need", "this step needs"),
     ],
-    "Parameters of dtypes in one layer": [
+    "Parameters of incompatible dtypes in one layer": [
         ("end_to_end/test_mixed_dtypes.py", "test_what_does_not_go_together_is_refused", "do not go together"),
         ("faults/test_setups.py", "complex_parameters", "view_as_real"),
     ],
@@ -64,14 +64,18 @@ LIMITS: dict[str, list[Case]] = {
             "not in the norm that",
         ),
     ],
-    "Clipping, where the gradients": [
+    "Clipping needs room in `host_memory`": [
         ("end_to_end/test_choice.py", "test_too_little_memory_for_clipping_says_what_would_fit_without", "the largest"),
     ],
     "Steps that read other parameters": [
         (HERE, "test_a_call_that_reads_other_parameters", "call the model the same way")
     ],
     "In durable runs, steps in which a trained parameter gets no gradient": [
-        ("end_to_end/test_chosen_outputs.py", "test_a_durable_run_refuses_what_it_would_not_know_again", "to 2 of the"),
+        (
+            "end_to_end/test_chosen_outputs.py",
+            "test_a_durable_run_refuses_what_it_would_not_know_again",
+            "2 of the trained",
+        ),
     ],
     "Hooks on the gradient of an output": [
         (
@@ -80,7 +84,7 @@ LIMITS: dict[str, list[Case]] = {
             "has a hook on its gradient",
         ),
     ],
-    "Where the highest hidden state": [("end_to_end/test_chosen_outputs.py", "hidden_state", "[2].square()")],
+    "If the highest hidden state": [("end_to_end/test_chosen_outputs.py", "hidden_state", "[2].square()")],
     "An evaluation between a forward and its backward": [
         (
             "end_to_end/test_tiers_memory.py",
@@ -96,7 +100,7 @@ LIMITS: dict[str, list[Case]] = {
         ),
         ("model/test_optim_clipping.py", "test_a_loss_that_is_not_finite_is_named", "step 2 was skipped"),
     ],
-    "Going on in the same process": [
+    "Continuing in the same process": [
         ("faults/test_first_step.py", "test_a_model_on_storage_survives_a_first_step_that_fails", "ended the run"),
         ("durable/test_after_a_fault.py", "", "at step 2 in"),
     ],
@@ -114,10 +118,10 @@ LIMITS: dict[str, list[Case]] = {
         ("durable/test_resume_refusals.py", "test_what_is_of_something_else_is_refused", "it is of 2 ranks"),
         ("faults/test_processes.py", "test_what_a_killed_run_has_left_is_removed", "a run was killed and left"),
     ],
-    "Two threads that train one model": [
+    "Two threads cannot train one model": [
         ("faults/test_turns.py", "test_a_thread_that_comes_into_a_step_is_refused", "is between the forward"),
     ],
-    "Two processes in one directory": [
+    "Two processes cannot use one directory": [
         ("faults/test_processes.py", "test_what_a_killed_run_has_left_is_removed", "storage="),
         ("faults/test_processes.py", "test_each_model_of_a_process_has_its_folder", "FOLDER}.2"),
     ],
@@ -127,7 +131,7 @@ LIMITS: dict[str, list[Case]] = {
         ("capture/test_split_refusals.py", "test_no_repeated_block", "no repeated block"),
         ("capture/test_split_refusals.py", "test_skip_connections", "must pass exactly one tensor"),
     ],
-    "Of several stacks the one": [("end_to_end/test_stacks.py", "test_a_stack_trains_as_plain_pytorch", "")],
+    "Only one of several stacks": [("end_to_end/test_stacks.py", "test_a_stack_trains_as_plain_pytorch", "")],
     "What an encoder gives to all layers": [
         ("passes/test_joints.py", "test_device_memory_does_not_grow_with_the_depth_of_either_stack", "")
     ],
@@ -144,7 +148,7 @@ LIMITS: dict[str, list[Case]] = {
         ),
         ("model/test_first_call.py", "test_a_model_that_is_itself_a_sequential_is_compiled_by_torch_compile", "itself"),
     ],
-    "What the model checks of values": [
+    "Checks in the model": [
         (
             "capture/test_checks.py",
             "test_the_words_of_a_check_and_the_share_of_the_batch_are_in_its_error",
@@ -178,7 +182,7 @@ LIMITS: dict[str, list[Case]] = {
         ("end_to_end/test_balanced_experts.py", "test_what_is_made_for_the_head_is_refused", "cannot be computed from"),
         ("end_to_end/test_balanced_experts.py", "test_micro_batch_by_micro_batch_it_is_refused", "reduces over the"),
     ],
-    "A tensor without samples that `masked_scatter`": [
+    "A tensor without a batch dimension": [
         ("capture/test_loss_refusals.py", "", "deals the entries of a tensor without samples out"),
         ("end_to_end/test_dealing.py", "test_images_go_to_their_places_or_are_refused", "places .* for 32 entries"),
         ("end_to_end/test_dealing.py", "test_dealing_by_an_index_names_the_form_that_works", "write x"),
@@ -189,7 +193,7 @@ LIMITS: dict[str, list[Case]] = {
     "The second length of sequences": [
         ("end_to_end/test_batches.py", "test_where_lengths_cannot_be_symbolic", "pad_to_multiple_of"),
     ],
-    "Bit for bit on CUDA": [("end_to_end/test_on_cuda.py", "", "use_deterministic_algorithms(True)")],
+    "Bitwise equal results on CUDA": [("end_to_end/test_on_cuda.py", "", "use_deterministic_algorithms(True)")],
     "CUDA graphs are never used": [("capture/test_inductor.py", "test_mode_reaches_inductor", "cudagraphs")],
 }
 

@@ -17,27 +17,28 @@ HEAD = ("model", "result", "blocks streamed", "difference", "remark")
 INTRODUCTION = f"""\
 # Models that were tried
 
-`make zoo` builds each model below in a tiny configuration ({LAYERS} layers or a few more, {WIDTH} wide, mostly), and
-trains it for two steps of {BATCH} samples in micro-batches of 2: by plain PyTorch, with everything on SSD, and with
-everything in host memory. The versions were {{versions}}.
+{{counts}} They come from six packages.
+
+Each model is built in a tiny configuration (mostly {LAYERS} layers of width {WIDTH}, some have a few more), and trained
+for two steps of {BATCH} samples in micro-batches of 2: by plain PyTorch, with everything on SSD, and with everything in
+host memory. The versions were {{versions}}.
 
 * **trains**: losses, parameters and AdamW's first moments are within 1e-5 of plain PyTorch's (relative to a tensor's
-  largest entry where that is above 1), and the same bits on SSD as in memory. *Difference* is the largest found.
+  largest entry if that is above 1), and bitwise equal on SSD and in memory. *Difference* is the largest one found.
 * **refused**: an error of this package says why, before anything is learned. [limits.md](limits.md) has the reasons.
-* **wrong**, **failed**: a fault of this package.
+* **wrong**, **failed**: a bug of this package.
 
-*Blocks streamed* says how many layers the step has as units of their own, of those that the model has; the others are
-loaded for the whole step. In x-transformers attention and feed-forward are blocks by themselves; where a model has
-stages of several blocks each, as swin and convnext, a stage counts as one. Dropout is off. AdamW's epsilon is 1e-3, so
-that gradients which are nothing but rounding do not become whole steps, and first values are moved a little, since
-what begins as zero would keep gradients from what is below it.
+*Blocks streamed*: how many of the model's layers are units of their own in the step. The others are loaded for the
+whole step. In x-transformers, attention and feed-forward are separate blocks. In a model with stages of several blocks
+each, such as swin and convnext, a stage counts as one block.
 
-{{counts}}
+Dropout is off. AdamW's epsilon is 1e-3, so that gradients that are only rounding errors do not become whole steps.
+Initial values are changed a little, because zeros would block the gradients of everything below them.
 
-To repeat it: `make zoo`, or a part of it, `make zoo ZOO_ARGS="timm transformers/gpt"`. It makes an environment of its
-own with the versions of `benchmarks/zoo/requirements.txt` under those of `constraints.txt`; litgpt is installed without
-its dependencies, since it asks for an older huggingface-hub than transformers does. Results are in
-`benchmarks/results/zoo.json`, from which this page is written."""
+To repeat it, run `make zoo`, or a part of it: `make zoo ZOO_ARGS="timm transformers/gpt"`. It creates its own
+environment with the versions of `benchmarks/zoo/requirements.txt` under those of `constraints.txt`. litgpt is installed
+without its dependencies, because it needs an older huggingface-hub than transformers does. This page is written from
+`benchmarks/results/zoo.json`."""
 
 
 def page(found: Mapping[str, Any]) -> str:

@@ -38,7 +38,8 @@ def made() -> Mapping[str, str]:
     """The pages that are in no file of docs/, by their names there."""
     return {
         **{page: (ROOT / name).read_text() for page, name in AT_THE_ROOT.items()},
-        "licence.md": f"# Licence\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n",
+        "licence.md": "# Licence\n\nGreedySnake has the Apache License 2.0.\n\n"
+        f"```text\n{(ROOT / 'LICENSE').read_text()}```\n",
         "command_line.md": "".join(_commands()),
         "examples.md": "".join(_examples()),
     }
@@ -57,7 +58,7 @@ def undocumented() -> list[str]:
 
 
 def _examples() -> Iterator[str]:
-    yield "# Examples\n\nScripts that run as they are. Each says its command; its code unfolds.\n"
+    yield "# Examples\n\nScripts that run without changes. Each begins with its command; click to unfold its code.\n"
     for path in sorted((ROOT / "examples").glob("[a-z]*.*")):
         yield f"\n## {path.name}\n"
         if path.suffix == ".ipynb":
@@ -77,7 +78,8 @@ def _cells(notebook: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _commands() -> Iterator[str]:
-    yield "# Command line\n\nMade of the commands' own help. `python -m gs_compile` is the same as `greedysnake`.\n"
+    yield "# Command line\n\nAll commands with their options, from their own help. "
+    yield "`python -m gs_compile` is the same as `greedysnake`.\n"
     yield from _command(typer.main.get_command(app), "greedysnake")
 
 

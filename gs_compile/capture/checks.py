@@ -87,8 +87,8 @@ def _place(check: fx.Node, live: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
             value = max(values, key=lambda each: (block_of(each) == block_of(check), _requires_grad(each)))
             return value, [user for user in value.users if check < user]
     raise CaptureError(
-        f"nothing that the model returns comes behind its check{_words(check)}: put that ahead of what is "
-        "returned, or make it outside of the model"
+        f"no output of the model comes after its check{_words(check)}: move the check before an output, or out of the "
+        "model"
     )
 
 

@@ -76,8 +76,9 @@ def refuse_dealing_by_index(graph: fx.Graph) -> None:
         specs = [each.meta.get("spec") if isinstance(each, fx.Node) else None for each in (target, mask, rows)]
         if _deals(*specs):
             raise CaptureError(
-                f"`{node.name}` deals the rows of a tensor out to the places of a mask, whose number values decide"
-                f"{f', at {where}' if (where := source_line(node)) else ''}: write x.masked_scatter(mask[..., None], y)"
+                f"`{node.name}` distributes the rows of a tensor to the places of a mask, whose number depends on "
+                f"values{f', at {where}' if (where := source_line(node)) else ''}: write x.masked_scatter(mask[..., "
+                "None], y)"
             )
 
 

@@ -71,8 +71,8 @@ try:
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
-        f"torch {torch.__version__} moved what greedysnake's capture rests on ({error}); "
-        "install torch==2.13.0, or a newer greedysnake"
+        f"torch {torch.__version__} moved an interface that greedysnake's capture needs ({error}); install "
+        "torch==2.13.0, or a newer greedysnake"
     ) from error
 
 
@@ -360,8 +360,8 @@ def refuse(error: CaptureError) -> NoReturn:
         raise broken from error
     if (name := _passed_over(sys._getframe())) is not None:
         raise GraphBreakError(
-            f"the model is itself a torch.nn.{name}: under model.compile() Dynamo passes over the forward of torch's "
-            "own modules, and captures each block by itself. Compile it by torch.compile, which captures it whole: "
+            f"the model is itself a torch.nn.{name}: under model.compile() Dynamo skips the forward of torch's own "
+            "modules, and captures each block separately. Compile it with torch.compile, which captures it as a whole: "
             'model = torch.compile(model, backend="greedysnake")'
         ) from error
     given_up = [words for words in counters["unimplemented"] if any(sign in words for sign in _GIVES_UP)]

@@ -91,9 +91,9 @@ class Generator:
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise GraphBreakError(
                     f"a layer's code cannot be traced: {error.func} reads values of a tensor, at "
-                    f"{user_line(extract_tb(error.__traceback__))}\n"
-                    "Code that runs for every batch reads none. Where it is a library's, such as the backward of an "
-                    "operator, another version or implementation may do without"
+                    f"{user_line(extract_tb(error.__traceback__))}\nCode that runs for every batch must not read "
+                    "values. If it is a library's, such as the backward of an operator, try another version or "
+                    "implementation"
                 ) from error
         graph.graph.eliminate_dead_code()
         graph.recompile()

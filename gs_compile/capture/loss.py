@@ -108,8 +108,8 @@ def _refuse_sparse(module: fx.GraphModule) -> None:
     for node in module.graph.find_nodes(op="call_function", target=functional.embedding):
         if arguments_of(node)["sparse"]:
             raise CaptureError(
-                f"the embedding `{node.name}` makes a sparse gradient, which greedysnake does not sum"
-                f"{f', at {where}' if (where := source_line(node)) else ''}: leave sparse=True out"
+                f"the embedding `{node.name}` makes a sparse gradient, which greedysnake cannot "
+                f"sum{f', at {where}' if (where := source_line(node)) else ''}: leave sparse=True out"
             )
 
 

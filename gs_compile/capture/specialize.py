@@ -241,8 +241,8 @@ class _Copy:
         given = self.fold.values([source.meta.get("example_value") for source in node.all_input_nodes])
         if values - given and operation(node) not in CHOOSING:
             raise CaptureError(
-                f"how large the result of `{node.name}` ({operation(node)}) is, values alone decide, so its memory "
-                f"cannot be planned{f', at {where}' if (where := source_line(node)) else ''}: {GROUPED}"
+                f"the size of the result of `{node.name}` ({operation(node)}) depends on values, so its memory cannot "
+                f"be planned{f', at {where}' if (where := source_line(node)) else ''}: {GROUPED}"
             )
 
     def _attribute(self, module: fx.GraphModule, name: str) -> str:

@@ -165,7 +165,7 @@ class _Cut:
         alone = {unit for units in read if len(units) == 1 for unit in units}
         layers = {unit for unit in alone if unit <= self.num_layers and unit not in self.origins}
         if len(layers) > 1:
-            raise UniformityError(f"{len(layers)} layers have an input of their own each, as a cache of earlier tokens")
+            raise UniformityError(f"{len(layers)} layers have their own input each, such as a cache of earlier tokens")
 
     # What crosses ----------------------------------------------------------------------------------------------------
 
@@ -380,9 +380,9 @@ class _Cut:
         if not isinstance(spec, TensorSpec) or not spec.is_sized:
             where = source_line(node)
             raise CaptureError(
-                f"`{node.name}` leaves its block, or the model, and values decide its size"
-                f"{f', at {where}' if where else ''}: use it where it is made, or put zeros in the place of what it "
-                f"leaves out; {GROUPED}"
+                f"`{node.name}` leaves its block, or the model, and its size depends on "
+                f"values{f', at {where}' if where else ''}: use it in its block, or replace the entries that it leaves "
+                f"out by zeros; {GROUPED}"
             )
 
     def _name(self, position: int) -> Unit:

@@ -58,7 +58,9 @@ def checked(name: str, look: Callable[..., Check], *args: object) -> Check:
     try:
         return look(*args)._replace(name=name)
     except (OSError, ValueError, IndexError) as error:
-        return Check(f"not told by the system: {error}", "a sandbox may hide /proc and /sys: run outside it", name=name)
+        return Check(
+            f"the system does not provide this: {error}", "a sandbox may hide /proc and /sys: run outside it", name=name
+        )
 
 
 def _with_torch(storage: Sequence[Path]) -> Iterator[Check]:
@@ -85,7 +87,7 @@ def torch_version() -> Check:
         return Check(f"cannot be imported: {error}", "reinstall torch: pip install --force-reinstall", is_bad=True)
     is_newer = tuple(int(part) for part in re.findall(r"\d+", found)[:2]) > NEWEST_TORCH
     tested = ".".join(map(str, NEWEST_TORCH))
-    return Check(found, f"newer than the tests have seen: install torch=={tested}.* in doubt" if is_newer else "")
+    return Check(found, f"newer than the tested version: if in doubt, install torch=={tested}.*" if is_newer else "")
 
 
 def memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> Check:
@@ -95,7 +97,7 @@ def memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> Check:
     found = f"{format_bytes(available)} free of {format_bytes(usable)}"
     if usable < total:
         found += f", this container's or job's limit; the machine has {format_bytes(total)}"
-    return Check(found, "end what else runs here, or ask for a larger limit" if available < LITTLE_NBYTES else "")
+    return Check(found, "end other processes, or ask for a larger limit" if available < LITTLE_NBYTES else "")
 
 
 def cuda(*, proc: Path = PROC) -> Check:
@@ -105,9 +107,9 @@ def cuda(*, proc: Path = PROC) -> Check:
     devices = ", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in accelerators())
     if not devices:
         if (proc / "driver/nvidia/version").exists():
-            advice = "install a torch that is built for CUDA, or look at CUDA_VISIBLE_DEVICES"
+            advice = "install a torch that is built for CUDA, or check CUDA_VISIBLE_DEVICES"
             return Check("NVIDIA's driver is there, but torch sees no device", advice)
-        return Check("no device: what it would compute, the CPU does")
+        return Check("no device: the CPU computes")
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limited = "no limit of locked memory" if limit < 0 else f"limit of locked memory {format_bytes(limit)}"
     try:
@@ -127,7 +129,7 @@ def waiting_threads() -> Check:
     found = f"{'sleep' if is_passive else 'spin'} while they wait; load {load:.1f} on {cores} cores"
     if is_passive or load < max(1.0, cores / 2):
         return Check(found)
-    advice = "others work here, and spinning threads are in their way: export OMP_WAIT_POLICY=passive before a run"
+    advice = "others work here, and spinning threads slow them down: export OMP_WAIT_POLICY=passive before a run"
     return Check(found, advice)
 
 
@@ -159,7 +161,7 @@ def profile(storage: Sequence[Path]) -> Check:
 
     path = remembered(storage)
     if not path.exists():
-        return Check("not measured yet; greedysnake probe does")
+        return Check("not measured yet: run greedysnake probe")
     again = "greedysnake probe --refresh"
     try:
         Profile.load(path)
@@ -186,7 +188,7 @@ def direct_io(directory: Path) -> Check:
             if drive.is_direct:
                 return Check("works")
     except OSError as error:  # no permission, no room, a broken drive
-        advice = "name a directory that can be written: --storage"
+        advice = "name a writable directory: --storage"
         return Check(f"{type(error).__name__}: {error}", advice, is_bad=True)
     advice = "choose a directory on a local drive, ext4 or xfs: through the page cache it is slower and takes memory"
     return Check("refused: storage will work through the page cache", advice)
@@ -211,7 +213,7 @@ def run_folder(directory: Path) -> Check:
     except StorageLockedError:
         return Check(f"{folder} is in use", "one run at a time: give each its own directory")
     except ManifestError:
-        return Check(f"{folder} has a damaged commit", f"greedysnake store ls {directory} tells more", is_bad=True)
+        return Check(f"{folder} has a damaged commit", f"greedysnake store ls {directory} shows more", is_bad=True)
     except StorageError as error:
         return Check(error.message, f"delete {folder}, or name another directory", is_bad=True)
     return Check(f"{folder}: {found}; the next run removes them" if found else "none")

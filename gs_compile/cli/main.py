@@ -64,7 +64,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Training layer by layer, as a compiler pass.",
+    help="Train models larger than memory, layer by layer.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -103,7 +103,7 @@ def _options(
 @app.command()
 @takes(InspectRequest)
 def inspect(request: InspectRequest) -> None:
-    """Show what a model's training step becomes.
+    """Show the training step of a model as a program.
 
     The model is a HuggingFace language model, built from its config without weights: any size fits any machine.
     """
@@ -114,7 +114,7 @@ def inspect(request: InspectRequest) -> None:
 
 @app.command()
 def doctor(storage: Storage = None, as_json: Json = False) -> None:
-    """Check whether this machine is fit to train on; the exit code is 1 where something is bad."""
+    """Check whether this machine is fit for training; the exit code is 1 if a check is bad."""
     from gs_compile.cli.doctor import examine
     from gs_compile.options import Options
     from gs_compile.planner.summary import table
@@ -131,11 +131,11 @@ def doctor(storage: Storage = None, as_json: Json = False) -> None:
 @app.command()
 def probe(
     storage: Storage = None,
-    output: Annotated[File, option("Save the profile there too.", metavar="FILE")] = None,
-    refresh: Annotated[bool, option("Measure again, whatever is remembered.", ..., "--refresh")] = False,
+    output: Annotated[File, option("Save the profile to this file too.", metavar="FILE")] = None,
+    refresh: Annotated[bool, option("Measure again, even if there is a stored result.", ..., "--refresh")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what this machine can do; it is remembered. With torchrun also what its ranks give each other."""
+    """Measure this machine and store the result; with torchrun also the network between its ranks."""
     from gs_compile.cli.plan import busy, profile_table
     from gs_compile.options import Options
     from gs_compile.planner.measure.machines import profile
@@ -156,12 +156,14 @@ def probe(
 def plan(
     model: str,
     request: Request,
-    longest: Annotated[bool, option("Find the longest sequence too, which takes longer.", ..., "--longest")] = False,
+    longest: Annotated[
+        bool, option("Also find the longest sequence that fits; takes longer.", ..., "--longest")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show where everything of a model's step would live, how fast it would run, and why.
+    """Show where all data of a model's step would be stored, how fast a step would be, and why.
 
-    Neither the model's weights nor the machine are needed.
+    It needs neither the model's weights nor the machine.
     """
     from gs_compile.cli.plan import find_longest, make_plan
     from gs_compile.cli.report.explain import as_dict, report
@@ -179,13 +181,15 @@ def plan(
 def fit(
     model: str,
     request: Request,
-    tokens: Annotated[float, option("Tokens to train on.", metavar="N")] = 1e9,
-    longest: Annotated[bool, option("Find the longest sequence too, which takes longer.", ..., "--longest")] = False,
+    tokens: Annotated[float, option("Number of tokens to train on.", metavar="N")] = 1e9,
+    longest: Annotated[
+        bool, option("Also find the longest sequence that fits; takes longer.", ..., "--longest")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a machine makes of a model: in full, by LoRA, and by LoRA over 4-bit weights.
+    """Predict how fast a machine trains a model: in full, by LoRA, and by LoRA over 4-bit weights.
 
-    Neither the model's weights nor the machine are needed.
+    It needs neither the model's weights nor the machine.
     """
     from gs_compile.cli.plan import find_fits
     from gs_compile.cli.report.fits import fits_dict, fits_report
@@ -199,9 +203,9 @@ def fit(
 def simulate(
     model: str,
     request: Request,
-    trace: Annotated[File, option("Save the operations as a trace, for ui.perfetto.dev.", metavar="FILE")] = None,
-    page: Annotated[File, option("Save the timeline as a page.", ..., "--html", metavar="FILE")] = None,
-    figures: Annotated[File, option("Save figures there; needs matplotlib.", metavar="DIR")] = None,
+    trace: Annotated[File, option("Save the operations as a trace for ui.perfetto.dev.", metavar="FILE")] = None,
+    page: Annotated[File, option("Save the timeline as an HTML page.", ..., "--html", metavar="FILE")] = None,
+    figures: Annotated[File, option("Save figures to this directory; needs matplotlib.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
     """Show when each operation of a planned step would run, and what the computation would wait for."""
@@ -216,13 +220,15 @@ def simulate(
 
 @app.command()
 def watch(
-    directory: Annotated[Path | None, typer.Argument(help="Of a run.", metavar="[DIR]", show_default=False)] = None,
-    once: Annotated[bool, option("Show it once; so it is where the output is no terminal.", ..., "--once")] = False,
+    directory: Annotated[
+        Path | None, typer.Argument(help="A directory of a run.", metavar="[DIR]", show_default=False)
+    ] = None,
+    once: Annotated[bool, option("Show one screen; the default if the output is no terminal.", ..., "--once")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show runs while they go on: speed, what binds, what lanes and drives do, against the plan.
+    """Follow runs live: speed, bottleneck, lanes and drives, compared with the plan.
 
-    DIR is a directory of a run's `storage`, or of its option `status`. Without it: all your runs on this machine.
+    DIR is a directory of a run's option `storage` or `status`. Without it, all your runs on this machine are shown.
     """
     from gs_compile.cli.watch import statuses, watch
 
@@ -235,13 +241,13 @@ def watch(
 @app.command()
 def report(
     directory: Directory,
-    output: Annotated[Path, option("The page's file.", ..., metavar="FILE")] = Path("report.html"),
+    output: Annotated[Path, option("The file for the page.", ..., metavar="FILE")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
     """Write a page about a run: loss, step times, lanes, bytes, plan and machine.
 
-    DIR is a directory of a run's `storage`, or of its option `status`; of several runs the newest is taken, and of
-    several ranks the first.
+    DIR is a directory of a run's option `storage` or `status`. If it has several runs, the newest is taken; if a run
+    has several ranks, the first.
     """
     from gs_compile.cli.watch import newest
     from gs_compile.status.page import page
@@ -252,14 +258,16 @@ def report(
 
 @app.command()
 def train(
-    file: Annotated[Path, typer.Argument(help="The run, in YAML.", metavar="FILE", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(help="A YAML file that describes the run.", metavar="FILE", show_default=False)
+    ],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(help="Entries in the place of the file's: args.max_steps=5", metavar="[NAME=VALUE]..."),
+        typer.Argument(help="Entries that override the file's: args.max_steps=5", metavar="[NAME=VALUE]..."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a model as a file says, with TRL's SFTTrainer, and save it: no script is needed."""
+    """Train a model with TRL's SFTTrainer by a YAML file, and save it; no script is needed."""
     from gs_compile.cli.train import train
 
     do_with_all()

@@ -51,7 +51,7 @@ def takes(request: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 Json = Annotated[bool, option("Print one JSON object.", ..., "--json")]
 Storage = Annotated[
-    list[Path] | None, option("A storage directory; again for each drive.", metavar="DIR", unset="in the user's cache")
+    list[Path] | None, option("A storage directory; repeat for each drive.", metavar="DIR", unset="in the user's cache")
 ]
 Directory = Annotated[Path, typer.Argument(help="A storage directory.", metavar="DIR", show_default=False)]
 File = Path | None
@@ -61,20 +61,20 @@ class InspectRequest(NamedTuple):
     """A causal language model of transformers, and the step it is looked at in; None: the config's own."""
 
     model: str = option(
-        'A model type ("llama"), the path of a model or its config.json, an id of the hub.', metavar="M"
+        'A model type ("llama"), the path of a model or of its config.json, or an id of the hub.', metavar="M"
     )
     layers: int | None = option("Number of layers.", None, min=1, metavar="L", unset="the config's")
     hidden: int | None = option(
-        "Width; heads and MLP are scaled with it.", None, min=1, metavar="H", unset="the config's"
+        "Hidden size; heads and MLP are scaled with it.", None, min=1, metavar="H", unset="the config's"
     )
-    micro_batches: int = option("Micro-batches of the step.", 2, min=1, metavar="N")
-    micro_batch_size: int = option("Samples in each.", 1, min=1, metavar="B")
-    sequence: int = option("Tokens of a sample.", 128, min=1, metavar="T")
-    after: str | None = option("The program after this pass.", None, metavar="PASS", unset="the last")
+    micro_batches: int = option("Number of micro-batches in a step.", 2, min=1, metavar="N")
+    micro_batch_size: int = option("Samples in a micro-batch.", 1, min=1, metavar="B")
+    sequence: int = option("Tokens in a sample.", 128, min=1, metavar="T")
+    after: str | None = option("Show the program after this pass.", None, metavar="PASS", unset="the last")
     graph: Graph | None = option(
-        "One of these alone: the captured model, forward or backward of the layers, the step program.", None
+        "Show only this: the captured model, the layers' forward or backward, or the step program.", None
     )
-    as_json: bool = option("For programs: one JSON object; with --graph also the graph's text.", False, "--json")
+    as_json: bool = option("Print one JSON object; with --graph also the graph's text.", False, "--json")
 
 
 Model = Annotated[str, option('As in inspect, or "gpt-65b".', metavar="M")]
@@ -82,22 +82,28 @@ Flag = tuple[Any, Any]  # its type on the command line; its help
 
 # A flag for each field of a `Request`; what is not given is what the field says.
 FLAGS: Mapping[str, Flag] = {
-    "machine": (str | None, flag('"a100", or the path of a profile.', metavar="NAME", unset="this one, measured")),
-    "sequence": (int, flag("Tokens of a sample.", min=1, metavar="T")),
+    "machine": (
+        str | None,
+        flag('A machine such as "a100", or the path of a profile.', metavar="NAME", unset="this one, measured"),
+    ),
+    "sequence": (int, flag("Tokens in a sample.", min=1, metavar="T")),
     "batch_size": (
         int | None,
-        flag("Samples of a step, of all GPUs.", min=1, metavar="B", unset="as few as keep it busy"),
+        flag("Samples in a step, of all GPUs.", min=1, metavar="B", unset="as few as keep the machine busy"),
     ),
-    "micro_batch_size": (int | None, flag("Samples of a micro-batch.", min=1, metavar="S", unset="chosen")),
+    "micro_batch_size": (int | None, flag("Samples in a micro-batch.", min=1, metavar="S", unset="chosen")),
     "num_micro_batches": (
         int | None,
-        flag("Micro-batches of a step.", "--micro-batches", min=1, metavar="N", unset="chosen"),
+        flag("Micro-batches in a step.", "--micro-batches", min=1, metavar="N", unset="chosen"),
     ),
-    "alpha": (float | None, flag("The part of each update that is put off.", metavar="A", unset="chosen")),
+    "alpha": (
+        float | None,
+        flag("The part of each update that is delayed to the next forward.", metavar="A", unset="chosen"),
+    ),
     "ratios": (
         list[str] | None,
         flag(
-            "The part of parameter, checkpoint or optimizer that is in host memory, as parameter=0.5.",
+            "The part of a class (parameter, checkpoint, optimizer) in host memory, such as parameter=0.5.",
             "--ratio",
             metavar="CLASS=X",
             unset="chosen",
@@ -107,52 +113,58 @@ FLAGS: Mapping[str, Flag] = {
     "clip": (bool, flag("Clip by the norm of all gradients.", "--clip")),
     "clipping": (
         Clipping | None,
-        flag("With --clip: updates wait for the norm, or run before it and may be rolled back.", unset="chosen"),
+        flag("With --clip: updates wait for the norm, or run earlier and may be rolled back.", unset="chosen"),
     ),
-    "accumulate": (bool, flag("A step has several backwards, and updates wait for the last.", "--accumulate")),
-    "host_memory": (str | None, flag('A budget, such as "64GiB".', metavar="SIZE", unset="the machine's")),
-    "device_memory": (str | None, flag("The same for the device.", metavar="SIZE", unset="the machine's")),
-    "precision": (Precision | None, flag("bf16 with fp32 masters, or the model's own.", unset="bf16")),
-    "optimizer": (OptimizerName, flag("AdamW, or Muon for matrices of layers and AdamW for the rest.")),
-    "states": (States, flag("What moments of the optimizer are stored in.")),
+    "accumulate": (bool, flag("A step has several backwards, and updates wait for the last one.", "--accumulate")),
+    "host_memory": (
+        str | None,
+        flag('A budget of host memory, such as "64GiB".', metavar="SIZE", unset="the machine's"),
+    ),
+    "device_memory": (str | None, flag("A budget of device memory.", metavar="SIZE", unset="the machine's")),
+    "precision": (Precision | None, flag("bf16 with fp32 masters, or the model's own dtype.", unset="bf16")),
+    "optimizer": (OptimizerName, flag("AdamW, or Muon for the matrices of layers and AdamW for the rest.")),
+    "states": (States, flag("The type in which the optimizer's moments are stored.")),
     "wear_years": (
         float | None,
-        flag("Years that the drives are to last, training all day.", metavar="Y"),
+        flag("Years that the drives must last, training all day.", metavar="Y"),
     ),
-    "recompute": (Recompute, flag("What a backward runs again: the whole forward, none of it, or what is faster.")),
+    "recompute": (Recompute, flag("What a backward computes again: the whole forward, none of it, or what is faster.")),
     "masters": (
         Masters | None,
         flag(
-            "fp32 masters of bf16 parameters: the parameter is their upper half, or the state has all.",
-            unset="what is faster",
+            "fp32 masters of bf16 parameters: the parameter is the upper half, or the state has all of it.",
+            unset="the faster",
         ),
     ),
-    "durability": (str, flag('The steps that outlive the process: "off", "step", or N: every N-th.', metavar="N")),
+    "durability": (str, flag('Which steps can be resumed: "off", "step" (each), or N (every N-th).', metavar="N")),
     "storage": (
         list[Path] | None,
-        flag("A storage directory; again for each drive.", metavar="DIR", unset="in the user's cache"),
+        flag("A storage directory; repeat for each drive.", metavar="DIR", unset="in the user's cache"),
     ),
     "saturation": (
         Saturation,
-        flag("When a batch is large enough: more brings less than a tenth of what it is more, or less than 1 %."),
+        flag("When a batch is large enough: more brings under a tenth of its growth, or under 1 %."),
     ),
-    "gpus": (int, flag("GPUs of a node; each has micro-batches of its own.", min=1, metavar="G")),
-    "nodes": (int, flag("Nodes, each like the machine.", min=1, metavar="N")),
+    "gpus": (int, flag("GPUs in a node; each has its own micro-batches.", min=1, metavar="G")),
+    "nodes": (int, flag("Number of nodes, each like the machine.", min=1, metavar="N")),
     "lora": (
         int | None,
         flag(
-            "Train adapters of this rank on all linear layers of blocks alone, by PEFT.",
+            "Train only PEFT's LoRA adapters of this rank, on all linear layers of blocks.",
             min=1,
             metavar="R",
             unset="none",
         ),
     ),
-    "frozen": (Frozen | None, flag("How frozen matrices of layers are stored and moved.", unset="as they are")),
+    "frozen": (Frozen | None, flag("The format of frozen matrices of layers.", unset="not quantized")),
     "layer_tokens": (
         int | None,
-        flag("Tokens that layers but their attention run on at a time; 0: all.", min=0, metavar="T", unset="chosen"),
+        flag("Tokens that layers, except attention, run on at a time; 0: all.", min=0, metavar="T", unset="chosen"),
     ),
-    "network": (str | None, flag("What a node receives of others, such as 25GB/s.", metavar="RATE", unset="none")),
+    "network": (
+        str | None,
+        flag("The rate at which a node receives from others, such as 25GB/s.", metavar="RATE", unset="none"),
+    ),
 }
 
 

@@ -18,7 +18,7 @@ app = typer.Typer(help="List, verify, export or remove durable runs.", no_args_i
 
 @app.command()
 def ls(directory: Directory, as_json: Json = False) -> None:
-    """List the durable runs in a directory, of all ranks and models, also those in use."""
+    """List the durable runs in a directory, of all ranks and models, including runs in use."""
     from gs_compile.cli.stored.runs import found_in, listing
 
     runs = found_in(directory)
@@ -34,12 +34,12 @@ def ls(directory: Directory, as_json: Json = False) -> None:
 @app.command()
 def gc(
     directory: Directory,
-    everything: Annotated[bool, option("Remove the runs themselves, too.", ..., "--all")] = False,
+    everything: Annotated[bool, option("Also remove the runs themselves.", ..., "--all")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what runs that were killed have left and no commit names.
+    """Remove files of killed runs that no commit names.
 
-    Nothing is removed that the store has not made.
+    Only files that a run has made are removed.
     """
     from gs_compile.cli.stored.runs import collect, found_in
     from gs_compile.machine import format_bytes
@@ -55,9 +55,9 @@ def gc(
 
 @app.command()
 def verify(directory: Directory, as_json: Json = False) -> None:
-    """Read every block of the runs in a directory, and hold it against its checksum.
+    """Read every block of the runs in a directory, and compare it with its checksum.
 
-    The exit code is 5 where one is bad.
+    The exit code is 5 if a block is corrupt.
     """
     from gs_compile.cli.stored.verify import verify, words
 
@@ -71,8 +71,8 @@ def verify(directory: Directory, as_json: Json = False) -> None:
 def export(
     directory: Directory,
     target: Annotated[Path, typer.Argument(help="A new directory.", metavar="OUT", show_default=False)],
-    masters: Annotated[bool, option("Masters in the place of narrow parameters.", ..., "--masters")] = False,
-    states: Annotated[bool, option("The optimizer's states, too.", ..., "--states")] = False,
+    masters: Annotated[bool, option("Write fp32 masters instead of narrower parameters.", ..., "--masters")] = False,
+    states: Annotated[bool, option("Also write the optimizer's states.", ..., "--states")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the parameters of a run as safetensors, with an index."""

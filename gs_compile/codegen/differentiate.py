@@ -149,7 +149,9 @@ class Differentiated:
         if "x" not in sources or "x" not in self.unit.results or not self.unit.differentiable:
             return Cuts(self, (), "it is no layer that is trained")
         if self._sizes and not self.unit.is_sized:
-            raise CannotSaveError("values decide how large tensors inside are, so what saving them spares is not known")
+            raise CannotSaveError(
+                "the sizes of tensors inside depend on values, so the gain of saving them is not known"
+            )
         with self._timed():
             if shared := self._of_all_lengths(lambda code: code._cuts):
                 code, found, reason = shared

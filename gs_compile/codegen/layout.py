@@ -132,8 +132,8 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
     dtypes, trained = {spec.dtype for spec in members}, {spec.dtype for spec in members if spec.requires_grad}
     if complex_ones := sorted(str(dtype) for dtype in trained if dtype.is_complex):
         raise CaptureError(
-            f"unit {unit} has trained parameters of {', '.join(complex_ones)}, and updates are of real numbers: have "
-            "real and imaginary parts as the parameter, nn.Parameter(torch.view_as_real(value)), and take "
+            f"unit {unit} has trained parameters of {', '.join(complex_ones)}, but updates only work on real numbers: "
+            "make the parameter of the real and imaginary parts, nn.Parameter(torch.view_as_real(value)), and use "
             "torch.view_as_complex of it in forward"
         )
     floating = [dtype for dtype in dtypes if dtype.is_floating_point] or dtypes
@@ -142,8 +142,8 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
     if any(dtype.itemsize < found.itemsize for dtype in dtypes) or not trained <= {found} | wide:
         raise CaptureError(
             f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}, which do not go together: trained "
-            "ones may be of one dtype, or of one with 16 bits and of float32, and frozen ones are no narrower. Convert "
-            "the model, or these parameters, with .to(dtype)"
+            "ones may have one dtype, or one dtype of 16 bits and float32, and frozen ones must not be narrower. "
+            "Convert the model, or these parameters, with .to(dtype)"
         )
     return found
 

@@ -165,7 +165,7 @@ def _refuse(module: fx.GraphModule) -> None:
         if changes_memory(node):
             raise CannotSaveError(f"{node.target} changes memory")
         if draws_random(node) and not is_sized(node.meta["val"]):
-            raise CannotSaveError(f"values decide how many random numbers {node.target} draws")
+            raise CannotSaveError(f"how many random numbers {node.target} draws depends on values")
 
 
 def _forget_values(graph: fx.Graph) -> None:

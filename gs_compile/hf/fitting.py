@@ -42,8 +42,8 @@ def _fit_for_capture(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if found := backward_hooks(module):
             raise OptionError(
-                f"{name or 'the model'} has a backward hook, {found[0]}: which would never be called: "
-                "remove it (the handle's .remove()). Forward hooks are part of the model"
+                f"{name or 'the model'} has a backward hook, {found[0]}, which would never be called: remove it (the "
+                "handle's .remove()). Forward hooks are part of the model"
             )
         if getattr(module, "gradient_checkpointing", False):  # each layer is run again in its backward anyway
             module.gradient_checkpointing = False
@@ -58,8 +58,9 @@ def _fit_for_capture(model: nn.Module) -> None:
 def _refuse_ranks(*_: Any, **__: Any) -> NoReturn:
     """In the place of AdaLoRA's `update_and_allocate`."""
     raise ReleasedParameterError(
-        "update_and_allocate: AdaLoRA chooses ranks by gradients, and those of parameters that live on the tiers never "
-        "are in p.grad. Leave this call out: all ranks stay init_r, so give that the rank you want, or use LoRA"
+        "update_and_allocate: AdaLoRA chooses ranks by gradients, but those of parameters that live on the tiers are "
+        "never in p.grad. Leave this call out: all ranks stay init_r, so set init_r to the rank that you want, or use "
+        "LoRA"
     )
 
 
@@ -86,9 +87,8 @@ def _share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str,
     if accelerator.num_processes == 1:
         if (number := num_processes()) > 1 and not {"group", "mesh"} & options.keys():
             raise OptionError(
-                f"there are {number} processes, and Accelerate takes this one for the only one: on a CPU it has to be "
-                "told, with Accelerator(cpu=True), or use_cpu=True among TrainingArguments. Processes that train alone "
-                "give group=, a group of their own"
+                f"there are {number} processes, but Accelerate sees only this one: on a CPU use Accelerator(cpu=True), "
+                "or use_cpu=True among TrainingArguments. Processes that train alone pass group=, a group of their own"
             )
         return
 

@@ -94,7 +94,9 @@ def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, 
         return gathered(values, pad_token_id)
     if not all(isinstance(value, Tensor) and value.dim() for value in values):
         if any(value is not values[0] and value != values[0] for value in values):
-            raise OptionError(f"{name!r} is no tensor of samples, and differs between the batches of a step")
+            raise OptionError(
+                f"{name!r} is not a tensor with a row for each sample, and differs between the batches of a step"
+            )
         return values[0]
     shapes = [value.shape[1:] for value in values]
     if len(set(shapes)) == 1:
@@ -106,9 +108,9 @@ def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, 
         )
     if chosen := sorted(_CHOSEN & first.keys()):
         raise OptionError(
-            f"{name!r} has sequences of different lengths in the batches of a step, and {chosen[0]!r} is chosen among "
-            "all tokens, so padding would change the loss: pad all batches to one length (padding='max_length') or "
-            "give gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
+            f"{name!r} has sequences of different lengths in the batches of a step, and {chosen[0]!r} is a position "
+            "among all tokens, so padding would change the loss: pad all batches to one length (padding='max_length') "
+            "or give gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
         )
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
     if name == "position_ids" and "attention_mask" not in first:

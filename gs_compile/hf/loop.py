@@ -40,11 +40,12 @@ def prepare(
 ) -> tuple[Any, ...]:
     """``accelerator.prepare``, with the model compiled in place; `options` are those of the backend.
 
-    optimizer: of this package, with `max_grad_norm` where the loop clips; `accelerator.clip_grad_norm_` then returns
-    the norm of all gradients. loader: of the training data; it brings the batches of
-    `accelerator.gradient_accumulation_steps`, which is 1 from then on, as one, padded as in `hf.gather`. Micro-batches
-    have the size that its batches had. The loss is the mean over a whole step, where accumulation takes the mean of the
-    batches' means. others: schedulers, of which commits keep the states, loaders of data to evaluate on: as they come.
+    optimizer: of this package, with `max_grad_norm` if the loop clips; `accelerator.clip_grad_norm_` then returns the
+        norm of all gradients.
+    loader: of the training data. It returns the batches of `accelerator.gradient_accumulation_steps` (1 from then on)
+        as one batch, padded as in `hf.gather`. Micro-batches have the size of its batches. The loss is the mean over a
+        whole step, where accumulation takes the mean of the batches' means.
+    others: schedulers, whose states commits store, and loaders of evaluation data; they are prepared as usual.
 
     Returns what `accelerator.prepare` does: the model, the optimizer, the loader and the others, in this order. Raises
     OptionError for another optimizer, fp8, a dynamo backend, DeepSpeed and FSDP.
@@ -79,14 +80,14 @@ def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
             "Muon), which take the same settings and max_grad_norm="
         )
     if not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
-        raise OptionError("the third is the DataLoader of the training data, as it was made: not prepared before")
+        raise OptionError("the third argument must be the DataLoader of the training data, not prepared before")
     precision, backend = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend.value
     if precision not in ("no", "bf16", "fp16"):
         raise OptionError(f"mixed_precision={precision!r}: use bf16 or fp16")
     if str(backend).lower() != "no":
         raise OptionError(f"dynamo_backend={backend!r}: leave it out, the model is compiled already")
     if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise OptionError(f"{accelerator.distributed_type.value}: leave it out, the backend has its place")
+        raise OptionError(f"{accelerator.distributed_type.value}: leave it out, the backend replaces it")
 
 
 def _clip_grad_norm(
@@ -104,7 +105,7 @@ def _clip_grad_norm(
         return ordinary(parameters, max_norm, norm_type)
     if given != own or norm_type != 2:
         raise OptimizerError(
-            "clip_grad_norm_: only the 2-norm of all parameters of the optimizer together is clipped by"
+            "clip_grad_norm_: only the 2-norm of all parameters of the optimizer together can be clipped"
         )
     if optimizer.max_grad_norm != max_norm:
         raise OptimizerError(
@@ -122,8 +123,8 @@ def _of_steps(loader: DataLoader[Any], num_batches: int, size: int, model: Any) 
     if num_batches == 1:
         return loader
     log.warning(
-        "the loader brings the %d batches of a step as one: its length counts steps from now on, and so does what the "
-        "loop computes from that, which must not divide by gradient_accumulation_steps again",
+        "the loader returns the %d batches of a step as one, so its length counts steps from now on: the loop must not "
+        "divide that length by gradient_accumulation_steps again",
         num_batches,
     )
     kept = {name: getattr(loader, name) for name in _KEPT}

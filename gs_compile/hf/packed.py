@@ -47,7 +47,7 @@ class Packed:
         return NAMES[self.method]
 
     def decode(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        """Write the values of a weight, which has all tensors that are needed, to `out`, of shape [outputs, inputs]."""
+        """Write the values of a weight that has all the tensors it needs to `out`, of shape [outputs, inputs]."""
         words, zeros, scales, groups = self._in_gptq_order(tensors, *out.shape)
         dim, num_inputs = int(self.method == "awq"), out.shape[1]
         words_per_input = 1 if dim else self.bits / WORD

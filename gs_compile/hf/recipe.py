@@ -42,11 +42,11 @@ class Recipe:
         """Raises OptionError for entries that are unknown, missing or of no use, and options that are wrong."""
         for name in ("model", "data"):
             if not given.get(name):
-                raise OptionError(f"{name!r} is missing: say what to train on what")
+                raise OptionError(f"{name!r} is missing: name the model and the data")
         found = from_mapping(cls, given, "")
         for name in ("options", "args", "lora"):
             if not isinstance(getattr(found, name) or {}, Mapping):
-                raise OptionError(f"{name} must have entries of its own; got {getattr(found, name)!r}")
+                raise OptionError(f"{name} must have entries; got {getattr(found, name)!r}")
         Options.of(found.options)
         if not found.tokenizer and not isinstance(found.model, str):
             raise OptionError(f"a model from scratch has no tokenizer: name one, or give tokenizer: {BYTES}")
@@ -73,7 +73,7 @@ def trainer_of(recipe: Recipe) -> Any:
     if len(tokenizer) > model.config.get_text_config().vocab_size:
         raise OptionError(
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size of "
-            f"{model.config.get_text_config().vocab_size}: these are not of one another"
+            f"{model.config.get_text_config().vocab_size}: they do not belong together"
         )
     trainer = trl.SFTTrainer(model, args, processing_class=tokenizer, peft_config=lora, **data)
     attach(trainer, **recipe.options)

@@ -83,7 +83,9 @@ def stored_reference(
     autocast: what Accelerate has wrapped its forward in. Raises OptionError where there is no model.
     """
     if model is None:
-        raise OptionError("reference=: this Trainer has no ref_model; with adapters, the model without them is it")
+        raise OptionError(
+            "reference=: this Trainer has no ref_model; with adapters, its reference is the model without them"
+        )
     model.requires_grad_(False)
     compile_within = compile_for_strands(model, {**options, **options_of(model, given)}, autocast)
     return SGD(model.parameters(), lr=0.0), compile_within

@@ -39,17 +39,17 @@ _PARAMETERS = ("params", "model", "optimizer_dict")  # which Trainer takes out o
 
 
 def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **options: Any) -> None:
-    """Have a Trainer train its model layer-major; `options` are those of the backend (`gs_compile.Options`).
+    """Make a Trainer train its model layer by layer; `options` are those of the backend (`gs_compile.Options`).
 
-    reference: have the Trainer's `ref_model`, if it has one, run layer-major and be stored too, with these options and,
-    where they say nothing, those of the model. Without it, it stays in memory, or where `from_pretrained` has put it.
+    reference: options for the Trainer's `ref_model`, if it has one, which then also runs layer by layer and is stored;
+        other options are those of the model. None: it stays in memory, or where `from_pretrained` has put it.
 
     Call it before `train()`. The model is compiled in place, micro-batches have `per_device_train_batch_size` samples,
-    and the optimizer is this package's equivalent of what the arguments ask for. Evaluation, saving, loading and
+    and the optimizer is the one of this package that corresponds to the arguments. Evaluation, saving, loading and
     callbacks are Trainer's own.
 
-    Raises OptionError for arguments that cannot be followed: an optimizer that has no equivalent, DeepSpeed, FSDP,
-    several devices in one process. The Trainer's class is then as it was.
+    Raises OptionError for arguments that are not supported: an optimizer without an equivalent, DeepSpeed, FSDP,
+    several devices in one process. The Trainer's class is then unchanged.
     """
     kind = type(trainer)
     if not issubclass(kind, TrainerMixin):
@@ -229,7 +229,7 @@ class TrainerMixin(DurableTrainer):
         if kind is None:
             raise OptionError(
                 f"the create_optimizer of this Trainer has made a {type(optimizer).__name__}, which has no equivalent "
-                "here: have it make one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or AdamW, Adam or SGD of torch"
+                "here: let it return one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or AdamW, Adam or SGD of torch"
             )
         followed = {"decoupled_weight_decay": False} if kind is AdamW else {}  # it is what AdamW does
         for group in optimizer.param_groups:
@@ -300,8 +300,8 @@ def _check(trainer: Any) -> None:
 
     args = trainer.args
     reasons = {
-        "deepspeed: leave it out, the backend has its place": args.deepspeed is not None,
-        "fsdp: leave it out, the backend has its place": bool(args.fsdp),
+        "deepspeed: leave it out, the backend replaces it": args.deepspeed is not None,
+        "fsdp: leave it out, the backend replaces it": bool(args.fsdp),
         "torch_compile=True: leave it out, the model is compiled already": args.torch_compile,
         "activation_offloading=True: leave it out, the inputs of layers are stored anyway": getattr(
             args, "activation_offloading", False

@@ -51,21 +51,23 @@ def from_pretrained(
     frozen_skip: Sequence[str] = (),
     **given: Any,
 ) -> Any:
-    """``model_class.from_pretrained(name_or_path, **given)``, its parameters offloaded as by `init_on_storage`.
+    """``model_class.from_pretrained(name_or_path, **given)``, with parameters on storage as by `init_on_storage`.
 
-    model_class: of transformers, such as AutoModelForCausalLM. storage, host_memory: as in `Options`; `hf.attach` takes
-    them from the model. group: as in `init_on_storage`. Each value goes from the checkpoint to a file under the first
-    directory of `storage`, in the model's dtype; memory holds one parameter and some that were read last. What the
-    checkpoint misses or has beside is reported by transformers.
+    Each value goes from the checkpoint to a file under the first directory of `storage`, in the model's dtype. Memory
+    holds one parameter, and some that were read last. transformers reports missing and unexpected keys.
 
-    frozen, frozen_skip: as in `Options`; matrices of layers are frozen and encoded as they are read, and nothing else
-    of them comes to storage, where the next run finds them (docs/frozen.md). keep_encoded (True) says where: False,
-    nowhere; a directory, there and not in the first one of `storage`. A quantization_config of transformers that says
-    the same does, too. Checkpoints that are quantized in a way that is one of `frozen` are read as they are, with what
-    they have not quantized; those in GPTQ, AWQ or packed by compressed-tensors are decoded into the model's dtype, and
-    with `frozen` encoded again, as they are read; others as transformers turns them into that dtype, if a
-    quantization_config says so (`FineGrainedFP8Config(dequantize=True)`), and with `frozen` are encoded in the first
-    call.
+    model_class: of transformers, such as AutoModelForCausalLM.
+    storage, host_memory: as in `Options`; `hf.attach` takes them from the model.
+    group: as in `init_on_storage`.
+    frozen, frozen_skip: as in `Options`. Matrices of layers are frozen and quantized as they are read. Only the
+        quantized form is stored, and the next run finds it there (docs/frozen.md). `keep_encoded` says where: True, the
+        default, in the first directory of `storage`; False, nowhere; or a directory.
+
+    A quantization_config of transformers may be given instead of `frozen`. Checkpoints in a format of `frozen` are read
+    as they are, with the weights that they have not quantized. Those in GPTQ, AWQ or packed by compressed-tensors are
+    dequantized into the model's dtype as they are read, and with `frozen` quantized again. Others are dequantized by
+    transformers if a quantization_config says so (`FineGrainedFP8Config(dequantize=True)`), and with `frozen` are
+    quantized in the first call.
 
     Raises OptionError for weights that are quantized otherwise, and for settings that place the model elsewhere;
     InitialisationError and StorageFullError as `init_on_storage` does.
@@ -127,11 +129,11 @@ def options_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_pretrained(model: Any, folder: str | os.PathLike[str], *, master: bool = False, **given: Any) -> None:
-    """``model.save_pretrained(folder, **given)``, values read as they are written: memory holds one shard of them.
+    """``model.save_pretrained(folder, **given)``, reading values as they are written: memory holds one shard of them.
 
-    A shard has `max_shard_size`, here "5GB" where nothing is given. With `master`, parameters that are computed with in
-    bf16 are their fp32 masters. Where transformers has to have all values first (see `streamed`), they are mapped from
-    files. Of several ranks all call it; the first one writes, and no other keeps what it reads.
+    A shard has `max_shard_size`, here "5GB" by default. With `master`, parameters that compute in bf16 are written as
+    their fp32 masters. Where transformers needs all values first (see `streamed`), they are mapped from files. All
+    ranks call this; the first one writes, and the others keep nothing of what they read.
     """
     with on_first_rank(model) as is_first, streamed(model, master=master) as values, ExitStack() as stack:
         if not is_first:
@@ -220,7 +222,9 @@ def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], 
             "have transformers decode it, as by quantization_config=FineGrainedFP8Config(dequantize=True)"
         )
     if frozen not in (None, found):
-        raise OptionError(f'{name_or_path} has {found}, and frozen="{frozen}": leave frozen out, it is read as it is')
+        raise OptionError(
+            f'{name_or_path} has {found}, and frozen="{frozen}": leave frozen out, the checkpoint is read as it is'
+        )
     return found
 
 

@@ -44,9 +44,9 @@ def refuse_overlaps(inputs: Sequence[Input], args: Sequence[Any]) -> None:
     found = overlapping(here, lambda *names: not trained.isdisjoint(names))
     if found is not None:
         raise OptimizerError(
-            f"{found[0]} and {found[1]} are two tensors in the same memory, which would part on the tiers, where each "
-            "has its own. Tie them by assigning the same Parameter to both modules (head.weight = words.weight); a "
-            "buffer that shows a parameter is to be left out"
+            f"{found[0]} and {found[1]} are two tensors in the same memory, but on the tiers each would have its own. "
+            "Tie them by assigning the same Parameter to both modules (head.weight = words.weight), and remove a "
+            "buffer that shares memory with a parameter"
         )
 
 
@@ -84,9 +84,9 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
     if stale:
         warnings.warn(
             f"{len(stale)} tensors or arrays, the first of shape {tuple(stale[0].shape)}, share memory with parameters "
-            "that go to the tiers now, and keep the values of before training: an array, a tensor that several "
-            "parameters are parts of, or one of a parameter that gets another dtype cannot follow. Make it again when "
-            "it is used",
+            "that go to the tiers now, and will keep the values from before training: arrays, tensors that contain "
+            "several parameters, and tensors of a parameter that gets another dtype cannot follow. Make them again "
+            "when you use them",
             SharedMemoryWarning,
             stacklevel=2,
         )

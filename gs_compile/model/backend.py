@@ -273,7 +273,7 @@ def _engine_for(call: Call) -> Engine | None:
         return engine
     if not optimizers and call.compilation.options.precision == "bf16":
         raise OptionError(
-            'precision="bf16" keeps fp32 masters, so it needs an optimizer of gs_compile, made before the call'
+            'precision="bf16" keeps fp32 masters, so it needs an optimizer of gs_compile that was made before the call'
         )
     if len(optimizers) != 1:
         raise OptimizerError(
@@ -285,7 +285,7 @@ def _engine_for(call: Call) -> Engine | None:
         return FirstStep().begin(optimizer, call)
     if not engines and not optimizer.engine.closed:
         raise OptimizerError(
-            "the gs_compile optimizer of this model trains another compiled model, which was called before: make an "
+            "the gs_compile optimizer of this model trains another compiled model, which was called earlier: make an "
             "optimizer for each of them, or compile one module whose forward calls both"
         )
     return optimizer.engine
@@ -309,9 +309,9 @@ def _refuse_other_layers(engine: Engine, model: SpecializedModel, *, training: b
     words = f"this call runs {found} layers, and the first call of the run {planned}"
     if training:
         raise OptimizerError(
-            f"{words}, for which it is planned: run all of them in each step, and multiply what one is to leave out by "
-            "0; call a model on the tiers that another one reads in a hook, as its teacher, ahead of that; or use a "
-            "torch.optim optimizer, which leaves parameters in memory. Nothing was updated"
+            f"{words}, and only these are planned: run all of them in each step, and multiply the output of a layer to "
+            "leave out by 0; call a model on the tiers that another one reads in a hook, as its teacher, before that; or "
+            "use a torch.optim optimizer, which leaves parameters in memory. Nothing was updated"
         )
     raise CaptureError(words)
 

@@ -118,7 +118,7 @@ class Call:
         untapped = self.outputs.untapped(gradients)
         if not untapped:
             return
-        log.info("a gradient has arrived for what is made inside of a layer, so this step's forward runs once more")
+        log.info("a gradient has arrived for a value made inside a layer, so this step's forward runs once more")
         self.compilation.tapped |= untapped
         self.models = [self.compilation.specialized(m.micro_batch_size, m.sizes, alone=m.alone) for m in self.models]
         pairs = zip(self.units.micro_batches, self.models, strict=True)
@@ -234,8 +234,8 @@ class _Step(torch.autograd.Function):
         _ = ctx.saved_tensors
         if ctx.call is None:
             raise RuntimeError(
-                "Trying to backward through the graph a second time: greedysnake frees a step's checkpoints as its "
-                "backward uses them, also with retain_graph=True; call the model again"
+                "Trying to backward through the graph a second time: greedysnake frees the checkpoints of a step when "
+                "its backward uses them, also with retain_graph=True; call the model again"
             )
         if all(gradient is None for gradient in gradients):
             return (None, *ctx.num_trained * (None,))

@@ -278,8 +278,8 @@ def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *,
 
 def _other(former: Manifest, what: str) -> ResumeError:
     return ResumeError(
-        f"run {former.run} at step {former.step}, which is to go on, is not of this model and optimizer: {what}. Build "
-        "what was trained, choose another storage=, or take its values with greedysnake store export"
+        f"run {former.run} at step {former.step}, which is to be resumed, is not of this model and optimizer: {what}. "
+        "Build what was trained, choose another storage=, or export its values with greedysnake store export"
     )
 
 
@@ -336,7 +336,7 @@ class Kept:
             try:
                 self.states[name].load_state_dict(_as_it_was(found[name]))
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise ResumeError(f"the commit's state of {name} is none that it takes: {error!r}") from error
+                raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
 
 
 # What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.

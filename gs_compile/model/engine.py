@@ -50,8 +50,8 @@ from gs_compile.runtime.sums import Sums
 Tensor = torch.Tensor
 AGAIN = "the model was called again"
 KEPT = (
-    "Several calls keep what their backward needs where the first step of a run has shown that it has several "
-    'backwards, or options={"accumulate": True} says so'
+    "Several calls can wait for their backward only if the first step of the run had several backwards, or with "
+    'options={"accumulate": True}'
 )
 
 
@@ -204,8 +204,8 @@ class Engine(ParameterStore):
         self.tiers.check()
         if executor not in self.open:
             raise StepOrderError(
-                f"this loss belongs to a step that was given up when {self.open.refusal}: call backward before that, "
-                f"or give it both batches as one. {KEPT}"
+                f"this loss belongs to a step that was dropped when {self.open.refusal}: call backward before that, or "
+                f"pass both batches in one call. {KEPT}"
             )
 
     def backward(
@@ -255,17 +255,18 @@ class Engine(ParameterStore):
         if self.ranks is not None:
             raise ReleasedParameterError(
                 "a gradient has come to a parameter that several ranks share from a computation outside of the "
-                "compiled model, or in p.grad: compute this under torch.no_grad(), or inside of the model's forward"
+                "compiled model, or in p.grad, which several ranks do not support: compute this under torch.no_grad(), "
+                "or inside of the model's forward"
             )
         if not self.accumulates:
             calls = [*self.open.undone, *(call for call, _ in self.first_step.done)]
             if not (calls and self.first_step.may_begin_again):
                 raise ReleasedParameterError(
                     "a gradient has come to a parameter that lives on the tiers from a computation outside of the "
-                    "compiled model, or in p.grad, and the first step of this run had none, so the parameter gets its "
-                    "gradient from the compiled model's own backward alone. Compute this under torch.no_grad(), call "
-                    'the compiled model, or give options={"accumulate": True}, with which updates wait, and begin the '
-                    "run anew" + last_given_up()
+                    "compiled model, or in p.grad, but the first step of this run had none, so the parameter only "
+                    "takes gradients from the compiled model's own backward. Compute this under torch.no_grad(), call "
+                    'the compiled model, or give options={"accumulate": True}, with which updates wait, and start the '
+                    "run again" + last_given_up()
                 )
             if zeroed:
                 self.first_step.done.clear()
@@ -297,7 +298,7 @@ class Engine(ParameterStore):
         record = self.record
         if record is not None and not self.num_backwards:
             raise StepOrderError(
-                "gradients have come from outside of the compiled model alone: a step needs a backward of the model"
+                "gradients have come only from outside of the compiled model: a step needs a backward of the model"
             )
         self._idle.refuse(record)
         if record is not None and are_too_late(self, record, dropped=dropped):
@@ -397,7 +398,7 @@ class Engine(ParameterStore):
         if self.record is not None and not self.accumulates:
             raise StepOrderError(
                 "a backward has run and optimizer.step() has not: some parameters are updated and some are not. Call "
-                "optimizer.step() first. The first step of this run had one backward, so updates run beside it: give "
+                "optimizer.step() first. The first step of this run had one backward, so updates run beside it: pass "
                 'the model the whole batch in one call, or give options={"accumulate": True}, with which updates wait '
-                "for optimizer.step(), and begin the run anew"
+                "for optimizer.step(), and start the run again"
             )

@@ -100,8 +100,8 @@ def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence
         codec = place.place[1].codec if place.place else place.codec
         if place.place is None and arg.requires_grad:
             raise OptionError(
-                f"{captured.inputs[index].path} is trained, and it was read in {codec}, in which only frozen matrices "
-                "are stored: freeze it, or read the model without frozen="
+                f"{captured.inputs[index].path} is trained, but it was loaded in {codec}, a format for frozen matrices "
+                "only: freeze it, or load the model without frozen="
             )
         found.pop(index, None)
         if codec and not arg.requires_grad:
@@ -140,13 +140,13 @@ def open_tiers(
     options, ranks = run.options, run.ranks
     if optimizer.kept.storage and not options.durability:
         raise OptionError(
-            'gs_compile.resume() was called, and durability is "off": give durability="step", or a number'
+            'gs_compile.resume() was called, but durability is "off": give durability="step", or a number'
         )
     asked, together = optimizer.kept.ranks, ranks.names if ranks else ()
     if asked is not None and asked != together:
         one, other = (f"ranks {', '.join(map(str, each))}" if each else "one process" for each in (asked, together))
         raise OptionError(
-            f"gs_compile.resume looked for the commit of {one}, and by the model's options it is trained by {other}: "
+            f"gs_compile.resume looked for the commit of {one}, but by its options the model is trained by {other}: "
             "give resume the same group= or mesh= as the model"
         )
     with ExitStack() as undo:
@@ -187,14 +187,14 @@ def _open_store(
             one, other = (f"a commit of step {step}" if step else "no commit" for step in (optimizer.kept.step, found))
             named, here = (", ".join(map(str, each)) for each in (looks_in or (), options.storage))
             raise ResumeError(
-                f"gs_compile.resume found {one} in {named}, and with {here} there is {other}: give it the directories "
-                "that have the newest commit"
+                f"gs_compile.resume found {one} in {named}, but {here} has {other}: give it the directories that have "
+                "the newest commit"
             )
         if store.former is None and looks_in is not None and not anew:
             words = ", ".join(map(str, looks_in or options.storage))
             if ranks is not None:
                 _refuse_misplaced(store, ranks)
-            log.info("no durable run has left a commit in %s: this one begins anew", words)
+            log.info("no durable run has left a commit in %s: a new run starts", words)
         if store.former is not None:
             log.info("run %s goes on from step %d (%s)", store.run, store.former.step, store.former.written)
             check_alike(store.former, optimizer, stored, planning.placement.world, ranks.rank if ranks else 0)
@@ -216,17 +216,17 @@ def _refuse_what_is_lost(former: Manifest, optimizer: OptimizerLike) -> None:
     found, read = former.step - former.num_skipped, optimizer.num_steps_read
     if read not in (None, found):
         raise StepOrderError(
-            f"optimizer.num_steps was read as {read} before the model's first call, and run {former.run} goes on from "
-            f"{found} steps: call `run = gs_compile.resume(model, optimizer, storage=...)` before that, and begin with "
-            "batch run.step"
+            f"optimizer.num_steps was read as {read} before the model's first call, but run {former.run} resumes from "
+            f"{found} steps: call `run = gs_compile.resume(model, optimizer, storage=...)` before you read it, and "
+            "begin with batch run.step"
         )
     states = ["a scheduler"] if has_scheduler(optimizer.step) else []
     states += [f"the commit's state of {name}" for name in sorted(former.states)]
     if states:
         raise StepOrderError(
-            f"run {former.run} goes on from step {former.step} by the option resume alone, and {states[0]} would begin "
-            "anew: call `run = gs_compile.resume(model, optimizer, storage=..., scheduler=scheduler)` before the "
-            "model's first call, with all that the commit has states of"
+            f"run {former.run} resumes from step {former.step} by the option resume alone, and {states[0]} would not "
+            "be restored: call `run = gs_compile.resume(model, optimizer, storage=..., scheduler=scheduler)` before "
+            "the model's first call, with all objects whose states the commit has"
         )
 
 
@@ -320,8 +320,8 @@ def _param_groups(call: Call, optimizer: OptimizerLike) -> dict[int, tuple[int, 
             )
         if found := backward_hooks(args[index]):
             raise OptimizerError(
-                f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called: a "
-                "parameter on the tiers gives its gradient to its update alone. Remove the hook"
+                f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called, "
+                "because a parameter on the tiers gives its gradient only to its update. Remove the hook"
             )
     return {i: (group_of[args[i]], optimizer.missed.get(args[i], 0), i in split.idle) for i in read}
 

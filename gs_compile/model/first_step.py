@@ -110,7 +110,7 @@ class FirstStep:
         if number > 1 and not (engine.accumulates or engine.closed):
             raise StepOrderError(
                 f"this backward comes to {number} calls of the model. The first step of this run had one backward of "
-                f"one call, so updates run beside it; nothing was updated. {KEPT}: begin the run anew"
+                f"one call, so updates run beside it. Nothing was updated. {KEPT}: start the run again"
             )
         return engine
 
@@ -147,7 +147,7 @@ class FirstStep:
             raise
         words = ["updates wait for step(), as several backwards or settings come before it"] if accumulates else []
         words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
-        log.info("in this loop %s: the first step, under way, begins again", ", and ".join(words))
+        log.info("in this loop %s: the first step starts again", ", and ".join(words))
         engine.end("optimizer.step() was called")  # until then its calls go where the step goes
         optimizer.state.update(self.states)
         done, self.done = self.done, []

@@ -46,8 +46,8 @@ def train_others(engine: Engine, call: Call) -> Engine:
     """
     if not any(call.args[index].requires_grad for index in engine.spans_of(call.args)):
         raise OptimizerError(
-            "this call asks for gradients of the model's inputs, and all parameters that were trained are frozen: "
-            "leave them trained, and drop what the backward leaves for them, with zero_grad() and without step()"
+            "this call asks for gradients of the model's inputs, but all parameters that were trained are frozen: "
+            "leave them trained, and drop their gradients after the backward, with zero_grad() and without step()"
         )
     spans = _spans_to_move(engine, call.args)
     optimizer, reason = next(optimizers_of(spans), None), _reason(engine, spans)
@@ -92,8 +92,8 @@ def _spans_to_move(engine: Engine, args: Sequence[Any]) -> dict[torch.nn.Paramet
     )
     if engine.ranks is not None or engine.durable is not None:
         raise OptimizerError(
-            f"{words}. Save the model and the optimizer (state_dict() has values and states), and begin a run with the "
-            "parameters that are to be trained from there on"
+            f"{words}. Save the model and the optimizer (state_dict() has values and states), and start a new run with "
+            "the parameters that are to be trained"
         )
     engine.refuse_other_threads()
     if engine.record is not None or len(spans) < engine.num_parameters:

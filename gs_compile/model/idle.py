@@ -37,11 +37,10 @@ class Idle:
         if self._is_durable and record is not None and record.idle:
             first = min(record.idle, key=str)
             raise OptimizerError(
-                f"no gradient comes to {len(record.idle)} of the parameters that are trained, as one of shape "
-                f"{first.shape} in unit {first.unit}, and in a durable run each step updates all of them. Freeze what "
-                "is never trained (requires_grad_(False)) before the model's first call; or add 0.0 * output.sum() of "
-                "the output that they are for to the loss, which gives them zeros: they have weight decay then. "
-                "Nothing was updated"
+                f"{len(record.idle)} of the trained parameters get no gradient, for example one of shape {first.shape} "
+                f"in unit {first.unit}, but in a durable run each step updates all of them. Freeze parameters that are "
+                "never trained (requires_grad_(False)) before the model's first call. Or add 0.0 * output.sum() of "
+                "their output to the loss: they get zeros then, and weight decay. Nothing was updated"
             )
 
     def note(

@@ -95,13 +95,14 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
         if counted != _sum_of_squares(parameters) * record.num_ranks**2:
             raise OptimizerError(
                 "gradients of parameters outside of the compiled model came after that model's backward, so they are "
-                "not in the norm that its updates were clipped by: compile the part of the model that has them, too"
+                "not in the norm that its updates were clipped by: also compile the part of the model that has these "
+                "parameters"
             )
     for parameter in parameters:
         if parameter.dtype not in (torch.float32, torch.float64):
             raise OptimizerError(
                 f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is outside of the compiled "
-                "model, so there is no fp32 master of it: convert it to float32"
+                "model, so it has no fp32 master: convert it to float32"
             )
     group_of = optimizer.group_of
     for parameter in parameters if not record.skipped else ():

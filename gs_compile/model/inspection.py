@@ -39,7 +39,7 @@ ANSWERS = {"replaced": "takes another kernel", "refused": "raises", "unknown": "
 
 
 def inspect(model: torch.nn.Module) -> Inspection:
-    """Show what the greedysnake backend made of `model`: of the latest capture that trains, else of the latest.
+    """Show what the greedysnake backend made of `model`: its latest capture for training, or else its latest capture.
 
     `model` was compiled in place or is what torch.compile returned. Raises `InspectionError` if it has not been called
     since.
@@ -91,19 +91,19 @@ class UnitClass:
 class Inspection:
     """One capture of a model, and the latest step that has run with it.
 
-    captured: the model's forward as Dynamo captured it, its batch dimension a symbol.
-    specialized: the same at the size of one micro-batch, its loss rewritten to a share of the whole batch's.
-    classes: the classes of the layers: one, where all layers are alike; `uniformity` says how they differ.
-    prologue, epilogue: the part before the layers, the embedding; and after them, the final norm, the head, the loss.
+    captured: the model's forward as Dynamo captured it, with a symbolic batch dimension.
+    specialized: the same for the size of one micro-batch, its loss rewritten to a share of the whole batch's.
+    classes: the classes of the layers; one, if all layers are equal. `uniformity` says how they differ.
+    prologue, epilogue: the part before the layers (the embedding) and after them (the final norm, the head, the loss).
     loss_terms: how the shares of micro-batches were made to add up to the loss of the whole batch, operation by
-        operation; empty where the micro-batch is the whole batch.
+        operation; empty if the micro-batch is the whole batch.
     shape: the parts of the step.
-    programs: the step program after every pass; the last is the one that runs. `str` of one is its text.
-    num_layers: of the program; a schedule may have several of each block, such as its attention half and the other.
+    programs: the step program after every pass; the last is the one that runs. `str` of a program is its text.
+    num_layers: of the program; a schedule may make several of each block, such as its attention half and the other.
     micro_batch_size: samples in a micro-batch; the last of the `num_micro_batches` of a batch may have fewer.
-    checkpoint: the input of the first layer for one micro-batch; of another stack's layers it may be another.
-    seconds_in_passes: spent so far in the passes over this capture, for all sizes it was called with.
-    seconds_in_code: spent so far in tracing and compiling the units' code, which equal units of all captures share.
+    checkpoint: the input of the first layer for one micro-batch; layers of another stack may have another.
+    seconds_in_passes: spent so far in the passes over this capture, for all sizes with which it was called.
+    seconds_in_code: spent so far on tracing and compiling the units' code, which equal units of all captures share.
     """
 
     compilation: Compilation

@@ -32,9 +32,9 @@ def are_too_late(engine: Any, record: StepRecord, *, dropped: bool) -> bool:
     if not (waits or record.skipped):
         what = "the gradients were dropped after the backward" if dropped else changed
         raise StepOrderError(
-            f"{what}: updates have run beside the backward, as nothing has shown that they should wait. "
-            f"{'Give' if dropped else 'Set it before the backward or after step(), or give'} "
-            'options={"accumulate": True}, with which updates wait for step(), and begin the run anew'
+            f"{what}: updates have already run beside the backward, because the first step did not show that they must "
+            f"wait. {'Give' if dropped else 'Set it before the backward or after step(), or give'} "
+            'options={"accumulate": True}, with which updates wait for step(), and start the run again'
         )
     record.is_dropped, record.hypers = dropped and waits, now.hypers
     if not is_norm_kept:

@@ -17,10 +17,11 @@ from gs_compile.model.tiered_optimizer import TieredOptimizer
 
 
 class LossScaler:
-    """In the place of `torch.amp.GradScaler`, with its methods, settings and state dict; for one optimizer.
+    """Replaces `torch.amp.GradScaler`, with its methods, settings and state dict; for one optimizer.
 
-    A step whose gradients are not finite is skipped as a whole, and the scale falls. So an optimizer that clips nothing
-    gets ``max_grad_norm=inf``, with which all updates wait for the norm. Settings are powers of two: division is exact.
+    A step whose gradients are not finite is skipped as a whole, and the scale is reduced. So an optimizer that clips
+    nothing gets ``max_grad_norm=inf``, with which all updates wait for the norm. Settings are powers of two, so that
+    division is exact.
     """
 
     def __init__(
@@ -55,21 +56,21 @@ class LossScaler:
             optimizer.max_grad_norm = math.inf
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale, to call `backward` of."""
+        """The loss times the scale; call its `backward`."""
         return loss * self._scale
 
     def unscale_(self, optimizer: TieredOptimizer) -> None:
-        """Nothing: gradients are not in p.grad."""
+        """Do nothing: gradients are not in p.grad."""
 
     def step(self, optimizer: TieredOptimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step()``; of a step that is skipped, the optimizer's own, whatever is in its place."""
+        """Call ``optimizer.step()``; a skipped step calls that of its class, even if the method was replaced."""
         if optimizer.loss_scale != self.get_scale:
             raise OptimizerError("this LossScaler belongs to another optimizer: make it with LossScaler(optimizer)")
         self._skipped = optimizer.will_skip
         return type(optimizer).step(optimizer) if self._skipped else optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
-        """The scale of the next step: lower after one that was skipped, higher after many that were not."""
+        """Set the scale of the next step: lower after a skipped step, higher after many steps that were not skipped."""
         self._growth_tracker = 0 if self._skipped else self._growth_tracker + 1
         if self._skipped:
             self._scale *= self._settings["backoff_factor"]

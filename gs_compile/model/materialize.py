@@ -27,15 +27,15 @@ _ALONE = "what the first rank reads alone"
 
 @contextmanager
 def materialize(model: nn.Module, *, write: bool = False, master: bool = False) -> Iterator[nn.Module]:
-    """All parameters of `model` hold their values, every update done; at the end placeholders return.
+    """All parameters of `model` hold their values inside the block, with every update done; later they are offloaded.
 
-    On a CPU they are mapped from files; a GPU has to have room for them. With `write`, what has changed is stored (not
-    if the block fails), in fp32 masters too; otherwise changes are lost, but for those of a model that has not run yet.
-    With `master`, parameters that are computed with in bf16 are their fp32 masters.
+    On a CPU they are mapped from files; a GPU needs room for them. With `write`, changes are stored (unless the block
+    fails), in fp32 masters too. Otherwise changes are lost, except those of a model that has not run yet. With
+    `master`, parameters that compute in bf16 are replaced by their fp32 masters.
 
-    In the block the model runs as plain PyTorch does, for evaluation: a call with gradients enabled raises
-    StepOrderError, as it does between backward and optimizer.step(). Training goes on afterwards as if nothing had
-    happened.
+    In the block the model runs as in plain PyTorch, for evaluation: a call with gradients enabled raises
+    StepOrderError. So does the block itself between backward and optimizer.step(). Training continues afterwards as if
+    nothing had happened.
     """
     offloaded = [parameter for parameter in model.parameters() if is_offloaded(parameter)]
     with ExitStack() as stack:
@@ -114,11 +114,11 @@ def _tell(ranks: Ranks, number: int, *what: Any) -> None:
 
 @contextmanager
 def streaming(model: nn.Module) -> Iterator[nn.Module]:
-    """The model runs as plain PyTorch does, and reads its parameters as layers use them, every update done.
+    """The model runs as in plain PyTorch inside the block, and reads parameters as layers use them, every update done.
 
-    For evaluations that are no step of a model in layers, such as `generate` with its cache. Each use reads a parameter
-    once; what lives in memory is not copied, and what the budget has room for is kept until the end of the block: of
-    `host_memory`, or of the device's own memory. As in `materialize` a call with gradients enabled raises
+    This is for evaluations that cannot run in layers, such as `generate` with its cache. Each use reads a parameter
+    once. Parameters in memory are not copied. Others stay in memory until the end of the block as far as the budget has
+    room: `host_memory`, or the device's own memory. As in `materialize`, a call with gradients enabled raises
     StepOrderError.
     """
     parameters = list(model.parameters())

@@ -32,10 +32,11 @@ OF_OTHERS = ("lr", "betas", "eps", "weight_decay")
 class Muon(TieredOptimizer):
     """Muon for matrices, as torch.optim.Muon computes it, and AdamW for the rest.
 
-    use_muon: of a group: True: its parameters are matrices, or stacks of them, wherever they are; False: none is. None:
-        those of layers are. cut: of a group: the dimension, 0 or 1, along which each of its matrices is several, and
-        their sizes; () for what names say (`matrices_of`).
-    adamw_lr: follows `lr`, which schedulers change, in proportion.
+    use_muon: of a param group. True: its parameters are matrices or stacks of them, wherever they are. False: none is.
+        None: those of layers are.
+    cut: of a param group: the dimension, 0 or 1, along which each of its matrices is several, and their sizes; () to
+        follow the names (`matrices_of`).
+    adamw_lr: changes in proportion to `lr`, which schedulers change.
     state_dtype: of momentum and moments: None, torch.float32 or torch.bfloat16.
     """
 
@@ -129,8 +130,8 @@ def _check_shape(shape: tuple[int, ...], group: Mapping[str, Any]) -> None:
     is_matrix, cut = len(shape) in (2, 3), group["cut"]
     if group["use_muon"] and not is_matrix:
         raise OptimizerError(
-            f"Muon: a parameter of shape {shape} is no matrix, and no stack of them: leave it out of the group with "
-            "use_muon=True, or reshape it"
+            f"Muon: a parameter of shape {shape} is neither a matrix nor a stack of matrices: leave it out of the "
+            "group with use_muon=True, or reshape it"
         )
     if not cut or not is_matrix:
         return

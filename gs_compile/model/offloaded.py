@@ -41,10 +41,10 @@ _REFUSED = {
     **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook"), "gives its gradient to its update alone"),
 }
 REPLICATED = (
-    "the ranks share the parameters of this model, and average its gradients, by themselves: leave the wrapper out. "
-    "With a torch.optim optimizer, which leaves parameters in memory, it may be there"
+    "the ranks already share the parameters of this model and average its gradients: leave the wrapper out. It works "
+    "with a torch.optim optimizer, which leaves parameters in memory"
 )
-CHANGE_STATE = "Take optimizer.state_dict(), change the tensors of that, and give it to optimizer.load_state_dict()"
+CHANGE_STATE = "Take optimizer.state_dict(), change its tensors, and pass it to optimizer.load_state_dict()"
 
 
 class Place(Protocol):
@@ -201,7 +201,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
         if replaced or like.is_meta:
             raise ReleasedParameterError(
                 f"a parameter of shape {tuple(self.shape)} lives on the tiers and cannot become {like.dtype} on "
-                f"{like.device}: convert it to a device that computes, in the way that is torch's default (.data)"
+                f"{like.device}: convert it to a device that computes, with torch's default way of conversion (.data)"
             )
         found = placeholder(like.dtype, like.device).expand(self.shape).as_subclass(Conversion)
         found.parameter, found.read = self, None
@@ -224,7 +224,7 @@ class View(_Elsewhere):  # type: ignore[metaclass]
     def in_memory(self) -> Tensor:
         if not self.parameter._greedysnake.is_shown(self.whole):
             raise ReleasedParameterError(
-                f"this view of a parameter of shape {tuple(self.parameter.shape)} was taken before the parameter has "
+                f"this view of a parameter of shape {tuple(self.parameter.shape)} was taken before the parameter "
                 "changed: take it from the parameter again"
             )
         return _plain(self)
@@ -327,10 +327,10 @@ class UnavailableGradient(Tensor):
         if looks or name in _LOOKS or name.startswith(_ASKS):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise ReleasedParameterError(
-            f"{name}: gradients of parameters that live on the tiers cannot be clipped or used from outside: they "
-            "never are in p.grad. Use max_grad_norm= of the gs_compile optimizer, which clips by the same global norm "
-            "(math.inf clips nothing), read optimizer.grad_norm, or scale the loss before its backward; and leave this "
-            "call out"
+            f"{name}: gradients of parameters that live on the tiers cannot be clipped or used from outside, because "
+            "they are never in p.grad. Leave this call out. Use max_grad_norm= of the gs_compile optimizer, which "
+            "clips by the same global norm (math.inf clips nothing), read optimizer.grad_norm, or scale the loss "
+            "before its backward"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -20,8 +20,8 @@ Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, whi
 
 
 OTHER_STEPS = (
-    "by the state dict some parameters have taken fewer steps than others, and not so here: load it before the model's "
-    "first call, which settles that"
+    "in the state dict some parameters have taken fewer steps than others, but not in this run: load it before the "
+    "model's first call"
 )
 
 # What param groups of torch's state dicts have beside settings, such as how torch computes.
@@ -62,7 +62,7 @@ def numbers_of(own: Groups, given: Groups) -> list[Any]:
         raise OptimizerError(
             f"the state dict has other param groups than this optimizer: groups of {theirs} parameters, here {mine}. "
             "Make the optimizer with the groups of the one that was saved, in the same order; or make both with "
-            "model.named_parameters() in the place of model.parameters(), and states are found by name"
+            "model.named_parameters() instead of model.parameters(), and states are found by name"
         )
     return list(chain.from_iterable(group["params"] for group in given))
 
@@ -108,7 +108,7 @@ def whole_step(state: Mapping[str, Any]) -> int:
     except (RuntimeError, TypeError, ValueError):  # several elements, None, text
         number = math.nan
     if not (number >= 0 and number.is_integer()):
-        raise OptimizerError(f"a state's step is {step}, which counts nothing: the state dict is damaged")
+        raise OptimizerError(f"a state's step is {step}, which is not a number of steps: the state dict is damaged")
     return int(number)
 
 
@@ -134,8 +134,8 @@ def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterab
     """Raise OptimizerError where states on the tiers are shown no more: somebody has changed what shows them."""
     if any(not states.get(parameter) or has_values(states[parameter]) for parameter in stored):
         raise OptimizerError(
-            "optimizer.state has lost, or was given, the state of a parameter that lives on the tiers, and only shows "
-            f"it. {CHANGE_STATE}"
+            "the state of a parameter that lives on the tiers was removed from optimizer.state, or assigned there, but "
+            f"optimizer.state only shows it. {CHANGE_STATE}"
         )
 
 
@@ -146,8 +146,8 @@ def refuse_passed_on(optimizer: Any) -> None:
     references = (residency_of(p).optimizer for group in optimizer.param_groups for p in group["params"])
     if any(reference is not None and reference() is not optimizer for reference in references):
         raise OptimizerError(
-            "another optimizer was made for these parameters later, and has trained them since: use that one; what "
-            "this one had is gone"
+            "another optimizer was made for these parameters later, and has trained them since: use that one. The "
+            "states of this one are gone"
         )
 
 
@@ -174,8 +174,8 @@ def warn_of_masters(store: ParameterStore, states: Mapping[torch.Tensor, Mapping
     if places and all(store.is_rounded(span) for _, span in places):
         warnings.warn(
             "the optimizer's state has no fp32 masters, and the model's values are those of bf16: the masters begin at "
-            "these. If the run that was saved had masters, and torch.distributed.checkpoint reads them: call the model "
-            "once, under torch.no_grad(), before the state dicts that are read into are made",
+            "these values. If the saved run had masters, and torch.distributed.checkpoint loads them: call the model "
+            "once, under torch.no_grad(), before you make the state dicts to load into",
             MasterWarning,
             stacklevel=3,
         )

@@ -88,10 +88,10 @@ class Outputs:
         for node in (nodes[number] for number in watched):
             if node in made_of(other for other in given if other is not node):
                 raise OutputGradientError(
-                    f"output `{node.name}` of the model has a hook on its gradient, or retains it, and a gradient comes"
-                    " to another output that is made of it: what flows between the two is not seen outside of the "
-                    "call. Compute what is made of it outside of the model, or run this step without the backend; "
-                    "nothing was updated"
+                    f"output `{node.name}` of the model has a hook on its gradient, or retains it, and a gradient "
+                    "arrives for another output that is computed from it: gradients inside of the call are not visible "
+                    "outside. Compute the other output outside of the model, or run this step without the backend. "
+                    "Nothing was updated"
                 )
 
     def untapped(self, gradients: Gradients) -> frozenset[int]:
@@ -110,9 +110,8 @@ class Outputs:
             unit = next(iter(found.values()))
             maker = layer_name(unit, split.block_cut) if isinstance(unit, int) else "the embedding"
             raise OutputGradientError(
-                f"a gradient arrived for an output made inside {maker} (a cache or attention weights), and this "
-                "schedule cuts blocks, whose parts hand nothing else on than hidden states: leave the option schedule "
-                "out"
+                f"a gradient arrived for an output made inside {maker} (a cache or attention weights), but this "
+                "schedule cuts blocks into parts that only pass hidden states on: leave the option schedule out"
             )
         return frozenset(found)
 

@@ -216,8 +216,8 @@ class ParameterStore:
         if self._masters:
             raise OptimizerError(
                 f"the state that was loaded has masters of {len(self._masters)} parameters that do not round to the "
-                "parameters' values: load the model's state dict, too (or the optimizer's without its entries "
-                f"{MASTER!r}, if these are to go on from other values)"
+                "parameters' values: also load the model's state dict (or load the optimizer's without its entries "
+                f"{MASTER!r}, if the masters are to start from other values)"
             )
 
     def _rounds_to_value(self, master: Tensor, span: Slice) -> bool:

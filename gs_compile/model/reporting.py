@@ -68,8 +68,8 @@ def tell_what_calls_cost(num_backwards: int, program: Program, placement: Placem
     if num_backwards > 1:
         nbytes = sum(nbytes for (_, kind), nbytes in traffic(program, placement).items() if kind in ("w", "dw"))
         log.info(
-            "a step has %d backwards: one call with the whole batch would move %s less in each step, as every call "
-            "brings the parameters, and adds to the gradients, once more",
+            "a step has %d backwards: one call with the whole batch would move %s less in each step, because every "
+            "call loads the parameters, and adds to the gradients, once more",
             num_backwards,
             format_bytes((num_backwards - 1) * nbytes),
         )

@@ -38,8 +38,8 @@ from gs_compile.runtime.tiers import Tiers
 
 Tensor = torch.Tensor
 ROUNDED = (
-    "a frozen parameter of shape {} has got other values, which are stored in {} as the first ones were: rounded. To "
-    "merge adapters into weights that are not, do it within `with gs_compile.materialize(model):`, and save there"
+    "a frozen parameter of shape {} has got other values, which are quantized to {} as the first ones were. To merge "
+    "adapters into weights that are not quantized, do it inside `with gs_compile.materialize(model):`, and save there"
 )
 
 
@@ -379,9 +379,9 @@ def refuse_left(parameters: Iterable[Tensor]) -> None:
     marks = ((attribute(each, "grad"), residency_of(each).gradient) for each in parameters if is_offloaded(each))
     if any(mark is not None and mark.is_left and grad is mark and not mark.is_zeroed for grad, mark in marks):
         raise StepOrderError(
-            "the gradients of the last step were not set to zero after optimizer.step(): torch adds to them in the "
-            "next backward, and here they are gone. Call optimizer.zero_grad() in each step; several backwards before "
-            "one step() do add up"
+            "the gradients of the last step were not set to zero after optimizer.step(): torch would add to them in "
+            "the next backward, but they no longer exist here. Call optimizer.zero_grad() in each step. Several "
+            "backwards before one step() do add up"
         )
 
 
@@ -395,9 +395,9 @@ def are_dropped(parameters: Sequence[Tensor]) -> bool:
         return False
     if any(attribute(parameter, "grad") is not None for parameter in parameters):
         raise StepOrderError(
-            "between the backward and optimizer.step() gradients were set to zero in place, or for the parameters on "
-            "the tiers alone: torch would go on with the others, or update by zeros. Drop all of them, and the step is "
-            "skipped: optimizer.zero_grad()"
+            "between the backward and optimizer.step() gradients were set to zero in place, or only for the parameters "
+            "on the tiers: torch would update the others, or update by zeros. To skip the step, drop all gradients: "
+            "optimizer.zero_grad()"
         )
     return True
 
@@ -414,8 +414,9 @@ def is_zeroed(arguments: Iterable[Any]) -> bool:
     if len(zeroed) > 1:
         raise StepOrderError(
             "since the last backward the gradients of some parameters were set to zero or replaced, and those of "
-            "others were not: with parameters on the tiers call optimizer.zero_grad(), which does it for all. To leave "
-            "some as they are for some steps, freeze them, requires_grad_(False), before the model is called"
+            "others were not: with parameters on the tiers call optimizer.zero_grad(), which drops all of them. To "
+            "leave some parameters unchanged for some steps, freeze them, requires_grad_(False), before the model is "
+            "called"
         )
     return True in zeroed
 

@@ -30,9 +30,9 @@ from gs_compile.runtime.storage.stored import Manifest
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on. step: batches that it has been trained on, skipped ones too; 0: it begins anew.
+    """Where a run resumes. step: batches that were trained, including skipped ones; 0: a new run.
 
-    user: what `optimizer.kept.user` was.
+    user: the value of `optimizer.kept.user`.
     """
 
     step: int = 0
@@ -48,21 +48,24 @@ def resume(
     mesh: Any = None,
     **states: Any,
 ) -> Resumed:
-    """Have the model's first call go on from the last durable step in `storage`, if there is one.
+    """Let the model's first call resume from the last durable step in `storage`, if there is one.
 
-    Called when model and optimizer are made as they were, before the model's first call; the option `durability` has to
-    be on. `storage` is as in `Options`; the model may be compiled with another one, to which the run then moves. All
-    ranks that train together call this; `group` or `mesh`, the model's option, says which where not all do.
-    `states` are objects with `state_dict` and `load_state_dict`, such as schedulers, samplers or a LossScaler: each
-    commit keeps their states by name, and they are given back here; None: the run goes on without. Of torch's samplers
-    and data loaders these are as of `optimizer.step()`, before the next batch is taken. The optimizer's settings are
-    those of that step.
+    Call it before the model's first call, with model and optimizer made as before, and with the option `durability`.
+    `storage` is as in `Options`. If the model is compiled with another storage, the run moves there. All ranks that
+    train together call this; if these are not all ranks, pass the model's option `group` or `mesh`.
 
-    Raises ResumeError where the run was of another model or optimizer, or has other states, ManifestError for a damaged
+    `states` are objects with `state_dict` and `load_state_dict`, such as schedulers, samplers or a LossScaler. Each
+    commit stores their states by name, and this loads them; None: resume without that state. States of torch's samplers
+    and data loaders are those at `optimizer.step()`, before the next batch is drawn. The optimizer's settings are those
+    of that step.
+
+    Raises ResumeError if the run is of another model or optimizer, or has other states, ManifestError for a damaged
     commit, and StepOrderError after the model's first call.
     """
     if optimizer.engine is not None:
-        raise StepOrderError("the model has run: resume before its first call, which brings the values to the tiers")
+        raise StepOrderError(
+            "the model has already run: call resume before its first call, which moves the values to the tiers"
+        )
     given, states = {*states, *optimizer.kept.states}, {name: each for name, each in states.items() if each is not None}
     for name, each in states.items():
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
@@ -82,8 +85,8 @@ def resume(
         raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
     if left := sorted(former.states.keys() - given):
         raise ResumeError(
-            f"the commit of step {former.step} has a state of {', '.join(left)}, which would begin anew: hand it in, "
-            f"as {left[0]}=..., or {left[0]}=None to go on without"
+            f"the commit of step {former.step} has a state of {', '.join(left)}, which would not be restored: pass it "
+            f"as {left[0]}=..., or pass {left[0]}=None to resume without it"
         )
     optimizer.kept.give_back(former.states)
     optimizer.missed = {named[each.name]: each.missed or 0 for each in former.parameters}
@@ -100,11 +103,13 @@ def last_of(options: Options) -> Manifest | None:
 
 
 class StepSampler(Sampler[list[int]]):
-    """A batch sampler whose batches follow from the number of the step alone, so that a run can go on at any.
+    """A batch sampler whose batches depend only on the number of the step, so that a run can resume at any step.
 
-    Epoch after epoch: each `iter` gives the batches that are left of one, in an order of its own by `seed`, and the
-    next `iter` those of the next. A rest of fewer rows than `batch_size` is left out. start: the step of the first
-    batch; rank, world: each of several ranks takes its share of every batch, of `batch_size` rows in all.
+    Each `iter` returns the remaining batches of one epoch, in an order given by `seed`, and the next `iter` those of
+    the next epoch. Fewer than `batch_size` rows at the end of an epoch are left out.
+
+    start: the step of the first batch.
+    rank, world: each of several ranks takes its share of every batch; `batch_size` counts the rows of all.
     """
 
     def __init__(

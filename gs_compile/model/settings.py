@@ -60,8 +60,8 @@ def check_groups(now: Mapping[torch.Tensor, int], before: Mapping[torch.Tensor, 
             words = [f"in param group {each[parameter]}" if parameter in each else "in none" for each in (before, now)]
             raise OptimizerError(
                 f"a parameter of shape {tuple(parameter.shape)} was {words[0]} of the optimizer when the model first "
-                f"ran, and is {words[1]}, of which its updates know nothing. Make another optimizer with the groups "
-                "as they are to be, which takes the parameters over at the next call, or freeze what is not to be "
+                f"ran, and is now {words[1]}, but updates follow the first call. Make another optimizer with the new "
+                "groups, which takes the parameters over at the next call, or freeze parameters that are not to be "
                 "trained (requires_grad_(False))"
             )
 
@@ -70,7 +70,7 @@ def refuse_other_rules(name: str, given: Mapping[str, Any]) -> None:
     """Raise OptimizerError for settings that change what torch's optimizer computes, and that none here follows."""
     for key in OTHER_RULES:
         if given.get(key):
-            raise OptimizerError(f"{name}: {key} is not among what greedysnake's optimizers do; leave it out")
+            raise OptimizerError(f"{name}: {key} is not supported by greedysnake's optimizers; leave it out")
 
 
 def check_parameter(parameter: torch.Tensor) -> None:
@@ -79,8 +79,8 @@ def check_parameter(parameter: torch.Tensor) -> None:
         raise OptimizerError(ABSENT)
     if is_lazy(parameter):
         raise OptimizerError(
-            "a parameter has no shape yet, as its module is lazy, so nothing says what its state is: call the model "
-            "once on a batch, under torch.no_grad(), before the optimizer is made and the model compiled"
+            "a parameter has no shape yet, because its module is lazy, so its state has no size: call the model once "
+            "on a batch, under torch.no_grad(), before you make the optimizer and compile the model"
         )
 
 

@@ -49,22 +49,22 @@ def init_on_storage(
     device: torch.device | str | None = None,
     group: Any = None,
 ) -> nn.Module:
-    """The model that `factory` builds, bitwise, its parameters offloaded and their values in files under `storage`.
+    """Build the model of `factory` with its parameters on storage; values are bitwise those of ordinary construction.
 
-    `storage` is as in `Options`; of several directories the first has the files. Memory holds no more than CACHE_NBYTES
-    of parameters and what one operation needs; tied parameters stay tied, and buffers are in memory. `device` is where
-    the model computes, by default the CPU, on which the factory builds it; `model.to(device)` changes that later, and
+    `storage` is as in `Options`; of several directories the first has the files. Memory holds at most CACHE_NBYTES of
+    parameters, and what one operation needs. Tied parameters stay tied, and buffers are in memory. `device` is where
+    the model computes, by default the CPU, on which the factory builds it. `model.to(device)` changes it later, and
     moves no parameter's value.
 
-    Where several ranks train together, by default all of torch.distributed's, those of `group` otherwise, all of them
-    call this with the same factory. The values are the first rank's, and once all is built each rank's files have its
-    rows of them.
+    If several ranks train together (by default all of torch.distributed's, otherwise those of `group`), all of them
+    call this with the same factory. The values are the first rank's. Once all is built, each rank's files have its
+    rows.
 
-    Raises InitialisationError, naming the parameter, for what cannot be kept in a file: values that are not on the CPU,
-    lazy or tensor-like parameters, two parameters that share memory, a parameter that is resized; StorageFullError; and
-    RankError where ranks have built different models.
-    Warns of parameters whose values were not made by torch operations in this thread, as those from numpy: their
-    values are right, but they were in memory until all was built.
+    Raises InitialisationError, naming the parameter, for what cannot be stored in a file: values that are not on the
+    CPU, lazy or tensor-like parameters, two parameters that share memory, a parameter that is resized. Raises
+    StorageFullError, and RankError if ranks have built different models. Warns of parameters whose values were not made
+    by torch operations in this thread, for example by numpy: their values are right, but they were in memory until all
+    was built.
     """
     with NewTensorsInFiles(directory(Options.of({"storage": storage}).storage[0])) as files:
         model = factory()
@@ -266,6 +266,6 @@ def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.T
     tensors = {name: each for name, each in {**buffers, **parameters}.items() if _is_plain(each)}
     if found := overlapping(tensors, lambda *names: not parameters.keys().isdisjoint(names)):
         raise InitialisationError(
-            f"{found[0]} and {found[1]} are two tensors in the same memory, which would part on storage. "
+            f"{found[0]} and {found[1]} are two tensors in the same memory, but on storage each would have its own. "
             "Tie them by assigning the same Parameter to both modules"
         )

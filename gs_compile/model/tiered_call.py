@@ -87,8 +87,8 @@ class TieredCall(Call):
     def check(self, node: Any, gradients: Gradients) -> None:
         if not wants_all(node):
             raise OptimizerError(
-                "backward(inputs=...) leaves out parameters that the optimizer trains: on the tiers a backward updates "
-                "all of them. Leave inputs= out; freeze what is not to be trained (requires_grad_(False)) before the "
+                "backward(inputs=...) leaves out parameters that the optimizer trains, but a backward updates all "
+                "parameters on the tiers. Leave inputs= out; freeze the others (requires_grad_(False)) before the "
                 "model's first call; or use a torch.optim optimizer. Nothing was updated"
             )
         super().check(node, gradients)
@@ -143,8 +143,8 @@ class TieredCall(Call):
             if is_offloaded(parameter) and not attribute(parameter, "requires_grad"):
                 raise StepOrderError(
                     f"a parameter of shape {tuple(parameter.shape)} was frozen between the forward and its backward, "
-                    "which updates all that the forward has found to be trained: call requires_grad_(False) before the "
-                    "model is called, or after optimizer.step(). Nothing was updated"
+                    "but the backward updates all parameters that were trained in the forward: call "
+                    "requires_grad_(False) before the model is called, or after optimizer.step(). Nothing was updated"
                 )
         if self.engine.placement.has_early:
             refuse_left(self.trained)
@@ -164,9 +164,9 @@ class TieredCall(Call):
         scalers = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
         if any(scaler.is_enabled() and scaler.get_scale() > 1 for scaler in scalers):
             raise OptimizerError(
-                "a torch.amp.GradScaler is in use, and multiplies the loss: with parameters on the tiers updates run "
-                "during the backward, before it can divide the gradients. Put gs_compile.LossScaler(optimizer) in its "
-                "place, or train in bf16 or fp32, which need no loss scale; nothing was updated"
+                "a torch.amp.GradScaler multiplies the loss, but with parameters on the tiers updates run during the "
+                "backward, before it can divide the gradients. Use gs_compile.LossScaler(optimizer) instead, or train "
+                "in bf16 or fp32, which need no loss scale. Nothing was updated"
             )
         self.engine.accepted_factor = factor
 
@@ -174,9 +174,9 @@ class TieredCall(Call):
         """Run the forward once more, on another engine; raises `StepOrderError` where its inputs have changed."""
         if self.changes != self._changes:
             raise StepOrderError(
-                "the first step of this run has several backwards, and the inputs of its first call were changed in "
-                'place since then, so it cannot be done again: give options={"accumulate": True}, or each call tensors '
-                "of its own"
+                "the first step of this run has several backwards, but the inputs of its first call were changed in "
+                'place since then, so that call cannot be repeated: give options={"accumulate": True}, or pass each '
+                "call its own tensors"
             )
         self.engine = engine
         vars(self).pop("shape", None)

@@ -47,9 +47,9 @@ from gs_compile.status.step import StepInfo
 class TieredOptimizer(torch.optim.Optimizer):
     """The base of the optimizers of this package; `max_grad_norm` clips the norm of all gradients together.
 
-    With `max_grad_norm` updates wait for that norm and run in the next forward, or are rolled back if it says so
-    (`expert.clip`), and a step whose gradients are not finite is skipped as a whole, its state untouched; infinity
-    clips nothing, but skips.
+    With `max_grad_norm`, updates wait for that norm and run in the next forward, or run earlier and are rolled back if
+    necessary (`expert.clip`). A step whose gradients are not finite is skipped as a whole, and its state is unchanged.
+    Infinity clips nothing, but skips such steps.
     """
 
     rule: Rule
@@ -80,7 +80,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, before the first step."""
         if self.engine is not None:
-            raise OptimizerError("parameters cannot be added once the model has run: add_param_group before that")
+            raise OptimizerError("parameters cannot be added after the model's first call: add them before it")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check(group)
@@ -91,10 +91,10 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def num_steps(self) -> int:
-        """Steps of the compiled model, taken and not skipped, with those of the run that goes on, once that is known.
+        """Steps of the compiled model that were taken and not skipped, including those of a resumed run.
 
-        `gs_compile.resume` makes it known. With the option ``resume="auto"`` alone the model's first call does, and
-        raises StepOrderError where another number was read before.
+        `gs_compile.resume` sets the number. With only the option ``resume="auto"``, the model's first call sets it, and
+        raises StepOrderError if another number was read before.
         """
         if self.engine is None:
             self.num_steps_read = self._num_steps
@@ -158,7 +158,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self.engine is not None:
             check_groups(self.group_of, self.first_group_of)
         if self.engine is not None and self.components != self.engine.components:
-            raise OptimizerError("momentum was 0 when the model first ran, so there is no state for it: set it before")
+            raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
         groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
         record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
@@ -231,7 +231,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float:
-        """The norm of all gradients, before clipping: of the backward that `step` is to close, or of the last step."""
+        """The norm of all gradients before clipping: of the backward that `step` will close, or of the last step."""
         record = self.engine.record if self.engine is not None else None
         if record is not None:
             return record.grad_norm
@@ -261,10 +261,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.engine.synchronize()
 
     def commit(self) -> None:
-        """Return when the last step is durable, with what schedulers and values are now.
+        """Return when the last step is durable, with the current states of schedulers and values.
 
-        Without this it is once the next forward has run. A loss whose backward has not begun is given up. Raises
-        OptimizerError where no step is durable.
+        Without this call, it is durable after the next forward. A loss whose backward has not begun is dropped. Raises
+        OptimizerError if the run has no durable steps.
         """
         if self.engine is None or self.engine.durable is None:
             raise OptimizerError("no step is durable: compile the model with the option durability, and take a step")
@@ -289,7 +289,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             mine.update(theirs)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write what ran when, on which lane, as JSON that Perfetto and chrome://tracing open.
+        """Write which operation ran when, on which lane, as JSON for Perfetto and chrome://tracing.
 
         Needs ``expert={"trace": True}`` among the options of the backend.
         """
@@ -298,9 +298,10 @@ class TieredOptimizer(torch.optim.Optimizer):
     def waits(self) -> dict[str, float]:
         """Seconds of a step in which nothing was computed, by cause: the mean of all recorded steps like the latest.
 
-        The cause is a lane and what it moved, as "ssd_write s": what the computation waited for, directly or through
-        others; "issue": Python between operations; "fill", before a step's first computation; "turn", before the first
-        of its backward. {} before the second such step. Needs ``expert={"trace": True}``, as `save_trace` does.
+        The cause is a lane and what it moved, such as "ssd_write s": what the computation waited for, directly or
+        indirectly. "issue" is Python between operations, "fill" the time before a step's first computation, and "turn"
+        the time before the first one of its backward. {} before the second such step. Needs ``expert={"trace": True}``,
+        as `save_trace` does.
         """
         engine = self._recorded()
         engine.tiers.synchronize()
@@ -333,7 +334,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @untraced
     @in_turn
     def state_dict(self) -> dict[str, Any]:
-        """As torch's optimizers have it, and zeros before a step; mapped from files, so no memory until it is used."""
+        """Return the state as torch's optimizers do, zeros before a step; its tensors are mapped from files."""
         optimizer_state.refuse_passed_on(self)
         self.synchronize()
         shown = self.state
@@ -347,9 +348,9 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @untraced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up the state of one of these or of a torch optimizer of the same kind, as `optimizer_state` maps it.
+        """Load the state of an optimizer of this package, or of a torch optimizer of the same kind.
 
-        fp32 masters, which only one of these has, have to round to the model's values, once the next step begins.
+        fp32 masters, which only the former has, must round to the model's values when the next step begins.
         """
         optimizer_state.refuse_passed_on(self)
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
@@ -455,13 +456,19 @@ class TieredOptimizer(torch.optim.Optimizer):
 
 
 def metrics(model: torch.nn.Module) -> dict[str, float]:
-    """Numbers of the last step of a model that an optimizer of this package trains; empty before it has taken one.
+    """Numbers of the last step of a model that an optimizer of this package trains, as a flat dict for any logger.
 
-    step: steps taken so far; loss: of the batch, where the step trains one; grad_norm: before clipping; skipped,
-    rolled_back: 1.0 where it was; num_skipped; tokens: of this rank, padding too; seconds: since the step before was
-    closed, with tokens_per_second (neither of the first); predicted_seconds: where the step was planned; and of each
-    lane, such as ssd_read, the seconds it was busy, the part of the step that this is (of these, as ssd_read_busy, the
-    largest binds), and the bytes it moved. A flat dict, for any logger: ``wandb.log(gs_compile.metrics(model))``.
+    It is empty before the first step. ``wandb.log(gs_compile.metrics(model))`` logs it.
+
+    step, num_skipped: steps taken so far, and skipped.
+    loss: of the batch, if the step trains one.
+    grad_norm: before clipping.
+    skipped, rolled_back: 1.0 if the step was skipped, or its updates rolled back.
+    tokens: of this rank, including padding.
+    seconds, tokens_per_second: since the end of the step before; not for the first step.
+    predicted_seconds: if the step was planned.
+    ssd_read_seconds, ssd_read_busy, ssd_read_bytes: for each lane: the seconds it worked, the part of the step that
+        this is, and the bytes it moved. The lane with the largest `_busy` is the bottleneck.
     """
     optimizer = next(optimizers_of(model.parameters()), None)
     return {} if optimizer is None or optimizer.last_step is None else optimizer.last_step.metrics()

@@ -60,7 +60,7 @@ def decide(problem: Problem, request: Request, found: Search | None = None) -> S
     except (NoFitError, MemoryBudgetError) as error:
         if problem.whole_masters is None:
             raise
-        log.info("with split masters it does not fit, so they are whole: %s", error)
+        log.info("the plan does not fit with split masters, so masters are whole: %s", error)
         return told(_decided(problem.whole_masters().like(problem), None))
     if made.problem.whole_masters is None or not any(unit.num_resident for unit in made.placement.units):
         return told(made)

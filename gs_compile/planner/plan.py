@@ -62,15 +62,15 @@ Found = tuple[Problem, Search]
 def plan(
     model: str | Path | PretrainedConfig | nn.Module | Workload, request: Request | None = None, **settings: Any
 ) -> StepPlan:
-    """The plan for one model on one machine, or for ranks of several. What is given is kept, the rest solved around it.
+    """Plan one model on one machine, or on the ranks of several. Given settings are kept, and the rest is chosen.
 
-    model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which says all itself.
-    settings: fields of a `Request`, in the place of the request's own.
+    model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which is complete.
+    settings: fields of a `Request`, which override those of `request`.
 
-    The schedule "single" plans one forward and backward over the vertical order's batch, or over as much of it as fits;
-    others are planned for the batch that the vertical order would take, where that fits.
+    The schedule "single" plans one forward and backward over the vertical order's batch, or over as much of it as fits.
+    Other schedules are planned for the batch that the vertical order would take, if it fits.
 
-    Raises `PlanError` where settings contradict each other or nothing fits, `MemoryBudgetError` where no program does.
+    Raises `PlanError` if settings contradict each other or nothing fits, `MemoryBudgetError` if no program fits.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
     return door_of(model, request).plan()
@@ -105,16 +105,15 @@ class _Model:
         self._known: dict[tuple[Any, ...], Workload] = {}
         if isinstance(model, Workload) and (request.masters, request.states, request.optimizer) != OF_WORKLOADS:
             raise PlanError(
-                f"the workload {model.name} says itself what its states have: leave masters, states and optimizer out"
+                f"the workload {model.name} already has the sizes of its states: leave masters, states and optimizer "
+                "out"
             )
         if isinstance(model, Workload) and request.layer_tokens is not None:
-            raise PlanError(f"the workload {model.name} says itself what its code takes: leave layer_tokens out")
+            raise PlanError(f"the workload {model.name} already has the costs of its code: leave layer_tokens out")
         if isinstance(model, Workload) and request.frozen:
-            raise PlanError(f"the workload {model.name} says itself what its parameters take: leave frozen out")
+            raise PlanError(f"the workload {model.name} already has the sizes of its parameters: leave frozen out")
         if isinstance(model, Workload | nn.Module) and request.lora:
-            raise PlanError(
-                f"lora is {request.lora}, but the model is given as it is trained: name one, or give a config"
-            )
+            raise PlanError(f"lora is {request.lora}, but lora needs a model by name, or its config")
 
     def _captured(self, schedule: Schedule) -> ModelSpec:
         from gs_compile.planner.cost.workload import ModelSpec  # late: with torch's compiler

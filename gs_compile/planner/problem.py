@@ -132,8 +132,8 @@ class Problem:
         if request.saves and not levels:
             reasons = saving.reasons() if saving else ""
             raise PlanError(
-                "activations are to be saved (recompute, the ratio activation), but the layers have nothing to save "
-                f"that they could compute again{reasons and f' ({reasons})'}: leave that out"
+                'the options recompute or ratios["activation"] ask for saved activations, but the layers have nothing '
+                f"to save that they could compute again{reasons and f' ({reasons})'}: leave that out"
             )
         if saving is None or layout.levels or not levels:
             return self

@@ -118,11 +118,13 @@ class StepPrograms:
                 if planned.shares and not each.shares:
                     log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
                 if planned.decision.carried and not each.decision.carried:
-                    log.info("a batch of this size leaves no room to keep parameters for the next step: they are read")
+                    log.info(
+                        "a batch of this size leaves no room to keep parameters for the next step: they are read again"
+                    )
                 return each
         raise MemoryBudgetError(
-            f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs {format_bytes(needed)} "
-            "beside what the first batch has settled: begin with the largest batch"
+            f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs {format_bytes(needed)} in "
+            "addition to what the first batch has reserved: start with the largest batch"
         )
 
     def _retreats(self, planned: Placement, *, training: bool) -> Iterable[Placement]:

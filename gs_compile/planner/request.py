@@ -103,11 +103,11 @@ class Request:
         for name, least in NUMBERS.items():
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Integral) or value < least):
-                raise PlanError(f"{name} is {value!r}; it is {least} or more, and whole")
+                raise PlanError(f"{name} is {value!r}; it must be a whole number, {least} or more")
         for name in ("alpha", "wear_years"):
             value = getattr(self, name)
             if not isinstance(value, Real | None):
-                raise PlanError(f"{name} is {value!r}; it is a number")
+                raise PlanError(f"{name} is {value!r}; it must be a number")
         if self.clipping is not None and not self.clip:
             raise PlanError(
                 f"clipping is {self.clipping!r}, but clip is not asked for: give clip, too, or leave it out"
@@ -116,7 +116,7 @@ class Request:
             object.__setattr__(self, "ratios", Ratios.of(self.ratios, "ratios"))
         object.__setattr__(self, "durability", Options.of({"durability": self.durability}).durability)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise PlanError(f"alpha is {self.alpha:g}; it is a part of each update, from 0 to 1")
+            raise PlanError(f"alpha is {self.alpha:g}; it must be a part of each update, from 0 to 1")
         if wrong := contradicts_alpha(self.alpha, self.clipping, self.accumulate, names=("alpha", "clipping")):
             raise PlanError(wrong)
         if wrong := contradiction(self.ratios, self.recompute, self.schedule, self.accumulate):
@@ -124,7 +124,7 @@ class Request:
         if self.optimizer == "muon" and self.states == "8bit":
             raise PlanError("optimizer is muon, whose states are fp32 or bf16, not 8bit")
         if self.wear_years is not None and not self.wear_years > 0:
-            raise PlanError(f"wear_years is {self.wear_years:g}; it is more than 0")
+            raise PlanError(f"wear_years is {self.wear_years:g}; it must be more than 0")
 
     @classmethod
     def of(cls, options: Options, *, clip: bool, accumulate: bool = False) -> Request:
@@ -203,7 +203,7 @@ class Request:
     def own_batch_size(self) -> int | None:
         """One rank's samples of a step."""
         if self.batch_size is not None and self.batch_size % self.ranks:
-            raise PlanError(f"batch_size is {self.batch_size}: {self.ranks} ranks cannot have equal parts of it")
+            raise PlanError(f"batch_size is {self.batch_size}: {self.ranks} ranks cannot divide it equally")
         return None if self.batch_size is None else self.batch_size // self.ranks
 
     @property
@@ -237,7 +237,7 @@ class Request:
         years, rated = self.wear_years, profile.ssd_rated_nbytes
         if years is not None and not rated:
             raise PlanError(
-                f"{profile.name} does not say what its drives are rated for: give its profile ssd_rated_nbytes"
+                f"{profile.name} does not have the rated endurance of its drives: add ssd_rated_nbytes to its profile"
             )
 
         def budget(name: str, known: int | None, whole: int) -> int:

@@ -82,7 +82,7 @@ def as_before(
         return None
     if abs(whole_nbytes - before) > SAME * before:
         log.info(
-            "there is another amount of host memory than before, %s: the plan is made anew", format_bytes(whole_nbytes)
+            "the amount of host memory is different from before, %s: a new plan is made", format_bytes(whole_nbytes)
         )
         return None
     try:
@@ -117,5 +117,5 @@ def _fitting(builder: StepBuilder, decision: Decision, most: Mapping[str, int | 
     for each in without(builder.placement(decision)):
         if fits(builder.programs(each), most):
             return each
-    log.info("the plan that the run was made with does not fit any more")
+    log.info("the plan of the resumed run does not fit any more")
     return None

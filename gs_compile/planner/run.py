@@ -296,7 +296,7 @@ class Run:
             made_for = self._made_for(sizes)
             budgets = self.whole_nbytes, self.host_nbytes
             if (placement := as_before(self.problem(masters), former, made_for, *budgets)) is not None:
-                log.info("the plan is the one that the run was made with: what it was made for has not changed")
+                log.info("the plan of the resumed run is used again: its conditions have not changed")
                 values_nbytes = former["values_nbytes"]
                 return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, facts=former)
         found = self._decided() if self.ranks is None else self._together(self.ranks)

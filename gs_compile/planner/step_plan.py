@@ -39,15 +39,15 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """Where everything lives and how a step runs. Seconds and throughput are simulated; see `explain.report`.
+    """Where all data is stored and how a step runs. Seconds and throughput are simulated; see `explain.report`.
 
     problem: what was given and asked for.
-    step_problem, placement: what lays out the step that is simulated, and its placement: of a large one with its
-        micro-batches in a few bundles (`Problem.bundled`). What was chosen is the placement's decision.
-    relaxed: of that the ratios and shares as the linear program has them, of items that may be cut.
-    solved, simulated: the linear program's answer, each lane's work spread evenly over its phase, and the simulation,
-        where the plan was made by them; else they are made when somebody asks.
-    history: micro-batches, seconds and tokens a second, by the linear program.
+    step_problem, placement: the layout of the simulated step, and its placement. A large step has its micro-batches in
+        a few bundles (`Problem.bundled`). The placement's decision has what was chosen.
+    relaxed: the ratios and shares of the linear program, in which items may be cut anywhere.
+    solved, simulated: the answer of the linear program, which spreads each lane's work evenly over its phase, and the
+        simulation, if the plan was made by them; otherwise they are made when they are first read.
+    history: micro-batches, seconds and tokens/s, by the linear program.
     binding: what limits the step, and what more of it would bring.
     """
 

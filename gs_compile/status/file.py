@@ -84,15 +84,15 @@ def free_name(directory: Path) -> Path:
 def find(directory: Path) -> list[Path]:
     """The status files in a directory of storage, in a run's folder, or in a directory of the option `status`."""
     if not directory.is_dir():
-        raise StatusError(f"{directory} is no directory")
+        raise StatusError(f"{directory} is not a directory")
     inside = sorted(path for path in directory.iterdir() if FOLDERS.fullmatch(path.name.removesuffix(".json")))
     candidates = [directory / STATUS, *(path if path.suffix == ".json" else path / STATUS for path in inside)]
     found = [path for path in candidates if path.is_file()]
     if not found:
         raise StatusError(
             f"{directory} has the status of no run. A run that stores something on SSD writes one into its directory "
-            "of storage=, from its first step on, and removes it at its end; any run does into the directory of the "
-            "option status=, where it stays"
+            "of storage=, from its first step on, and removes it when it ends. With the option status=, every run "
+            "writes one into that directory, where it stays"
         )
     return found
 
@@ -106,7 +106,9 @@ def read(path: Path) -> Status:
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError):
-        raise StatusError(f"{path} is torn: it was not written to its end, as after a power loss") from None
+        raise StatusError(
+            f"{path} is torn: it was not written completely, for example because of a power loss"
+        ) from None
     number = raw.get("format") if isinstance(raw, dict) else None
     if type(number) is int and number > FORMAT:
         raise StatusError(

@@ -88,7 +88,7 @@ class Drive:
             found, path = os.fstat(fd), str(self.folder / name)
             is_own = found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o600 and found.st_nlink == 1
             if not (stat.S_ISREG(found.st_mode) and is_own):
-                raise StorageError(errno.EPERM, "others can get at this file: it is not to be trusted", path)
+                raise StorageError(errno.EPERM, "other users can access this file, so it cannot be trusted", path)
             if found.st_size != rounded(nbytes):
                 what = f"{found.st_size} bytes, and the run that has left this file wrote {nbytes}"
                 raise CorruptionError(errno.EBADMSG, what, path)

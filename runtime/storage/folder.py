@@ -69,7 +69,8 @@ class Folder:
                 owner = os.fstat(fd)
                 if owner.st_uid != os.geteuid() or owner.st_mode & 0o077:
                     what = (
-                        "others can get at this folder, and storage holds weights: delete it or choose another storage="
+                        "other users can access this folder, but storage holds weights: delete it or choose another "
+                        "storage="
                     )
                     raise StorageError(errno.EPERM, what, str(path))
                 try:
@@ -99,7 +100,7 @@ class Folder:
     def take(cls, path: Path) -> Folder:
         """One that is there, and that no model of this process has either."""
         if not path.is_dir():
-            raise StorageError(errno.ENOENT, "this folder of the run that is to go on is not there", str(path))
+            raise StorageError(errno.ENOENT, "this folder of the run to resume is missing", str(path))
         if (found := cls.lock(path)) is None:
             raise StorageLockedError(errno.EAGAIN, "another model of this process uses this folder", str(path))
         return found

@@ -184,7 +184,7 @@ def _data(folder: Path, name: str) -> bytearray:
         for each, is_kind in ((folder_fd, stat.S_ISDIR), (fd, stat.S_ISREG)):
             found = os.fstat(each)
             if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                what = "this is not a file that its owner alone can get at: nothing in it can be trusted"
+                what = "this is not a file that only its owner can access, so its contents cannot be trusted"
                 raise ManifestError(errno.EPERM, what, str(folder / name))
         nbytes = min(os.fstat(fd).st_size, MAX_NBYTES + 1)  # that much is too much
         data, done = bytearray(nbytes), 0

@@ -85,7 +85,7 @@ def test_what_is_given_is_kept(asked):
         (("--model", "m", "--ratio", "parameters=1"), "did you mean ratios.parameter?"),
         (("--model", "m", "--ratio", "parameter=2"), "ratios.parameter must be a number from 0 to 1"),
         (("--model", "m", "--durability", "never"), 'durability must be "off", "step" or a whole number of steps'),
-        (("--model", "m", "--alpha", "2"), "alpha is 2; it is a part of each update"),
+        (("--model", "m", "--alpha", "2"), "alpha is 2; it must be a part of each update"),
         (("--model", "m", "--batch", "8"), "--batch-size"),
         (("--model", "m", "--precision", "fp8"), "'--precision'"),
         (("--model", "m", "--states", "4bit"), "'--states'"),

@@ -124,7 +124,7 @@ def test_a_solver_that_is_not_installed(monkeypatch):
 
 def test_no_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "accelerators", list)
-    assert doctor.cuda(proc=tmp_path) == Check("no device: what it would compute, the CPU does")
+    assert doctor.cuda(proc=tmp_path) == Check("no device: the CPU computes")
     write(tmp_path / "driver/nvidia/version", "NVRM")
     assert doctor.cuda(proc=tmp_path).state == "warn"
 
@@ -153,7 +153,7 @@ def test_cuda_and_pinned_memory(monkeypatch):
 def test_the_machine_profile(tmp_path, monkeypatch):
     path = tmp_path / "profile.json"
     monkeypatch.setattr(machines, "remembered", lambda _: path)
-    assert doctor.profile([]) == Check("not measured yet; greedysnake probe does")
+    assert doctor.profile([]) == Check("not measured yet: run greedysnake probe")
     path.write_text((machines.SHIPPED / "laptop.json").read_text())
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3 * 86400))
     assert doctor.profile([]) == Check(f"measured 3 days ago, {path}")
@@ -220,7 +220,7 @@ def test_a_directory_with_runs(tmp_path):
     folder.chmod(0o755)
     check = doctor.run_folder(tmp_path)
     assert check.state == "bad"
-    assert "others can get at this folder" in check.found
+    assert "other users can access this folder" in check.found
 
 
 def test_a_directory_with_durable_runs(tmp_path):
@@ -242,7 +242,7 @@ def test_a_directory_with_durable_runs(tmp_path):
 def test_what_the_system_hides():
     hidden = checked("host memory", fails(FileNotFoundError(2, "No such file", "/proc/meminfo")))
     assert (hidden.name, hidden.state) == ("host memory", "warn")
-    assert hidden.found.startswith("not told by the system: ")
+    assert hidden.found.startswith("the system does not provide this: ")
 
 
 def test_a_broken_torch_is_found_without_it(monkeypatch):

@@ -69,7 +69,7 @@ def test_a_block_is_told_of_exactly(folders, commit):
     [
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(path.read_bytes()[:-4096]), "wrote"),
-        (lambda path: path.chmod(0o644), "others can get at this file"),
+        (lambda path: path.chmod(0o644), "other users can access this file"),
         (lambda path: (path.rename(path.parent / "x"), path.symlink_to(path.parent / "x")), "symbolic links"),
         (lambda path: (path.unlink(), path.mkdir()), "directory"),
     ],

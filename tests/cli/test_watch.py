@@ -104,7 +104,7 @@ def test_a_live_screen_ends_with_its_run(tmp_path, monkeypatch, capsys):
 
 def test_runs_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run("watch").stderr.startswith("StatusError: no run of this user goes on on this machine")
+    assert run("watch").stderr.startswith("StatusError: no run of this user is active on this machine")
     file.write(runs.entry(), told.status())
     file.write(tmp_path / "greedysnake-run.json", told.status(about=replace(told.ABOUT, pid=2)))
     runs.link(linked := runs.entry(), tmp_path / "greedysnake-run.json")

@@ -77,7 +77,7 @@ def test_any_random_state_is_taken_or_refused(name, text):
 
 @pytest.mark.parametrize("name", ["cpu", "python", "numpy"])
 def test_a_state_of_no_generator_names_it(name):
-    with pytest.raises(ResumeError, match=f"the commit's state of random numbers of '{name}' is none"):
+    with pytest.raises(ResumeError, match=f"the commit's state of the random numbers of '{name}' cannot be loaded"):
         set_random_state({name: "7"})
 
 
@@ -111,5 +111,5 @@ def test_any_state_of_a_scheduler_is_taken_or_refused(value):
     for state in (value, {"milestones": {"greedysnake.counted": value}}, {"x": {"greedysnake.pairs": value}}):
         with suppress(ResumeError):
             kept.give_back({"scheduler": state})
-    with pytest.raises(ResumeError, match="the commit's state of scheduler is none that it takes"):
+    with pytest.raises(ResumeError, match="the commit's state of scheduler cannot be loaded"):
         kept.give_back({"scheduler": 7})

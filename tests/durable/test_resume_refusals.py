@@ -78,7 +78,7 @@ def test_what_is_of_something_else_is_refused(harness, given, tmp_path, build, m
 
 
 def refuses(harness, optimizer, words):
-    with pytest.raises(ResumeError, match=f"at step 2, which is to go on, is not of this model and .*{words}"):
+    with pytest.raises(ResumeError, match=f"at step 2, which is to be resumed, is not of this model and .*{words}"):
         steps(harness, optimizer, (2,))
 
 
@@ -109,14 +109,14 @@ def test_nothing_to_go_on_from_is_said(harness, given, tmp_path, caplog):
     clean(given)
     with caplog.at_level(logging.INFO, "gs_compile"), resumed(harness, adamw, given) as optimizer:
         steps(harness, optimizer, (0,))
-    assert f"no durable run has left a commit in {tmp_path}: this one begins anew" in caplog.text
+    assert f"no durable run has left a commit in {tmp_path}: a new run starts" in caplog.text
 
 
 def test_a_commit_that_resume_has_not_found_is_not_taken_up(harness, given, tmp_path):
     """It has given no state of it, and the loop begins with the first batch."""
     with resumed(harness, adamw, given) as optimizer:
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path / "empty").step == 0
-        with pytest.raises(ResumeError, match=f"no commit in .*empty, and with {tmp_path} there is a commit of step 2"):
+        with pytest.raises(ResumeError, match=f"no commit in .*empty, but {tmp_path} has a commit of step 2"):
             steps(harness, optimizer, (0,))
 
 
@@ -126,7 +126,7 @@ def test_a_number_of_steps_that_was_read_before_the_first_call_is_true_or_refuse
     with resumed(harness, adamw, given) as optimizer:
         assert optimizer.num_steps == 0
         with pytest.raises(
-            StepOrderError, match=r"num_steps was read as 0 before .* goes on from 2 steps: call .*resume"
+            StepOrderError, match=r"num_steps was read as 0 before .* resumes from 2 steps: call .*resume"
         ):
             steps(harness, optimizer, (0,))
         assert read(tmp_path / FOLDER) == commit
@@ -147,14 +147,16 @@ def test_what_would_begin_anew_is_refused(harness, given, tmp_path):
     """A schedule that nobody gives its state, and a state that nobody takes."""
     with resumed(harness, adamw, given) as optimizer:
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        with pytest.raises(StepOrderError, match=r"a scheduler would begin anew: call .*resume\(.*scheduler=scheduler"):
+        with pytest.raises(
+            StepOrderError, match=r"a scheduler would not be restored: call .*resume\(.*scheduler=scheduler"
+        ):
             steps(harness, optimizer, (2,))
     save(tmp_path / FOLDER, replace(read(tmp_path / FOLDER), states={"schedule": {"last_epoch": 2}}))
-    refusal = pytest.raises(StepOrderError, match="the commit's state of schedule would begin anew")
+    refusal = pytest.raises(StepOrderError, match="the commit's state of schedule would not be restored")
     with resumed(harness, adamw, given) as optimizer, refusal:
         steps(harness, optimizer, (2,))
     with resumed(harness, adamw, given) as optimizer:
-        words = "of step 2 has a state of schedule, .* hand it in, as schedule=..., or schedule=None"
+        words = "of step 2 has a state of schedule, .* pass it as schedule=..., or pass schedule=None"
         with pytest.raises(ResumeError, match=words):
             gs_compile.resume(harness.model, optimizer, storage=tmp_path)
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path, schedule=None).step == 2

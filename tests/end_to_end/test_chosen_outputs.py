@@ -103,7 +103,7 @@ def test_a_durable_run_refuses_what_it_would_not_know_again(tmp_path):
     model.compile(backend="greedysnake", options=options(tmp_path, outputs="all", durability="step"))
     loss = first(model, *batch(4))
     with pytest.raises(
-        OptimizerError, match=r"no gradient comes to 2 of the parameters .* in unit h, and in a durable run"
+        OptimizerError, match=r"2 of the trained parameters get no gradient, .* in unit h, but in a durable run"
     ):
         loss.backward()
     one, other, *_ = model(*batch(4), batch(4)[0])

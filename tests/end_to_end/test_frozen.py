@@ -112,7 +112,7 @@ def test_values_are_read_and_written(tmp_path):
         again = own.model.state_dict()
         assert all(torch.equal(again[name], twin[name]) for name in frozen_names)
         name, given = frozen_names[0], torch.randn(WIDTH, WIDTH)
-        with pytest.warns(RuntimeWarning, match="stored in nf4 as the first ones were: rounded"):
+        with pytest.warns(RuntimeWarning, match="quantized to nf4 as the first ones were"):
             own.model.load_state_dict({name: given}, strict=False)
         codec = CODECS["nf4"]
         assert torch.equal(own.model.state_dict()[name], codec.decode(codec.encode(given), given.shape, given.dtype))

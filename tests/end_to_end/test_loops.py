@@ -320,7 +320,7 @@ def test_a_step_of_a_penalty_alone_is_refused(harness, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         penalty(harness.model).backward()
-        with pytest.raises(StepOrderError, match="outside of the compiled model alone"):
+        with pytest.raises(StepOrderError, match="only from outside of the compiled model"):
             optimizer.step()
         loss_of(harness.model, 1).backward()
         optimizer.step()
@@ -429,5 +429,5 @@ def test_a_step_ends_what_waits(accumulate, harness, tmp_path):
         old = loss_of(harness.model, 0)
         list(accumulated(harness.model, 1))
         optimizer.step(), optimizer.zero_grad()
-        with pytest.raises(StepOrderError, match=r"given up when optimizer\.step\(\) was called"):
+        with pytest.raises(StepOrderError, match=r"dropped when optimizer\.step\(\) was called"):
             old.backward()

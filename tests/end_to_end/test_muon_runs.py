@@ -302,7 +302,7 @@ def test_settings_out_of_range_are_refused(settings, complaint):
 @pytest.mark.parametrize(
     ("told", "complaint"),
     [
-        ({"use_muon": True}, r"a parameter of shape \(4,\) is no matrix"),
+        ({"use_muon": True}, r"a parameter of shape \(4,\) is neither a matrix nor"),
         ({"use_muon": "yes"}, "use_muon must be True, False or None"),
         ({"betas": (0.9, 0.95)}, "a group has betas; settings of AdamW are adamw_lr"),
         ({"cut": (0, 4, 3)}, r"a parameter of shape \(8, 4\) cannot be cut along 0 into \(4, 3\)"),

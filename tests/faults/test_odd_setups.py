@@ -152,7 +152,7 @@ def misused(error, words):
     return known
 
 
-@misused(errors.OptimizerError, r"a torch\.amp\.GradScaler is in use.* nothing was updated")
+@misused(errors.OptimizerError, r"a torch\.amp\.GradScaler multiplies the loss.* Nothing was updated")
 def a_scaler_of_torch(setup, loss):
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss).backward()
@@ -170,13 +170,13 @@ def a_backward_of_some_parameters(setup, loss):
     loss.backward(inputs=[setup.model.head])
 
 
-@misused(errors.StepOrderError, "given up when the model was called again: call backward before that, or give it")
+@misused(errors.StepOrderError, "dropped when the model was called again: call backward before that, or pass")
 def two_forwards_before_a_backward(setup, loss):
     setup.model(ids())
     loss.backward()
 
 
-@misused(errors.StepOrderError, r"comes to 2 calls of the model\. .* nothing was updated\. .*accumulate")
+@misused(errors.StepOrderError, r"comes to 2 calls of the model\. .* Nothing was updated\. .*accumulate")
 def the_sum_of_two_losses(setup, loss):
     (loss + setup.model(ids())).backward()
 

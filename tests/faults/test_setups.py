@@ -93,7 +93,9 @@ def a_limit_of_open_files(setup):
     setup.limit(resource.RLIMIT_NOFILE, len(list(Path("/proc/self/fd").iterdir())) + 5)
 
 
-@refused(errors.StorageError, "others can get at this folder, and storage holds weights: delete it or choose another")
+@refused(
+    errors.StorageError, "other users can access this folder, but storage holds weights: delete it or choose another"
+)
 def a_folder_of_others(setup):
     setup.made("w0", mode=0o777)
 
@@ -162,7 +164,7 @@ def bf16_with_an_optimizer_of_torch(setup):
     setup.options["precision"], setup.make = "bf16", torch.optim.AdamW
 
 
-@refused(errors.OptionError, "RANK=5 of WORLD_SIZE=2, which cannot be: start the ranks with torchrun")
+@refused(errors.OptionError, "RANK=5 of WORLD_SIZE=2, which is not possible: start the ranks with torchrun")
 def a_rank_that_there_is_not(setup):
     setup.say(RANK="5", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
 
@@ -218,7 +220,7 @@ def sparse_parameters(setup):
     setup.model.head = nn.Parameter(setup.model.head.detach().to_sparse())
 
 
-@refused(errors.CaptureError, r"makes a sparse gradient, which greedysnake does not sum, at .*: leave sparse=True out")
+@refused(errors.CaptureError, r"makes a sparse gradient, which greedysnake cannot sum, at .*: leave sparse=True out")
 def sparse_gradients(setup):
     setup.model.words.sparse = True
     setup.undo.callback(setattr, setup.model.words, "sparse", False)

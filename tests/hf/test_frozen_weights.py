@@ -275,6 +275,6 @@ def test_what_is_trained_is_not_encoded(tmp_path):
     optimizer = gs_compile.AdamW(model.parameters())
     model.compile(backend="greedysnake", options={**model.greedysnake_options, "expert": EAGER})
     ids = torch.arange(24).view(2, 12)
-    with pytest.raises(OptionError, match="is trained, and it was read in int8"):
+    with pytest.raises(OptionError, match="is trained, but it was loaded in int8"):
         model(input_ids=ids, labels=ids).loss.backward()
     optimizer.zero_grad()

@@ -165,7 +165,7 @@ def test_a_ragged_end(dataset, drop_last, sizes, tmp_path, caplog):
     loop = Loop(tmp_path, mine=True, gas=3, loader=loader)
     assert [len(batch["input_ids"]) for batch in loop.loader] == sizes
     assert len(loop.loader) == len(sizes)
-    assert "must not divide by gradient_accumulation_steps again" in caplog.text
+    assert "must not divide that length by gradient_accumulation_steps again" in caplog.text
 
 
 def test_batches_keep_their_type(tmp_path):

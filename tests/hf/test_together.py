@@ -27,7 +27,7 @@ def test_answers_chosen_among_all_tokens_are_not_padded():
         for n in (3, 4)
     ]
     assert len(gathered([batches[0], batches[0]], 0)["start_positions"]) == 4
-    with pytest.raises(OptionError, match=r"'start_positions' is chosen among all tokens.*padding='max_length'"):
+    with pytest.raises(OptionError, match=r"'start_positions' is a position among all tokens.*padding='max_length'"):
         gathered(batches, 0)
 
 

@@ -72,7 +72,7 @@ def test_the_example_learns_and_goes_on(tmp_path, monkeypatch):
         ({}, "args.max_steps", "'args.max_steps' is no change of the file: write it as args.max_steps=5"),
         ({}, "data.x=1", "has no entries of its own"),
         ({"data": None}, "", "'data' is missing"),
-        ({"options": 3}, "", "options must have entries of its own; got 3"),
+        ({"options": 3}, "", "options must have entries; got 3"),
         ({"tokenizer": None}, "", "a model from scratch has no tokenizer"),
         ({"data": "none.txt"}, "", "data: there is no file none.txt"),
         ({"data": __file__}, "", "test_train.py is not known; known: .txt"),
@@ -106,5 +106,5 @@ def test_values_of_changes():
     }  # fmt: skip
     with pytest.raises(OptionError, match="this is no YAML"):
         _parsed("[")
-    with pytest.raises(OptionError, match="'model' is missing: say what to train on what"):
+    with pytest.raises(OptionError, match="'model' is missing: name the model and the data"):
         Recipe.of({"data": "x.txt"})

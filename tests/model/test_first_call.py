@@ -289,7 +289,7 @@ class Residual(nn.Linear):
 
 @pytest.mark.parametrize("method", [True, False])
 def test_a_model_that_is_itself_a_sequential_is_compiled_by_torch_compile(tmp_path, method):
-    """Before torch 2.14 Dynamo passes over the forward of torch's own modules that ``model.compile`` gives it first."""
+    """Before torch 2.14 Dynamo skips the forward of torch's own modules that ``model.compile`` gives it first."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Residual(8, 8) for _ in range(3)))
     plain, x = copy.deepcopy(model), torch.rand(4, 3, 8)

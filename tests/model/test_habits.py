@@ -238,7 +238,7 @@ REFUSED = {
     "int(p.data_ptr())": (lambda m: int(weight(m).data_ptr()), "has no memory of its own"),
     "an eager backward": (
         lambda m: m.forward(input_ids=tokens(3), labels=tokens(3)).loss.backward(),
-        "gets its gradient from the compiled model's own backward alone",
+        "only takes gradients from the compiled model's own backward",
     ),
     "torch.autograd.grad": (
         lambda m: torch.autograd.grad(weight(m).sum(), [weight(m)], allow_unused=True),

@@ -98,12 +98,12 @@ def test_what_a_rank_has_of_its_node():
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"gpus": 0}, PlanError, "0 GPUs on each of 1 nodes: both are 1 or more"),
+        ({"gpus": 0}, PlanError, "0 GPUs on each of 1 nodes: both must be 1 or more"),
         ({"nodes": 2}, PlanError, "2 nodes: give the network between them"),
-        ({"nodes": 2, "network": 0}, PlanError, "network is 0; it is bytes a second"),
+        ({"nodes": 2, "network": 0}, PlanError, "network is 0; it must be bytes per second"),
         ({"nodes": 2, "network": "25 furlongs/s"}, OptionError, "network has an unknown unit"),
-        ({"gpus": 2, "machine": replace(NODE, net_bytes_per_second=inf)}, PlanError, "how fast its GPUs exchange data"),
-        ({"gpus": 4, "batch_size": 6}, PlanError, "batch_size is 6: 4 ranks cannot have equal parts of it"),
+        ({"gpus": 2, "machine": replace(NODE, net_bytes_per_second=inf)}, PlanError, "the rate between its GPUs"),
+        ({"gpus": 4, "batch_size": 6}, PlanError, "batch_size is 6: 4 ranks cannot divide it equally"),
     ],
 )
 def test_what_is_refused(given, error, words):

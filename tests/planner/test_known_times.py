@@ -65,4 +65,4 @@ def test_the_latest_are_kept(tmp_path, monkeypatch):
 def test_where_no_file_can_be_the_log_says_so(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     KnownTimes(tmp_path / "file" / "inside").get_or("code", 1, lambda: [(1.0, 1.0)])
-    assert "could not be kept" in caplog.text
+    assert "could not be stored" in caplog.text

@@ -86,4 +86,4 @@ def test_what_the_hub_may_change_is_not_kept(model, workload):
 def test_where_nothing_can_be_kept_the_answer_is_there(model, workload, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(model))  # a file
     assert KnownWorkloads.of(model, {}).get_or((1,), lambda: workload) is workload
-    assert "could not be kept" in caplog.text
+    assert "could not be stored" in caplog.text

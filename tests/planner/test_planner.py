@@ -215,9 +215,9 @@ def test_a_config_is_planned_in_bf16_like_a_name():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"batch_size": 0}, "batch_size is 0; it is 1 or more"),
-        ({"micro_batch_size": 0}, "micro_batch_size is 0; it is 1 or more"),
-        ({"num_micro_batches": -1}, "num_micro_batches is -1; it is 1 or more"),
+        ({"batch_size": 0}, "batch_size is 0; it must be a whole number, 1 or more"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0; it must be a whole number, 1 or more"),
+        ({"num_micro_batches": -1}, "num_micro_batches is -1; it must be a whole number, 1 or more"),
         (
             {"batch_size": 10, "micro_batch_size": 2, "num_micro_batches": 3},
             "a batch of 10 cannot be cut into 3 micro-batches of 2: leave one of batch_size, micro_batch_size and "
@@ -230,9 +230,12 @@ def test_a_config_is_planned_in_bf16_like_a_name():
             {"clip": True, "clipping": "delayed", "alpha": 0.2},
             'alpha is 0.2, but with clipping="delayed" all updates wait for the norm',
         ),
-        ({"alpha": 1.5}, "alpha is 1.5; it is a part of each update"),
-        ({"wear_years": 3}, "for tests does not say what its drives are rated for: give its profile ssd_rated_nbytes"),
-        ({"wear_years": 0}, "wear_years is 0; it is more than 0"),
+        ({"alpha": 1.5}, "alpha is 1.5; it must be a part of each update"),
+        (
+            {"wear_years": 3},
+            "for tests does not have the rated endurance of its drives: add ssd_rated_nbytes to its profile",
+        ),
+        ({"wear_years": 0}, "wear_years is 0; it must be more than 0"),
         ({"schedule": "diagonal"}, "schedule is 'diagonal'; there are vertical and horizontal"),
     ],
 )

@@ -188,7 +188,7 @@ def test_what_cannot_be_read_is_measured_again(tmp_path, probe, caplog, content)
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, probe, caplog):
     (tmp_path / "cache").write_text("in the way")
     assert profile(None, tmp_path) == MEASURED
-    assert caplog.messages[0].startswith("what was measured of this machine could not be kept: ")
+    assert caplog.messages[0].startswith("the measurements of this machine could not be stored: ")
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, probe, monkeypatch):

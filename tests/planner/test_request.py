@@ -28,23 +28,29 @@ HERE = Path(__file__).parents[1] / "machine.json"
         ({"masters": "half"}, "masters is 'half'; there are split and whole"),
         ({"states": "4bit"}, "states is '4bit'; there are fp32 and bf16 and 8bit"),
         ({"clipping": "late", "clip": True}, "clipping is 'late'; there are delayed and speculative"),
-        ({"alpha": -0.1}, "alpha is -0.1; it is a part of each update, from 0 to 1"),
-        ({"alpha": 1.5}, "alpha is 1.5; it is a part of each update, from 0 to 1"),
-        ({"alpha": float("nan")}, "alpha is nan; it is a part of each update, from 0 to 1"),
+        ({"alpha": -0.1}, "alpha is -0.1; it must be a part of each update, from 0 to 1"),
+        ({"alpha": 1.5}, "alpha is 1.5; it must be a part of each update, from 0 to 1"),
+        ({"alpha": float("nan")}, "alpha is nan; it must be a part of each update, from 0 to 1"),
         ({"alpha": 0.2, "clip": True, "clipping": "delayed"}, 'alpha is 0.2, but with clipping="delayed"'),
-        ({"wear_years": 0}, "wear_years is 0; it is more than 0"),
-        ({"wear_years": float("nan")}, "wear_years is nan; it is more than 0"),
+        ({"wear_years": 0}, "wear_years is 0; it must be more than 0"),
+        ({"wear_years": float("nan")}, "wear_years is nan; it must be more than 0"),
         (
             {"ratios": {"activation": 0.5}, "recompute": "all"},
             'recompute is "all", but ratios.activation is 0.5: leave',
         ),
         ({"ratios": {"checkpoint": 0.5}, "recompute": "none"}, 'recompute is "none", but ratios.checkpoint is 0.5: '),
         ({"ratios": {"gradient": 1.0}}, "ratios.gradient is 1, but gradient sums leave the device between two"),
-        *(({name: least - 1}, f"{name} is {least - 1}; it is {least} or more") for name, least in NUMBERS.items()),
-        *(({name: "8"}, f"{name} is '8'; it is {least} or more, and whole") for name, least in NUMBERS.items()),
-        ({"batch_size": 2.5}, "batch_size is 2.5; it is 1 or more, and whole"),
-        ({"alpha": "half"}, "alpha is 'half'; it is a number"),
-        ({"wear_years": "3"}, "wear_years is '3'; it is a number"),
+        *(
+            ({name: least - 1}, f"{name} is {least - 1}; it must be a whole number, {least} or more")
+            for name, least in NUMBERS.items()
+        ),
+        *(
+            ({name: "8"}, f"{name} is '8'; it must be a whole number, {least} or more")
+            for name, least in NUMBERS.items()
+        ),
+        ({"batch_size": 2.5}, "batch_size is 2.5; it must be a whole number, 1 or more"),
+        ({"alpha": "half"}, "alpha is 'half'; it must be a number"),
+        ({"wear_years": "3"}, "wear_years is '3'; it must be a number"),
         ({"clipping": "delayed"}, "clipping is 'delayed', but clip is not asked for: give clip, too"),
     ],
 )

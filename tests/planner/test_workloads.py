@@ -228,13 +228,13 @@ def test_adapters_need_peft(monkeypatch):
 
 
 def test_a_workload_says_itself_what_its_parameters_take():
-    with pytest.raises(PlanError, match="says itself what its parameters take: leave frozen out"):
+    with pytest.raises(PlanError, match="already has the sizes of its parameters: leave frozen out"):
         plan(gpt(2, 64), machine="a100", frozen="nf4")
 
 
 @pytest.mark.parametrize("model", [gpt(2, 64), torch.nn.Linear(2, 2)])
 def test_a_model_that_is_given_has_its_own_adapters_or_none(model):
-    with pytest.raises(PlanError, match="lora is 4, but the model is given as it is trained: name one, or give a conf"):
+    with pytest.raises(PlanError, match="lora is 4, but lora needs a model by name, or its conf"):
         plan(model, machine="a100", lora=4)
 
 

@@ -74,9 +74,7 @@ def looks_with_others(info, tmp_path):
     given = options(tmp_path / str(info.rank), durability="step")
     model.compile(backend="greedysnake", options={**given, "group": alone})
     gs_compile.resume(model, optimizer, storage=given["storage"])
-    words = (
-        "resume looked for the commit of ranks 0, 1, and .* it is trained by one process: give resume the same group="
-    )
+    words = "resume looked for the commit of ranks 0, 1, but .* the model is trained by one process: give resume the same group="
     with pytest.raises(OptionError, match=words):
         step(model, optimizer, tokens(0))
     gs_compile.resume(model, optimizer, storage=given["storage"], group=alone)

@@ -124,10 +124,12 @@ def learns(info, tmp_path):
     optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
     model.trunk.compile(backend="greedysnake", options=options(tmp_path, outputs="all"))
     found["head"] = distance(train(info, model, optimizer), wanted)
-    with pytest.raises(ReleasedParameterError, match="DistributedDataParallel: the ranks share the parameters of this"):
+    with pytest.raises(
+        ReleasedParameterError, match="DistributedDataParallel: the ranks already share the parameters of this"
+    ):
         DistributedDataParallel(model)
     wrapped, optimizer = DistributedDataParallel(inside), gs_compile.SGD(inside.parameters(), lr=0.1)
-    with pytest.raises(OptimizerError, match="the model is in a DistributedDataParallel, and the ranks share"):
+    with pytest.raises(OptimizerError, match="the model is in a DistributedDataParallel, and the ranks already share"):
         train(info, wrapped, optimizer)
     return found
 

@@ -81,7 +81,7 @@ def refused(info, tmp_path, mine, others, rows=4):
 def test_what_differs_is_refused_by_name(pair, tmp_path, mine, others, message):
     for each in pair.run(refused, tmp_path, mine=mine, others=others):
         assert each.startswith(f"the first step: {message}")
-        assert each.endswith("It has to be the same on all ranks [rank]")
+        assert each.endswith("It must be the same on all ranks [rank]")
     assert not list(tmp_path.glob("storage/*"))
 
 

@@ -80,7 +80,7 @@ def differs(info, tmp_path):
 def test_ranks_that_differ(pair, tmp_path):
     first, second = pair.run(differs, tmp_path)
     assert first == second
-    assert first[0] == "a run: micro_batch_size is 1 on rank 0; 2 on rank 1. It has to be the same on all ranks [rank]"
+    assert first[0] == "a run: micro_batch_size is 1 on rank 0; 2 on rank 1. It must be the same on all ranks [rank]"
     assert "rank 0: what rank 0 wants, rank 1: what rank 1 wants" in first[1]
 
 

@@ -196,7 +196,7 @@ def test_a_file_that_may_be_another_is_not_taken_up(tmp_path, trap):
     path, told = left(tmp_path)
     TRAPS[trap](path)
     with closing(Drive(tmp_path, 1)) as drive:
-        with pytest.raises(StorageError, match=r"others can get at|links|bytes, and the run|Invalid") as caught:
+        with pytest.raises(StorageError, match=r"other users can access|links|bytes, and the run|Invalid") as caught:
             drive.adopt("s3", *told)
         assert str(path.parent) in str(caught.value)
 

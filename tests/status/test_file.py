@@ -82,7 +82,7 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is torn: it was not written to its end"),
+        ("", "is torn: it was not written completely"),
         (changed()[:-100], "is torn"),
         ("[" * 100_000, "is torn"),
         (changed(format=2), "has format 2, and this GreedySnake reads format 1"),
@@ -111,7 +111,7 @@ def test_no_file_and_no_file_of_its_own(tmp_path):
 def test_files_are_found_by_rank_and_model(tmp_path):
     with pytest.raises(StatusError, match="has the status of no run"):
         file.find(tmp_path)
-    with pytest.raises(StatusError, match="is no directory"):
+    with pytest.raises(StatusError, match="is not a directory"):
         file.find(tmp_path / "none")
     for folder in ("greedysnake-run", "greedysnake-run-1.2"):
         (tmp_path / folder).mkdir()

@@ -54,7 +54,7 @@ class KnownTimes:
         try:
             write_whole(self._path, json.dumps(whole))
         except OSError as error:
-            log.warning("the seconds that code takes could not be kept: %s", error)
+            log.warning("the timings of the code could not be stored: %s", error)
 
 
 def _read(path: Path | None) -> dict[str, Rows]:

@@ -74,7 +74,7 @@ class KnownWorkloads:
             for oldest in files[:-MOST]:
                 oldest.unlink(missing_ok=True)
         except OSError as error:
-            log.warning("what was captured could not be kept: %s", error)
+            log.warning("the capture could not be stored: %s", error)
 
 
 @cache

@@ -25,13 +25,13 @@ def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | 
     Raises `PlanError` where a number is none, or where it is not known how fast ranks exchange data.
     """
     if gpus < 1 or nodes < 1:
-        raise PlanError(f"{gpus} GPUs on each of {nodes} nodes: both are 1 or more")
+        raise PlanError(f"{gpus} GPUs on each of {nodes} nodes: both must be 1 or more")
     ranks, rate = gpus * nodes, machine.net_bytes_per_second
     if ranks == 1:
         return machine
     if gpus > 1 and rate == inf:
         raise PlanError(
-            f"{machine.name} does not say how fast its GPUs exchange data: give its profile net_bytes_per_second, or "
+            f"{machine.name} does not have the rate between its GPUs: add net_bytes_per_second to its profile, or "
             "measure it with torchrun --nproc-per-node 2 -m gs_compile probe"
         )
     if nodes > 1 and network is None:
@@ -67,5 +67,5 @@ def _rate(network: str | float | None) -> float:
     if isinstance(network, str):
         return parse_bytes(network.removesuffix("/s"), name="network")
     if not network or network <= 0:
-        raise PlanError(f"network is {network}; it is bytes a second, or text such as 25GB/s")
+        raise PlanError(f"network is {network}; it must be bytes per second, or text such as 25GB/s")
     return network

@@ -201,7 +201,7 @@ def _keep(measured: Profile, path: Path) -> None:
         write_whole(path, measured.text)
         path.with_suffix(CODE).unlink(missing_ok=True)
     except OSError as error:
-        log.warning("what was measured of this machine could not be kept: %s", error)
+        log.warning("the measurements of this machine could not be stored: %s", error)
 
 
 def _fingerprint(storage: Sequence[Path], total: int, device: torch.device) -> str:

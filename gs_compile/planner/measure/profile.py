@@ -29,23 +29,23 @@ DTYPES = ("fp32", "bf16", "fp16")  # those a matrix rate can be given for
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One machine as one rank sees it; rates are what is sustained, not what a data sheet peaks at.
+    """One machine as one rank sees it; rates are sustained ones, not peaks of a data sheet.
 
-    device: "cuda", with memory of its own, or "cpu", where the device is the host.
-    host_nbytes, device_nbytes, ssd_nbytes: what a run may use of each tier; device_nbytes is 0 without a device memory.
+    device: "cuda", with its own memory, or "cpu", where the device is the host.
+    host_nbytes, device_nbytes, ssd_nbytes: what a run may use of each tier; device_nbytes is 0 without device memory.
     matmul_flops_per_second: of large matrix products, by dtype ("fp32", "bf16", "fp16").
-    h2d, d2h, ssd_read, ssd_write: bytes a second of each lane alone, and beside the other direction (`mixed`).
-    update_elements_per_second: AdamW on fp32, alone and beside computation (`mixed`).
-    compute_mixed_speed: of the computation while the optimizer runs, 1.0 where they do not meet.
-    compute_transfer_speed: of the computation while SSDs are read and written: on a CPU, transfers need some of it.
-    transfer_compute_speed: of SSD transfers while the device computes.
-    memory_bytes_per_second: of a pass over memory of the device that reads it.
-    op_seconds: what issuing one operation costs.
-    request_seconds: from asking the SSD to the first byte.
-    net_bytes_per_second: what a rank receives of other ranks while it sends as much; no bound: there are no others.
-    net_hop_seconds: from one rank to the next; a ring takes as many as there are other ranks.
-    ssd_rated_nbytes: bytes the drives may be written in their life (their endurance); 0 if unknown.
-    num_ranks: that share host memory and drives; all figures are one rank's share.
+    h2d, d2h, ssd_read, ssd_write: bytes per second of each lane alone, and beside the other direction (`mixed`).
+    update_elements_per_second: of AdamW in fp32, alone and beside computation (`mixed`).
+    compute_mixed_speed: factor of the computation's speed while the optimizer runs; 1.0 if they do not interfere.
+    compute_transfer_speed: the same while SSDs are read and written: on a CPU, transfers need some of it.
+    transfer_compute_speed: factor of the SSD transfers' speed while the device computes.
+    memory_bytes_per_second: of a pass over the memory of the device, by the device.
+    op_seconds: the cost of issuing one operation.
+    request_seconds: from a request to the SSD until the first byte.
+    net_bytes_per_second: what a rank receives from other ranks while it sends as much; infinite without other ranks.
+    net_hop_seconds: from one rank to the next; a ring takes as many hops as there are other ranks.
+    ssd_rated_nbytes: bytes that may be written to the drives in their life (their endurance); 0 if unknown.
+    num_ranks: ranks that share host memory and drives; all figures are one rank's share.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Profile:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if not _is_possible(entry.name, value):
-                raise ProfileError(f"{entry.name} is {value!r}, which no machine has")
+                raise ProfileError(f"{entry.name} is {value!r}, which is not possible")
         for name in ("h2d", "d2h", "h2d_mixed", "d2h_mixed"):
             if self.separate and math.isinf(getattr(self, f"{name}_bytes_per_second")):
                 raise ProfileError(f"{name}_bytes_per_second is missing: a cuda device has a link to its host")
@@ -89,8 +89,8 @@ class Profile:
         for alone, mixed in MIXED.items():
             if getattr(self, mixed) > getattr(self, alone):
                 raise ProfileError(
-                    f"{mixed} is {getattr(self, mixed):g}, more than {alone}, {getattr(self, alone):g}: nothing gets "
-                    "faster because its neighbour works too"
+                    f"{mixed} is {getattr(self, mixed):g}, more than {alone}, {getattr(self, alone):g}: a rate cannot "
+                    "be higher while another lane works"
                 )
 
     @property
