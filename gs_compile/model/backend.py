@@ -310,8 +310,8 @@ def _refuse_other_layers(engine: Engine, model: SpecializedModel, *, training: b
     if training:
         raise OptimizerError(
             f"{words}, and only these are planned: run all of them in each step, and multiply the output of a layer to "
-            "leave out by 0; call a model on the tiers that another one reads in a hook, as its teacher, before that; or "
-            "use a torch.optim optimizer, which leaves parameters in memory. Nothing was updated"
+            "leave out by 0; call a teacher on the tiers, which another model's hook calls, before that model; or use a "
+            "torch.optim optimizer, which leaves parameters in memory. Nothing was updated"
         )
     raise CaptureError(words)
 
