@@ -244,10 +244,7 @@ MIXES = {
     "rows by a matrix": (lambda x: (torch.eye(x.shape[0]) @ x.flatten(1)).view_as(x), PAIRS),
     "rows by a matrix of ones": (lambda x: (torch.ones(x.shape[0], x.shape[0]) @ x.flatten(1)).view_as(x), PAIRS),
     "tokens of all shifted": (lambda x: like(functional.pad(flat(x), (0, 0, 1, -1)), x), ALONG),
-    "tokens of all averaged": (
-        lambda x: like(functional.avg_pool1d(flat(x).T[None], 3, 1, 1)[0].T, x),
-        ALONG,
-    ),
+    "tokens of all averaged": (lambda x: like(functional.avg_pool1d(flat(x).T[None], 3, 1, 1)[0].T, x), ALONG),
     "tokens of all convolved": (
         lambda x: like(functional.conv1d(flat(x).T[None], torch.ones(WIDTH, 1, 3), padding=1, groups=WIDTH)[0].T, x),
         ALONG,
@@ -307,16 +304,11 @@ MIXES = {
     "tokens picked by a constant": (lambda x: like(flat(x).index_select(0, zeros(flat(x)[:, 0])), x), PICKED),
     "the batch size in a tensor": (lambda x: x * torch.full((x.shape[0], 1, 1), x.shape[0]), SIZE),
     "the batch size as a scale": (
-        lambda x: functional.scaled_dot_product_attention(x, x, x, scale=1 / x.shape[0]),
-        SIZE,
-    ),
+        lambda x: functional.scaled_dot_product_attention(x, x, x, scale=1 / x.shape[0]), SIZE),
     "the batch size as a bound": (lambda x: torch.clip(x, max=0.1 * x.shape[0]), SIZE),
     "attention over samples": (partial(Attention, batch_first=False), ALONG),
     "a function of its own": (lambda x: Centred.apply(x), "(mean) reduces over the samples"),
-    "a function of its own, with two results": (
-        lambda x: Standardised.apply(x),
-        "(var_mean) reduces over the samples",
-    ),
+    "a function of its own, with two results": (lambda x: Standardised.apply(x), "(var_mean) reduces over the samples"),
     "a function in a function": (lambda x: Nested.apply(x), "(mean) reduces over the samples"),
     "a function in the backward of a function": (lambda x: NestedBackward.apply(x), "(mean) reduces over the samples"),
     "a gradient of its own": (lambda x: Normalised.apply(x), "(norm) reduces over the samples"),
