@@ -310,7 +310,7 @@ def _refuse_other_layers(engine: Engine, model: SpecializedModel, *, training: b
     if training:
         raise OptimizerError(
             f"{words}, and only these are planned: run all of them in each step, and multiply the output of a layer to "
-            "leave out by 0; call a teacher on the tiers, which another model's hook calls, before that model; or use a "
+            "leave out by 0; call a teacher on the tiers, which another model's hook calls, before it; or use a "
             "torch.optim optimizer, which leaves parameters in memory. Nothing was updated"
         )
     raise CaptureError(words)
