@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 import gs_compile
 from gs_compile.codegen.compiled import Compilation, compilations_of
+from gs_compile.model import engine, first_step
 from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.residency import residency_of, restore, stash
 from gs_compile.options import Options
@@ -396,8 +398,13 @@ def capture_cheaply() -> None:
     to every log that keeps its records to itself. Nor does the first backward start threads, which no fork survives, for
     devices that fake tensors have a torch built for CUDA believe in; what the card of `device` needs is started there.
     Models of a module that keeps its captures are many: one more than Dynamo compiles fails, rather than runs as it is.
+
+    A first call, or the end of an optimizer, does not look through all that a capture has made where no model is left.
+    A trace of tensors does not patch nn.Module with what changes nothing for it: of all its subclasses, and each graph
+    that there is has one, Python would forget what it knows.
     """
     import torch._dynamo.guards
+    from torch.fx._symbolic_trace import _Patcher
 
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
         torch.ones(1, requires_grad=True).backward()
@@ -408,6 +415,18 @@ def capture_cheaply() -> None:
     traces = logging.getLogger("torch.__trace")
     traces.handlers.clear()
     traces.propagate = traces.disabled = True
+    for module in (engine, first_step):
+        module.gc = SimpleNamespace(collect=_collect_models)
+    patch_method: Any = _Patcher.patch_method
+    _Patcher.patch_method = lambda self, owner, *given, **how: (
+        None if owner is nn.Module else patch_method(self, owner, *given, **how)
+    )
+
+
+def _collect_models() -> None:
+    """Those that were left have threads; the alarm of a rank is of the model that makes its first call."""
+    if any("alarm" not in name for name in _named_as_ours()):
+        gc.collect()
 
 
 def our_threads() -> list[str]:

@@ -52,7 +52,7 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
     assert optimizer.engine is None
 
 
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("ends", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_more_models_of_a_class_than_dynamo_compiles_one_train_in_a_process(ends, tmp_path):
     """As in a search for settings. Each is captured, and Dynamo counts those of one model: the ninth was refused."""
     torch._dynamo.reset()
@@ -114,6 +114,7 @@ def test_values_of_a_model_on_a_device_go_to_storage(tmp_path, monkeypatch):
     optimizer.engine.tiers.close()
 
 
+@pytest.mark.usefixtures("as_for_users")
 def test_files_go_with_the_model_at_once(tmp_path):
     """Fault 7: reference cycles kept them until the garbage collector ran."""
 
@@ -136,6 +137,7 @@ def test_files_go_with_the_model_at_once(tmp_path):
         gc.enable()
 
 
+@pytest.mark.usefixtures("as_for_users")
 def test_garbage_of_earlier_models_is_collected_before_the_budget_is_fixed(tmp_path, monkeypatch):
     """Fault 9: a cell of a notebook that was run twice was refused."""
     garbage = []
