@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from click.testing import Result
-from typer.testing import CliRunner
+from typer import testing
 
 from gs_compile.cli.main import app
+
+testing._get_command = cache(testing._get_command)  # it makes all commands, and would for each call
 
 
 def run(*arguments: Any, **how: Any) -> Result:
     """What a command prints, and its exit code."""
-    return CliRunner().invoke(app, list(map(str, arguments)), prog_name="greedysnake", **how)
+    return testing.CliRunner().invoke(app, list(map(str, arguments)), prog_name="greedysnake", **how)
 
 
 def printed(*arguments: Any) -> str:
