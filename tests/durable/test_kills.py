@@ -1,4 +1,6 @@
-"""A durable run that is killed at any moment goes on from its last commit, bit for bit, under any placement."""
+"""A durable run that is killed at any moment goes on from its last commit, bit for bit, under any placement; one that is
+asked to end does so at once: its commit is made or not begun, and the next run goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,30 @@ import itertools
 import random
 
 import pytest
-from children import NUM_STEPS, PLACES, POINTS
+from children import NUM_STEPS, PLACES, POINTS, Server
 
 from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.folder import STATUS, folder_in
 from gs_compile.runtime.storage.last_commit import names_in
 
 WHENS = ("before", "after")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    made = Server(tmp_path_factory.mktemp("server"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(server, tmp_path_factory):
+    """Runs that are not durable, to their end, by their number of steps."""
+    found = {}
+    for number in (NUM_STEPS, NUM_STEPS + 1):
+        found[number] = server.run(tmp_path_factory.mktemp("uninterrupted"), durability=0, num_steps=number)
+        assert found[number].code == 0, server.said()
+    return found
 
 
 def assert_goes_on(before, now, durability, server):
@@ -113,3 +132,46 @@ def test_kills_at_random_moments(server, uninterrupted, calls, tmp_path, seed, c
         directories = [tmp_path / f"{number}a", tmp_path / f"{number}b"][: 1 + number % 2]
         each = [*kills(numbers, calls, 8)]
         killed += chain(server, uninterrupted, directories, each, durability=numbers.choice((1, 1, 3)))
+
+
+# Asked to end ---------------------------------------------------------------------------------------------------------
+
+CODES = {"SIGTERM": (143,), "SIGINT": (-2, 130)}  # Python ends by the signal itself, which a shell shows as 130
+
+
+def ends(server, uninterrupted, directory, signals, **how):
+    """A run that is sent `signals`, which another goes on from; the first of both, and what it has written."""
+    ended = server.run(directory, signals=signals, num_steps=10_000, **how)
+    said = server.said()
+    again = signals[1:]  # Python itself tells of a KeyboardInterrupt that comes into its own end
+    assert again or "Exception ignored" not in said
+    left = server.run(directory)
+    if left.found > NUM_STEPS:
+        assert left.code == 0, server.said()
+        assert_goes_on(ended, left, 1, server)
+    elif ended.found >= 0:
+        assert_goes_on(ended, left, 1, server)
+        assert_ends_as(uninterrupted, left, server)
+    assert_kept(directory)
+    return ended, said
+
+
+@pytest.mark.parametrize(
+    "count", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["some", "all"]
+)
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_a_run_that_is_asked_to_end(server, uninterrupted, tmp_path, name, count):
+    """At random moments, with syncs that take their time; and with a second signal, which waits for nothing.
+
+    A run that does not end is killed, which is another code.
+    """
+    numbers = random.Random(name if count < 10 else None)
+    for number in range(count):
+        directory = tmp_path / str(number)
+        begun = [name, numbers.uniform(0.05, 2.0)]
+        again = [[name, numbers.uniform(0, 0.1)]] if number % 3 == 2 else []
+        ended, said = ends(server, uninterrupted, directory, [begun, *again], slow=0.02)
+        if not again:
+            assert ended.code in CODES[name], (ended, said)
+        else:
+            assert ended.code in (*CODES[name], -15, -2), (ended, said)
