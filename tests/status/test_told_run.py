@@ -7,17 +7,15 @@ import logging
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from bounds import ROOT
 from learner import learner
-from tiered import tokens
+from tiered import adamw, gpt2, options, step, tokens, two_groups
 from told import ABOUT, LAST
 
 import gs_compile
@@ -31,6 +29,9 @@ from gs_compile.runtime.storage.stored import FOLDER
 from gs_compile.runtime.trace import Trace
 from gs_compile.status import file, reporter, runs
 from gs_compile.status.record import RunRecord
+
+sys.path.append(str(Path(__file__).parent.parent / "ranks"))
+from launch import Fleet
 
 KEEPS_CAPTURES = True
 
@@ -249,38 +250,28 @@ def test_options_are_checked(option, words):
         Options.of(option)
 
 
-KILLED = """
-import sys, time
-sys.path.insert(0, sys.argv[2])
-from gs_compile.status import reporter
-from tiered import adamw, gpt2, options, step, tokens, two_groups
-reporter.SECONDS = 0.02
-model = gpt2()
-optimizer = adamw(two_groups(model))
-model.compile(backend="greedysnake", options=options(sys.argv[1]))
-step(model, optimizer, tokens(0))
-print("trained", flush=True)
-time.sleep(60)
-"""
+def trains(info, tmp_path):
+    reporter.SECONDS = 0.02
+    model = gpt2()
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path / "storage"))
+    step(model, optimizer, tokens(0))
+    (tmp_path / "trained").touch()
+    time.sleep(60)
 
 
 def test_a_killed_run_is_shown_as_ended_and_the_next_one_removes_its_file(tmp_path):
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(ROOT / "tests")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    path = tmp_path / FOLDER / STATUS
-    try:
-        assert run.stdout is not None
-        assert run.stdout.readline() == "trained\n"
+    storage, path = tmp_path / "storage", tmp_path / "storage" / FOLDER / STATUS
+    with Fleet(1, initialize=False) as fleet:
+        fleet.begin(trains, tmp_path)
+        fleet.wait_for(tmp_path, "trained")
         until(path.exists)
         assert file.is_alive(file.read(path))
-    finally:
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-        run.stdout.close()
+        fleet.processes[0].kill()
+        fleet.processes[0].join()
     found = file.read(path)
     assert found.state == "running"
     assert not file.is_alive(found)
-    with learner(tmp_path) as one:
+    with learner(storage) as one:
         one.train(0)
-    assert not list(tmp_path.iterdir())
+    assert not list(storage.iterdir())
