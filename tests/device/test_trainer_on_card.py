@@ -21,7 +21,9 @@ def expected(tmp_path_factory):
     return trained(adapted(), tmp_path_factory.mktemp("cpu"), expert=EAGER)
 
 
-@pytest.mark.parametrize(("where", "is_moved"), [("card:0", True), ("card:1", False)])
+@pytest.mark.parametrize(
+    ("where", "is_moved"), [pytest.param("card:0", True, marks=pytest.mark.slow), ("card:1", False)]
+)
 def test_an_adapter_learns_what_it_does_on_a_cpu(expected, tmp_path, monkeypatch, where, is_moved):
     """On the other device while the first is current, too; who does not move the model leaves that to Trainer."""
     monkeypatch.setenv(
