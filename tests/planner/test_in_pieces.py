@@ -45,7 +45,11 @@ def asked(device_memory, *, machine=A100, slower=1.01, **settings):
 
 @pytest.mark.parametrize(
     ("device_memory", "size", "tried"),
-    [("2GiB", None, []), ("230MiB", 2048, [2048]), ("210MiB", 512, [2048, 512])],
+    [
+        ("2GiB", None, []),
+        pytest.param("230MiB", 2048, [2048], marks=pytest.mark.slow),
+        ("210MiB", 512, [2048, 512]),
+    ],
 )
 def test_the_largest_pieces_that_fit(device_memory, size, tried):
     """Values take 190 MiB at least."""

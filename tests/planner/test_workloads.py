@@ -188,17 +188,23 @@ def test_a_plan_counts_the_workspace_at_its_own_micro_batch_size():
 peft_alone = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
 
 
+@pytest.fixture(scope="module")
+def adapted():
+    """A config, and what is captured of it with adapters."""
+    config = zoo.configuration("llama")
+    return config, ModelSpec.of(config, sequence=zoo.TOKENS, precision="bf16", lora=4)
+
+
 @peft_alone
-def test_adapters_alone_are_trained_and_two_blocks_stand_for_all(monkeypatch):
-    config = zoo.configuration("llama", num_hidden_layers=3)
-    spec = ModelSpec.of(config, sequence=zoo.TOKENS, lora=4)
-    assert (spec.num_layers, spec.specialized(2).split.num_layers) == (3, DEPTH)
+def test_adapters_alone_are_trained_and_two_blocks_stand_for_all(adapted, monkeypatch):
+    config, spec = adapted
+    assert (spec.num_layers, spec.specialized(2).split.num_layers) == (zoo.LAYERS, DEPTH)
     short = spec.workload(2)
     monkeypatch.setattr(module, "repeated", lambda _: None)
-    spec = ModelSpec.of(config, sequence=zoo.TOKENS, lora=4)
-    assert spec.specialized(2).split.num_layers == 3
-    assert spec.workload(2) == short
-    blocks = zoo.huggingface("llama", num_hidden_layers=3).model.layers
+    whole = ModelSpec.of(config, sequence=zoo.TOKENS, precision="bf16", lora=4)
+    assert whole.specialized(2).split.num_layers == zoo.LAYERS
+    assert whole.workload(2) == short
+    blocks = zoo.huggingface("llama").model.layers
     layers = [layer for layer in blocks.modules() if isinstance(layer, torch.nn.Linear)]
     elements = [QUANTUM * -(-4 * n // QUANTUM) for layer in layers for n in (layer.in_features, layer.out_features)]
     assert short.num_trained == sum(elements)
@@ -236,7 +242,8 @@ def test_muon_by_name():
     """Matrices of layers have momentum alone; the memory that their products take is left of the budget."""
     config = zoo.configuration("gpt2", n_embd=64)
     given = {"machine": "rtx4090", "sequence": zoo.TOKENS, "optimizer": "muon"}
-    found = door_of(config, Request(**given)).problem(2)
+    door = door_of(config, Request(**given))
+    found = door.problem(2)
     layer, embedding = size(found.workload, 0), size(found.workload, "t")
     assert (layer.state_itemsize, embedding.state_itemsize) == (2 + 4, 2 + 8)
     assert layer.products
@@ -244,7 +251,7 @@ def test_muon_by_name():
     assert found.budgets.host_nbytes == find_profile("rtx4090").host_nbytes - layer.products.host_nbytes
     narrow = door_of(config, Request(**given, states="bf16")).problem(2)
     assert size(narrow.workload, 0).state_itemsize == 2 + 2
-    shared = size(door_of(config, Request(**given | {"machine": "a100"}, gpus=2)).problem(2).workload, 0)
+    shared = size(door_of(config, Request(**given | {"machine": "a100"}, gpus=2), [door]).problem(2).workload, 0)
     assert shared.state_itemsize == 2 + 8  # its biases are AdamW's
     assert shared.products.flops == layer.products.flops  # each rank orthogonalizes all
     assert shared.products.shared_nbytes == 2 * shared.num_trained
@@ -258,10 +265,9 @@ def test_what_is_not_planned_with_muon():
 
 
 @peft_alone
-def test_frozen_matrices_are_planned_in_their_bytes():
+def test_frozen_matrices_are_planned_in_their_bytes(adapted):
     """Of layers alone: each matrix in whole quanta of bf16, and its values beside what its layer's code computes with."""
-    config = zoo.configuration("llama")
-    spec = ModelSpec.of(config, sequence=zoo.TOKENS, precision="bf16", lora=4)
+    config, spec = adapted
     plain, found = spec.workload(1), replace(spec, frozen="nf4").workload(1)
     named = built(config).named_parameters()
     matrices = [each for name, each in named if ".layers.0." in name and each.dim() == 2]
