@@ -319,7 +319,7 @@ class FeedForward(Attention):
 
 
 @pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
-@pytest.mark.parametrize("size", [2, 1], ids=["two samples", "one sample"])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["two samples", "one sample"])
 @pytest.mark.parametrize("layer", [Attention, Parallel, FeedForward], ids=lambda layer: layer.__name__)
 def test_layers_give_the_results_and_gradients_of_the_whole(layer, size, generator):
     unit = layer_of(layer, size)

@@ -27,7 +27,8 @@ PLACES = {
     "device": {"separate_device": True, "ratios": {"device_parameter": 0.7}},
     "horizontal": {"schedule": "horizontal", "separate_device": True, "ratios": {"gradient": 0.5}},
 }
-FAST = {("mxfp4", "half", "bf16"), ("mxfp4", "device", "bf16")}
+FAST = {*product(["nf4"], PLACES, ["bf16"]), *product(["nf4"], ["ssd", "half"], ["model"])}  # all places in one type
+FAST |= {("mxfp4", "half", "bf16"), ("mxfp4", "device", "bf16")}
 
 
 def frozen(codec=""):
@@ -48,7 +49,7 @@ def reference(name, precision, schedule):
 @pytest.mark.parametrize(
     ("name", "place", "precision"),
     [
-        pytest.param(*each, marks=[pytest.mark.slow] * (each[0] != "nf4" and each not in FAST))
+        pytest.param(*each, marks=[pytest.mark.slow] * (each not in FAST))
         for each in product(CODECS, PLACES, ("model", "bf16"))
         if each[1:] != ("device", "model")  # what trains in fp32 does not live on the device
     ],

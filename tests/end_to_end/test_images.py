@@ -59,7 +59,7 @@ def trained(model, optimizer, kind: str) -> dict[str, torch.Tensor]:
         ("llava", False),
         pytest.param("llava", True, marks=pytest.mark.slow),
         pytest.param("gemma3", False, marks=pytest.mark.slow),
-        ("gemma3", True),
+        pytest.param("gemma3", True, marks=pytest.mark.slow),
         pytest.param("gemma3 with types", False, marks=pytest.mark.slow),
     ],
 )

@@ -331,7 +331,17 @@ def losses_and_values(model, optimizer):
     return [*losses, *(value.clone() for value in model.state_dict().values())]
 
 
-SLOW = {Residuals, Pairs, Named, Neighbour, SharedBias, Encoder, Decoder}  # of each, another case has more in it
+SLOW = {
+    Residuals,
+    Pairs,
+    Named,
+    Universal,
+    Neighbour,
+    SharedBias,
+    Container,
+    Encoder,
+    Decoder,
+}  # of each, another case has more in it
 
 
 @pytest.mark.parametrize(
