@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiered import Harness, capture_cheaply, collect_seldom, our_threads, shared
 
+from gs_compile.model import engine, first_step
 from gs_compile.planner.cost import timing
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every model is built from its configuration
@@ -67,6 +68,13 @@ def storage(tmp_path_factory):
 def harness(request):
     """The tiny model of the module, MODEL as arguments of `shared`, or the usual one."""
     return shared(**getattr(request.module, "MODEL", {}))
+
+
+@pytest.fixture
+def as_for_users(monkeypatch):
+    """First calls and ends of optimizers collect what is garbage; other tests do without: `capture_cheaply`."""
+    for module in (engine, first_step):
+        monkeypatch.setattr(module, "gc", gc)
 
 
 @pytest.fixture

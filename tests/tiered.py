@@ -400,8 +400,8 @@ def capture_cheaply() -> None:
     Models of a module that keeps its captures are many: one more than Dynamo compiles fails, rather than runs as it is.
 
     A first call, or the end of an optimizer, does not look through all that a capture has made where no model is left.
-    A trace of tensors does not patch nn.Module with what changes nothing for it: of all its subclasses, which are
-    thousands here, Python would forget what it knows.
+    A trace of tensors does not patch nn.Module with what changes nothing for it: of all its subclasses, and each graph
+    that there is has one, Python would forget what it knows.
     """
     import torch._dynamo.guards
     from torch.fx._symbolic_trace import _Patcher

@@ -17,7 +17,7 @@ from torch import nn
 import gs_compile
 from gs_compile.capture.given_up import watch
 from gs_compile.errors import CaptureError, GraphBreakError, GreedySnakeError, OptimizerError, UncapturedWarning
-from gs_compile.model import engine, first_call, first_step
+from gs_compile.model import first_call
 from gs_compile.model.residency import Residency
 
 
@@ -112,13 +112,6 @@ def test_values_of_a_model_on_a_device_go_to_storage(tmp_path, monkeypatch):
     found = model.state_dict()
     same_tensors({name: found[name] for name in before}, before)
     optimizer.engine.tiers.close()
-
-
-@pytest.fixture
-def as_for_users(monkeypatch):
-    """First calls and ends of optimizers collect what is garbage; other tests do without: `tiered.capture_cheaply`."""
-    for module in (engine, first_step):
-        monkeypatch.setattr(module, "gc", gc)
 
 
 @pytest.mark.usefixtures("as_for_users")

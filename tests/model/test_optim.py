@@ -305,6 +305,7 @@ def test_it_is_not_copied(copies):
         copies(gs_compile.AdamW(gpt2().parameters()))
 
 
+@pytest.mark.usefixtures("as_for_users")
 def test_values_live_as_long_as_their_model(tmp_path):
     def train():
         model = gpt2()
