@@ -407,6 +407,13 @@ def test_a_scan_over_the_sequence_trains():
     assert_same_step(Tiny(blocks=blocks), *batch(4))
 
 
+def test_what_has_samples_in_turns_is_no_output():
+    """Those of micro-batches are put one behind another."""
+    case = captured(Tiny(lambda p, y: torch.cat([p, -p])), *batch(4))
+    with pytest.raises(SeparationError, match="has all samples several times in turn"):
+        case.separated(2)
+
+
 def test_numbers_of_samples_are_no_output():
     case = captured(Tiny(lambda p, y: (p, torch.arange(p.shape[0]))), *batch(4))
     with pytest.raises(SeparationError, match="is of the numbers of the samples"):
