@@ -143,6 +143,10 @@ class _Separation:
         state = self.states[node]
         if node in self.made.numbers:
             state = _mixed(node, "is of the numbers of the samples, which every micro-batch counts from 0")
+        if state.kind == "local" and node.meta.get("is_in_turns"):
+            state = _mixed(
+                node, "has all samples several times in turn (return the parts, or stack them behind samples)"
+            )
         if state.kind == "mixed" and self._is_of_whole(node):
             return self.shares.whole(node)
         if state.kind == "mixed":

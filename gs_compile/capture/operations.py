@@ -22,7 +22,7 @@ LINEAR = frozenset(
     "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
     "expand getitem select sum mean transpose permute t movedim swapaxes unflatten".split()
 )
-JOINING = frozenset("stack cat concat concatenate".split())
+JOINING = frozenset("stack cat concat concatenate hstack vstack dstack column_stack row_stack".split())
 ADDING = frozenset("add iadd sub isub subtract".split())
 SCALING = frozenset("mul imul multiply".split())
 DIVIDING = frozenset("truediv itruediv div divide true_divide".split())

@@ -81,6 +81,12 @@ def place(node: fx.Node, num_samples: int) -> Place:
     return Place(runs.pop()) if len(runs) == 1 else alone
 
 
+def is_in_turns(node: fx.Node, num_samples: int) -> bool:
+    """Whether a value is known to have all samples several times, so that micro-batches are not behind one another."""
+    own = _along(node, num_samples)
+    return own is not None and own.run not in (None, own.number)
+
+
 def _along(node: Any, num_samples: int) -> _Along | None:
     """None where no dimension grows, or several do, or one does not in proportion."""
     spec = node.meta.get("spec") if isinstance(node, fx.Node) else None

@@ -129,7 +129,7 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str:
         return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
     if any(len(each.batch_dims) > 1 for each in (spec, *map(_spec, read)) if each is not None):
         return PAIRING
-    if name == "isin" and any(map(has_samples, read[1:])):
+    if name in ("isin", "bucketize") and any(map(has_samples, read[1:])):
         return PAIRING
     if name == "embedding" and arguments_of(node)["scale_grad_by_freq"]:
         return "divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)"

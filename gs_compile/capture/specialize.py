@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, graph_module, source_line
 from gs_compile.capture.operations import CHOOSING, operation
-from gs_compile.capture.places import place
+from gs_compile.capture.places import is_in_turns, place
 from gs_compile.errors import GROUPED, CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -221,6 +221,7 @@ class _Copy:
         if bodies := [getattr(module, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]:
             copied.meta["bodies"] = [self._body(each) for each in bodies if isinstance(each, fx.GraphModule)]
         copied.meta["run"], copied.meta["misplaces"] = place(copied, self.fold.size_of_batch)
+        copied.meta["is_in_turns"] = is_in_turns(copied, self.fold.size_of_batch)
         return copied if self.grad_mode else self._detached(copied)
 
     def _is_filled_with_batch(self, node: fx.Node) -> bool:

@@ -82,5 +82,5 @@ def is_changed(value: fx.Node) -> bool:
 
 def is_of_samples(node: fx.Node) -> bool:
     """Whether a value is a tensor with one dimension of samples, along which micro-batches are put together."""
-    spec = node.meta.get("spec")
-    return isinstance(spec, TensorSpec) and spec.is_sized and len(spec.batch_dims) == 1
+    spec, is_in_turns = node.meta.get("spec"), node.meta.get("is_in_turns", False)
+    return isinstance(spec, TensorSpec) and spec.is_sized and len(spec.batch_dims) == 1 and not is_in_turns

@@ -35,8 +35,7 @@ class Centred(torch.autograd.Function):
 class Standardised(Centred):
     @staticmethod
     def forward(ctx, x):
-        variance, mean = torch.var_mean(x, 0)
-        return (x - mean) / (variance + 1.0)
+        return (x - torch.var_mean(x, 0)[1]) / 2.0
 
 
 class Nested(Centred):
@@ -116,19 +115,13 @@ class AddedAndDivided(Scaled):
         return gradient * scale, added / added.norm()
 
 
-class Rounded(torch.autograd.Function):
-    """Of a parameter alone."""
-
-    @staticmethod
-    def forward(ctx, weight):
-        return (weight * 4).round() / 4
-
+class Halved(Identity):
     @staticmethod
     def backward(ctx, gradient):
         return 0.5 * gradient
 
 
-class Clamped(Rounded):
+class Clamped(Halved):
     @staticmethod
     def backward(ctx, gradient):
         return gradient.clamp(-0.1, 0.1)
@@ -223,9 +216,8 @@ def chosen(x, predicate, other=torch.neg):
 def per_sample(x, kernel):
     """A convolution by another kernel for each sample, as groups of one image."""
     image = x.transpose(1, 2).reshape(1, -1, TOKENS)
-    return (
-        functional.conv1d(image, kernel, padding=1, groups=x.shape[0] * WIDTH).view(-1, WIDTH, TOKENS).transpose(1, 2)
-    )
+    image = functional.conv1d(image, kernel, padding=1, groups=x.shape[0] * WIDTH)
+    return image.view(-1, WIDTH, TOKENS).transpose(1, 2)
 
 
 ALONG, NUMBERS, COUNTED = "runs along the batch", "with the numbers of the samples", "with what is counted over"
@@ -336,7 +328,7 @@ KEEPS = {
     "experts' tokens, by places that are written": lambda x: like(flat(x)[order(x)][inverse(order(x))], x),
     "a token of each, put": lambda x: torch.zeros_like(x).index_put((numbers(x), x.sum(-1).argmax(1)), x[:, 0]),
     "a function of its own": partial(Scaling, Scaled.apply),
-    "a function of a parameter": partial(Scaling, lambda x, scale: x * Rounded.apply(scale)),
+    "a function of a parameter": partial(Scaling, lambda x, scale: x * Halved.apply(scale)),
     "a function of a constant": lambda x: Scaled.apply(x, constant()),
     "tokens weighed": lambda x: torch.einsum("b t d, b s d -> b t", x, x.tanh())[..., None],
     "tokens shifted": lambda x: functional.pad(x, (0, 0, 1, -1)),
@@ -407,7 +399,13 @@ def test_a_scan_over_the_sequence_trains():
     assert_same_step(Tiny(blocks=blocks), *batch(4))
 
 
-def test_numbers_of_samples_are_no_output():
-    case = captured(Tiny(lambda p, y: (p, torch.arange(p.shape[0]))), *batch(4))
-    with pytest.raises(SeparationError, match="is of the numbers of the samples"):
-        case.separated(2)
+@pytest.mark.parametrize(
+    ("criterion", "words"),
+    [
+        (lambda p, y: torch.cat([p, -p]), "has all samples several times in turn"),  # micro-batches are put in a row
+        (lambda p, y: (p, torch.arange(p.shape[0])), "is of the numbers of the samples"),
+    ],
+)
+def test_what_is_no_output(criterion, words):
+    with pytest.raises(SeparationError, match=words):
+        captured(Tiny(criterion), *batch(4)).separated(2)

@@ -24,6 +24,9 @@ from gs_compile.model.residency import (
     stash,
 )
 
+# Tests here have parameters that are elsewhere read by a backend of their own.
+pytestmark = pytest.mark.filterwarnings("ignore:a graph of another backend:gs_compile.errors.UncapturedWarning")
+
 SHAPES = [(3, 4), (5,), (1,), (1, 1), (), (0,), (0, 3)]
 
 
