@@ -241,10 +241,10 @@ def _watch_lanes(checker: Checker, patched: Any) -> None:
         checker.work(f"read {value}", [content], [])
         return content
 
-    def watched_seal(self: Commits, manifest_of: Any, writes: Any, issued: Mapping[Any, Extent]) -> None:
+    def watched_seal(self: Commits, manifest_of: Any, writes: Any, issued: Mapping[Any, Extent], old: Any) -> None:
         checker.work("seal", [content for _, content in writes], [extent for extent, _ in writes])
         checker.work("seal", list(issued.values()), [])
-        seal(self, manifest_of, writes, issued)
+        seal(self, manifest_of, writes, issued, old)
         checker.named = {extent.label for extent in issued.values()}
 
     def watched_scale(self: TieredExecutor, factor: Any) -> None:

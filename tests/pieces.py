@@ -57,7 +57,7 @@ class Stack(nn.Module):
 @cache
 def layer_of(layer, size, tokens=TOKENS):
     ids = torch.randint(WORDS, (SAMPLES, tokens))
-    return captured(Stack(layer), ids, torch.rand(SAMPLES, tokens)).split(size).units[1]
+    return captured(Stack(layer), ids, torch.rand(SAMPLES, tokens)).split(size, alone=size == SAMPLES).units[1]
 
 
 def hold_memory(unit):

@@ -106,5 +106,5 @@ def test_a_teacher_in_another_graph_is_named(teacher, monkeypatch):
     with torch.no_grad():
         torch.testing.assert_close(found, teacher(batch()[0])[0])
     model = compile_model(GPT(), 2)
-    with pytest.raises(OptimizerError, match="as its teacher, ahead of that"):
+    with pytest.raises(OptimizerError, match="call a teacher on the tiers"):
         taught(model, model.blocks[0], teacher, monkeypatch)

@@ -64,7 +64,7 @@ def test_a_second_run_encodes_nothing(source, encodings):
     second, model = read(source)
     assert len(encodings) == MATRICES
     assert same(first, second)
-    with pytest.warns(RuntimeWarning, match="stored in nf4"), torch.no_grad():
+    with pytest.warns(RuntimeWarning, match="quantized to nf4"), torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.zero_()
     third, _ = read(source)
     assert same(first, third)  # what a model is changed to is its own
