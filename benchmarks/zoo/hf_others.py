@@ -141,7 +141,7 @@ ENCODERS = [
         "funnel",
         MASKED,
         {"vocab_size": VOCABULARY, "d_model": WIDTH, "block_sizes": [2, 2], "n_head": HEADS},
-        num_blocks=4,
+        num_blocks=6,  # two of them of the decoder
     ),
     case("eurobert", MASKED, {**TEXT, "num_key_value_heads": 2, "head_dim": 8}),
 ]
