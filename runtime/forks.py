@@ -1,10 +1,10 @@
-"""forks: what a forked child, such as a DataLoader's worker, has of its parent and is not to use.
+"""forks: what a forked child, such as a DataLoader's worker, inherits from its parent and must not use.
 
-    folders, connections    descriptors, by which it would hold what its parent has locked or opened, after the parent
-    signals                 they would be told to the parent
-    pages                   addresses, at which it may have mapped memory of its own
+    folders, connections    descriptors: the child would keep locks and connections open after the parent has ended
+    signals                 the parent would be told of the child's signals
+    pages                   addresses: the child may have mapped its own memory there
 
-One hook serves all, as Python takes no hook back; it holds nothing that has ended in the parent.
+One hook serves all objects, because Python cannot remove a hook. It keeps no object alive in the parent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class Held(Protocol):
 
 
 class _Parent:
-    """What a child of this process leaves, and what this process has left as a child: that stays, and ends nothing."""
+    """What the children of this process leave. What this process has left as a child stays alive, so it frees nothing
+    of its parent's.
+    """
 
     def __init__(self) -> None:
         self.held: weakref.WeakSet[Held] = weakref.WeakSet()

@@ -21,8 +21,8 @@ class Rest:
         self._made = 0
 
     def take(self, tensors: Tensors) -> tuple[Extent, torch.Tensor, Sequence[Extent]]:
-        """The file for the next commit, what is to be written to it, the tensors as they are now, and files that no
-        commit names once that one is made.
+        """The file for the next commit; what to write to it, the tensors as they are now; and the files that no commit
+        names once that commit is made.
         """
         old: Sequence[Extent] = ()
         content = torch.cat([each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()])

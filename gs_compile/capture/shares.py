@@ -76,9 +76,8 @@ class Shares:
         return self.wholes[value]
 
     def counted(self, loss: fx.Node, arguments: Mapping[str, Any]) -> None:
-        """cross_entropy(mean) becomes cross_entropy(sum) / total of the counted labels' weights.
-
-        A loss that has a weight for each value: of these.
+        """loss(mean) becomes loss(sum) / total: of the counted labels' weights, or of the weights of all values for a
+        loss that has one for each value.
         """
         logits, name = arguments["input"], operation(loss)
         with self.graph.inserting_before(loss):
