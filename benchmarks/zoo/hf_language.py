@@ -54,6 +54,16 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": WIDTH},
     "lfm2": {"full_attn_idxs": [1], "conv_L_cache": 3},
     "phi": {"num_key_value_heads": HEADS},
+    "nanochat": {},
+    "phimoe": {**EXPERTS, "router_jitter_noise": 0.0},  # above that it draws experts, as dropout does values
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 4,
+    },
     "falcon": {"head_dim": None, "num_kv_heads": 1, "num_key_value_heads": None},
     "gptj": {"rotary_dim": 4, "n_positions": 64},
     "codegen": {"rotary_dim": 4, "n_positions": 64},

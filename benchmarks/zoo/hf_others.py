@@ -143,6 +143,12 @@ ENCODERS = [
         {"vocab_size": VOCABULARY, "d_model": WIDTH, "block_sizes": [2, 2], "n_head": HEADS},
         num_blocks=6,  # two of them of the decoder
     ),
+    case("fnet", MASKED, {**TEXT, "tpu_short_seq_length": TOKENS}),
+    case("big_bird", MASKED, {**TEXT, "attention_type": "original_full"}),
+    case("esm", MASKED, {**TEXT, "mask_token_id": 3, "position_embedding_type": "rotary"}),
+    case("mobilebert", MASKED, {**TEXT, "embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16}),
+    case("squeezebert", MASKED, {**TEXT, "embedding_size": WIDTH}),
+    case("megatron-bert", MASKED, TEXT),
     case("eurobert", MASKED, {**TEXT, "num_key_value_heads": 2, "head_dim": 8}),
 ]
 ENCODER_DECODERS = [
