@@ -27,6 +27,7 @@ from gs_compile.capture.operations import (
     maker_of,
     mutated,
     operation,
+    tensor_spec,
 )
 from gs_compile.capture.residual_stream import in_memory_of
 from gs_compile.capture.samples import (
@@ -148,16 +149,14 @@ class _Backward(_Body):
         read = body.graph.find_nodes(op="placeholder")  # gradients, and what the forward has saved
         num_saved = sum(isinstance(each, fx.Node) for each in self.saved)
         gradients = read[: len(read) - num_saved]
-        self.sums = {
-            each for each in gradients if isinstance(each.meta.get("spec"), TensorSpec) and not has_samples(each)
-        }
+        self.sums = {each for each in gradients if tensor_spec(each) is not None and not has_samples(each)}
         return super().why(body) or self._why_it_is_none(output_values(body))
 
     def _why_it_is_none(self, made: Iterable[Any]) -> tuple[fx.Node, str] | None:
         """Why a gradient of what has no samples is no sum over them."""
         for value, gradient in zip(self.given, made, strict=False):
-            spec = value.meta.get("spec") if isinstance(value, fx.Node) else None
-            is_trained = isinstance(spec, TensorSpec) and spec.requires_grad and not spec.batch_dims
+            spec = tensor_spec(value)
+            is_trained = spec is not None and spec.requires_grad and not spec.batch_dims
             if is_trained and isinstance(gradient, fx.Node) and not self._is_sum(gradient):
                 return gradient, "is a gradient that is the same for all micro-batches, of which each would add it"
         return None

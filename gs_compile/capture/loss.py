@@ -54,6 +54,7 @@ from gs_compile.capture.operations import (
     mutated,
     operation,
     reduction_of,
+    tensor_spec,
 )
 from gs_compile.capture.places import PAIRING
 from gs_compile.capture.samples import (
@@ -239,11 +240,7 @@ class _Separation:
 
     def _is_count(self, node: fx.Node) -> bool:
         """Whether a value is one for all samples of a micro-batch, and depends on them."""
-        return (
-            self.states[node].kind == "local"
-            and isinstance(node.meta.get("spec"), TensorSpec)
-            and not has_samples(node)
-        )
+        return self.states[node].kind == "local" and tensor_spec(node) is not None and not has_samples(node)
 
     def _kinds(self, node: fx.Node) -> set[Kind]:
         sources = node.all_input_nodes[: 1 if operation(node) in CASTING else None]

@@ -131,16 +131,20 @@ def normalises_by_batch(node: fx.Node) -> bool:
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
 
+def tensor_spec(value: Any) -> TensorSpec | None:
+    """Of a node that gives one tensor; None for all others, and for what is no node."""
+    spec = value.meta.get("spec") if isinstance(value, fx.Node) else None
+    return spec if isinstance(spec, TensorSpec) else None
+
+
 def is_sized(node: fx.Node) -> bool:
     """Whether no size of a value depends on values."""
-    spec = node.meta.get("spec")
-    return not isinstance(spec, TensorSpec) or spec.is_sized
+    return (spec := tensor_spec(node)) is None or spec.is_sized
 
 
 def has_samples(node: fx.Node) -> bool:
     """Whether a value grows with the batch."""
-    spec = node.meta.get("spec")
-    return isinstance(spec, TensorSpec) and bool(spec.batch_dims)
+    return (spec := tensor_spec(node)) is not None and bool(spec.batch_dims)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

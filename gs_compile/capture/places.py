@@ -18,7 +18,16 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import TensorSpec
-from gs_compile.capture.operations import JOINING, PICKING, REGROUPING, WRITING, has_samples, maker_of, operation
+from gs_compile.capture.operations import (
+    JOINING,
+    PICKING,
+    REGROUPING,
+    WRITING,
+    has_samples,
+    maker_of,
+    operation,
+    tensor_spec,
+)
 
 PAIRING = "pairs the samples of the batch with each other"
 PART = "takes a part of the samples"
@@ -89,8 +98,8 @@ def is_in_turns(node: fx.Node, num_samples: int) -> bool:
 
 def _along(node: Any, num_samples: int) -> _Along | None:
     """None where no dimension grows, or several do, or one does not in proportion."""
-    spec = node.meta.get("spec") if isinstance(node, fx.Node) else None
-    if not isinstance(spec, TensorSpec) or len(spec.batch_dims) != 1 or not spec.is_sized or not spec.numel:
+    spec = tensor_spec(node)
+    if spec is None or len(spec.batch_dims) != 1 or not spec.is_sized or not spec.numel:
         return None
     (dim,) = spec.batch_dims
     number, rest = divmod(spec.shape[dim], num_samples)
@@ -182,5 +191,5 @@ def _width(part: Any) -> int:
     """How many dimensions an entry of an index is for."""
     if part is None or isinstance(part, bool):
         return 0
-    spec = part.meta.get("spec") if isinstance(part, fx.Node) else None
-    return len(spec.shape) if isinstance(spec, TensorSpec) and spec.dtype is torch.bool else 1
+    spec = tensor_spec(part)
+    return len(spec.shape) if spec is not None and spec.dtype is torch.bool else 1

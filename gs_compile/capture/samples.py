@@ -32,6 +32,7 @@ from gs_compile.capture.operations import (
     mutated,
     normalises_by_batch,
     operation,
+    tensor_spec,
 )
 from gs_compile.capture.places import PAIRING, PART, index_along
 from gs_compile.capture.residual_stream import in_memory_of
@@ -127,7 +128,7 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str:
     read = node.all_input_nodes
     if normalises_by_batch(node):
         return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
-    if any(len(each.batch_dims) > 1 for each in (spec, *map(_spec, read)) if each is not None):
+    if any(len(each.batch_dims) > 1 for each in (spec, *map(tensor_spec, read)) if each is not None):
         return PAIRING
     if name in ("isin", "bucketize") and any(map(has_samples, read[1:])):
         return PAIRING
@@ -190,7 +191,7 @@ def why_it_runs_along(node: fx.Node, name: str) -> str:
     if name in SCANS:
         scanned = tree_leaves(node.args[SCANS[name]])
         return ALONG_SAMPLES if any(has_samples(each) and 0 in each.meta["spec"].batch_dims for each in scanned) else ""
-    spec = next(filter(None, map(_spec, node.all_input_nodes)), None)
+    spec = next(filter(None, map(tensor_spec, node.all_input_nodes)), None)
     if spec is None or not spec.shape:
         return ""
     is_pick = name in ("getitem", "setitem", "index_put") and block_of(node) is None and _picks_samples(node, spec)
@@ -227,11 +228,6 @@ def _equation(einsum: fx.Node) -> tuple[list[str], str]:
     return factors.split(","), made
 
 
-def _spec(node: fx.Node) -> TensorSpec | None:
-    spec = node.meta.get("spec")
-    return spec if isinstance(spec, TensorSpec) else None
-
-
 # Indices --------------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +250,7 @@ def _why_it_picks(node: fx.Node, name: str, made: Made) -> str:
     if block_of(node) is None:
         return ""
     target = node.args[0] if name != "embedding" else arguments_of(node)["weight"]
-    spec, index = _spec(target) if isinstance(target, fx.Node) else None, None
+    spec, index = tensor_spec(target), None
     if spec is None or len(spec.batch_dims) != 1:
         return ""
     if name == "embedding":
@@ -272,7 +268,7 @@ def _why_it_picks(node: fx.Node, name: str, made: Made) -> str:
 def _is_order(node: fx.Node, name: str) -> bool:
     """Whether a node says where entries of several samples are once they are in order."""
     maker = maker_of(node)
-    kind, spec = operation(maker), next(filter(None, map(_spec, maker.all_input_nodes)), None)
+    kind, spec = operation(maker), next(filter(None, map(tensor_spec, maker.all_input_nodes)), None)
     is_indices = kind == "argsort" if maker is node else node.args[1] == 1
     if not is_indices or kind not in ORDERING or spec is None or not spec.shape:
         return False
