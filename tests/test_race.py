@@ -97,6 +97,14 @@ def test_a_race(run):
     assert run["groups"] == [["plain", "vertical/ssd/eager"]]
 
 
+def test_a_step_is_raced_once(run):
+    described = run["contestants"]["vertical/ssd/eager"]["describe"]
+    again = Run(TINY, [], Settings(), results=run["contestants"])
+    assert again._same_step(described) == "vertical/ssd/eager"
+    assert again._same_step({**described, "program": "another"}) is None
+    assert again._same_step(None) is None  # plain PyTorch has no step program
+
+
 def test_its_table_and_figures(run, machine, tmp_path, monkeypatch):
     run["contestants"]["fsdp2"] = {"verdict": "not raced: does not run here: no drive", "settings": {}}
     add_bounds(run["contestants"], machine)

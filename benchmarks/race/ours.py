@@ -11,12 +11,14 @@ compiler  of the layers' code: eager, as the peers run it, or inductor
 alpha     the part of every update that waits for the next forward; left out, the planner's (0 where homes are given)
 recompute what of the layers runs again in the backward: auto (the planner's), all or none
 
-Beside what every contestant answers: `describe` (where everything lives), `predict [MACHINE]` (seconds of a step,
-simulated, by the profile in that file) and `waits` (what the last round's steps waited for, by their own trace).
+Beside what every contestant answers: `describe` (where everything lives, and a hash of the step program), `predict
+[MACHINE]` (seconds of a step, simulated, by the profile in that file) and `waits` (what the last round's steps waited
+for, by their own trace).
 """
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ class GreedySnake(Contestant):
         assert engine is not None, f"{command} before the first step"
         match command:
             case "describe":
-                return {"describe": gs_compile.inspect(self.model).tiers, "alpha": engine.placement.decision.alpha}
+                return self._describe(engine.placement.decision.alpha)
             case "predict":
                 return self._predict(engine, *arguments)
             case "waits":
@@ -135,6 +137,11 @@ class GreedySnake(Contestant):
         """Of parameters and the optimizer's states: fp32 and two moments, or bf16, masters and two moments."""
         each = 14 if self.case.precision == "bf16" else 12
         return each * sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _describe(self, alpha: float) -> dict[str, Any]:
+        inspection = gs_compile.inspect(self.model)
+        program = hashlib.sha256(str(inspection.programs[-1]).encode()).hexdigest()
+        return {"describe": inspection.tiers, "alpha": alpha, "program": program}
 
     def _predict(self, engine: Any, machine: str | None = None) -> dict[str, Any]:
         """With the layers' code timed now, and a profile of now: a shared machine changes from minute to minute."""

@@ -137,9 +137,19 @@ class Run:
         result["difference"] = difference(losses, self.correct)
         if not result["difference"] <= TOLERANCE[self.case.precision]:
             return self._out(entry, worker, f"wrong: its losses differ from plain's by {result['difference']:.1e}")
+        if twin := self._same_step(result.get("describe")):
+            return self._out(entry, worker, f"the same step program as `{twin}`, raced once")
         result["verdict"] = "right"
         print(f"  {entry.name}: losses within {result['difference']:.1e}, {steps[-1]['seconds']:.3g} s", flush=True)
         return Runner(entry, worker, result, steps[-1]["seconds"])
+
+    def _same_step(self, described: dict[str, Any] | None) -> str | None:
+        """The contestant of ours that runs this very step already; to race both would compare a step with itself."""
+        if described is None:
+            return None
+        right = [name for name, each in self.results.items() if each.get("verdict") == "right"]
+        programs = {name: self.results[name].get("describe", {}).get("program") for name in right}
+        return next((name for name, program in programs.items() if program == described["program"]), None)
 
     def _out(self, entry: Entry, worker: Worker | Team, verdict: str) -> None:
         worker.close()
