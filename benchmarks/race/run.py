@@ -196,7 +196,8 @@ class Run:
             print(f"  {runner.entry.name}: {found['seconds'] / count:.3g} s a step", flush=True)
 
     def _predict(self, runner: Runner, runners: list[Runner], machine: Path) -> None:
-        """What the simulator says of its step, with the drive's rates of these rounds and its code timed now."""
+        """What the simulator says of its step, with the drive's rates of these rounds and its code timed soon."""
+        self.speed.wait_until_usual()
         path = self.drive.storage.with_name("machine.json")
         replace(Profile.load(machine), **self.drive.median).save(path)
         if found := self._ask(runner, runners, f"predict {path}"):
