@@ -39,7 +39,7 @@ from gs_compile.program.verbs import NORMS
 PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
 READ_AHEAD = 3  # stages, at most, that parameters come before the backward of their unit
-LONGEST_LAG = 1 / 5  # of what a step moves: no step that was simulated has waited less with more
+LONGEST_LAG = 3 / 10  # of what a step moves: no step that was simulated has waited less with more
 NUM_LAGS = 64  # that are tried: of a hundred layers the least is about what one of them moves
 
 Spans = tuple[tuple[int, int], ...]  # of time: from the first to before the second

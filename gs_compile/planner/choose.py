@@ -50,7 +50,7 @@ T = TypeVar("T")
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
 SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tried as long as that is faster
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
-SMALL = 100  # computations of a forward
+SMALL = 400  # computations of a forward
 FASTER = 0.999  # than without so much left free: the rest is nothing
 BUSY = 0.5  # of a step: a drive at work for less of it is not what the step waits for
 GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
@@ -90,7 +90,8 @@ def choose(problem: Problem, found: Search) -> StepPlan:
     """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
     number, best = found.best.num_micro_batches, found.best
     steps, _ = problem.steps(number)
-    finished = [(each, _with_boundary(steps, number, each)) for each in refined(problem, best)]
+    is_small, tries = is_small_step(steps, number), refined(problem, best)
+    finished = [(each, with_boundary(steps, each.simulation, each.spare, is_small=is_small)) for each in tries]
     chosen, simulation = min(finished, key=lambda pair: pair[1].seconds)
     if chosen.solution.alpha != best.alpha:  # what is said of the plan is said of its own alpha
         solved = problem.solved(number, chosen.solution.alpha)
@@ -110,28 +111,29 @@ def choose(problem: Problem, found: Search) -> StepPlan:
     )
 
 
-def _with_boundary(steps: Problem, number: int, chosen: Candidate) -> Simulation:
-    """The step of a candidate, with what `boundary` proposes where that is faster; as it is where its schedule is as
-    others publish it: what it is compared with moves what is said of it.
+def with_boundary(
+    steps: Problem, simulation: Simulation, spare: Mapping[str, int] = NOTHING, *, is_small: bool
+) -> Simulation:
+    """The step with what `boundary` proposes where that is faster; as it is where its schedule is as others
+    publish it: what it is compared with moves what is said of it.
     """
-    if SCHEDULES[chosen.placement.schedule].as_published:
-        return chosen.simulation
-    simulation = fastest(steps, chosen.simulation, each_of(carrying(chosen.placement)), chosen.spare)
-    simulation = fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
-    if _is_small(steps, number) and _waits_for_drives(simulation):
-        simulation = fastest(steps, simulation, [retaining(simulation.placed)], chosen.spare)
+    if SCHEDULES[simulation.placed.schedule].as_published:
+        return simulation
+    simulation = fastest(steps, simulation, each_of(carrying(simulation.placed)), spare)
+    if is_small and waits_for_drives(simulation):
+        simulation = fastest(steps, simulation, [retaining(simulation.placed)], spare)
         placed = simulation.placed
         deep = deeper(placed)
-        simulation = fastest(steps, simulation, (*each_of(deep), *map(holding, (placed, *deep))), chosen.spare)
-    return simulation
+        simulation = fastest(steps, simulation, (*each_of(deep), *map(holding, (placed, *deep))), spare)
+    return fastest(steps, simulation, [earlier(simulation.placed)], spare)
 
 
-def _is_small(problem: Problem, number: int) -> bool:
+def is_small_step(problem: Problem, number: int) -> bool:
     """Whether a step is quickly simulated."""
     return number * problem.workload.num_layers <= SMALL
 
 
-def _waits_for_drives(simulation: Simulation) -> bool:
+def waits_for_drives(simulation: Simulation) -> bool:
     return max(simulation.busy.get(lane, 0.0) for lane in ("ssd_read", "ssd_write")) > BUSY
 
 
@@ -205,7 +207,7 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
             candidate = found
         elif problem.will_run:
             candidate = _fitting(problem, number, alpha, found.spare, found.less)
-        if candidate and not _is_small(problem, number):
+        if candidate and not is_small_step(problem, number):
             return [candidate]
         kept |= {alpha: candidate} if candidate else {}
     if kept:
@@ -247,7 +249,7 @@ def _other_alphas(problem: Problem, number: int, best: Solution) -> Iterator[flo
     if best.alpha and 0.0 in alphas:
         yield 0.0
     above = [alpha for alpha in alphas if alpha > best.alpha]
-    if above and _is_small(problem, number):
+    if above and is_small_step(problem, number):
 
         def costs(alpha: float) -> bool:
             found = problem.solved(number, alpha)

@@ -22,7 +22,7 @@ from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.boundary import BOUNDARY
-from gs_compile.planner.choose import choose, fastest
+from gs_compile.planner.choose import choose, fastest, is_small_step, waits_for_drives, with_boundary
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, richer
@@ -32,6 +32,8 @@ from gs_compile.planner.summary import ON
 from gs_compile.program.ir import TIERS, Tier
 
 STEPS = 16  # of the part of items that save activations where nothing is planned
+PARTS = (1, 3 / 4, 1 / 2, 1 / 4)  # of all items, at most: with drives at work a step may be faster that saves less
+MOST_COMPUTED = 0.9  # of a step: what is computed again is what it takes, whatever the linear program finds of drives
 WORTH = 1.01  # times as fast by the linear program: less is not worth another plan
 
 
@@ -49,7 +51,7 @@ def with_saved(problem: Problem, plan: StepPlan) -> StepPlan:
     if wider is problem or not wider.workload.worthwhile:
         return plan
     found = [plan, *_by_program(wider, plan)]
-    best = min([*found, _at_the_turn(wider, found[-1])], key=lambda each: each.seconds)
+    best = min([*found, *(_at_the_turn(wider, each) for each in found)], key=lambda each: each.seconds)
     if not best.placement.shares:
         return plan
     return replace(best, history=plan.history, notes=(*best.notes, *text(best, plan.seconds)))
@@ -79,8 +81,10 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
         beside = {name: getattr(chosen, name) for name in BOUNDARY}
         return steps.placed(replace(plan.relaxed, shares=Shares((*shares, *rest)), **beside), number)
 
-    ladders = topmost(problem.workload.worthwhile, here)
-    simulation = fastest(steps, plan.simulation, ([placed(shares) for shares in ladder] for ladder in ladders))
+    ladders = ([placed(shares) for shares in ladder] for ladder in topmost(problem.workload.worthwhile, here))
+    parts = PARTS if waits_for_drives(plan.simulation) else PARTS[:1]
+    simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
+    simulation = with_boundary(steps, simulation, is_small=is_small_step(steps, number))
     made = simulation.placed
     plan = replace(plan, problem=problem, step_problem=steps, solved=plan.bound, simulated=simulation)
     return replace(plan, relaxed=replace(plan.relaxed, shares=made.shares), placement=made)
@@ -107,7 +111,8 @@ def _may_pay(problem: Problem, plan: StepPlan) -> bool:
     layers = range(workload.num_layers)
     costs = {unit: cost.without_recomputation() if unit in layers else cost for unit, cost in workload.costs.items()}
     found = problem.of(replace(workload, costs=costs)).solved(plan.num_micro_batches)
-    return found is not None and found.seconds * WORTH < plan.bound_seconds
+    computes = plan.simulation.busy["compute"] > MOST_COMPUTED
+    return found is not None and (computes or found.seconds * WORTH < plan.bound_seconds)
 
 
 # What is said of it ---------------------------------------------------------------------------------------------------
