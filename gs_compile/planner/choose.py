@@ -52,7 +52,6 @@ SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tr
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
 SMALL = 400  # computations of a forward
 FASTER = 0.999  # than without so much left free: the rest is nothing
-BUSY = 0.5  # of a step: a drive at work for less of it is not what the step waits for
 GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
 
 
@@ -120,7 +119,7 @@ def with_boundary(
     if SCHEDULES[simulation.placed.schedule].as_published:
         return simulation
     simulation = fastest(steps, simulation, each_of(carrying(simulation.placed)), spare)
-    if is_small and waits_for_drives(simulation):
+    if is_small and _waits_for_drives(simulation):
         simulation = fastest(steps, simulation, [retaining(simulation.placed)], spare)
         placed = simulation.placed
         deep = deeper(placed)
@@ -133,8 +132,9 @@ def is_small_step(problem: Problem, number: int) -> bool:
     return number * problem.workload.num_layers <= SMALL
 
 
-def waits_for_drives(simulation: Simulation) -> bool:
-    return max(simulation.busy.get(lane, 0.0) for lane in ("ssd_read", "ssd_write")) > BUSY
+def _waits_for_drives(simulation: Simulation) -> bool:
+    waits = sum(seconds for cause, seconds in simulation.bubbles.items() if cause.startswith("ssd"))
+    return waits > (1 - FASTER) * simulation.seconds
 
 
 def each_of(ladder: Ladder) -> Iterator[Ladder]:

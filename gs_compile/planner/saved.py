@@ -22,7 +22,7 @@ from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.boundary import BOUNDARY
-from gs_compile.planner.choose import choose, fastest, is_small_step, waits_for_drives, with_boundary
+from gs_compile.planner.choose import choose, fastest, is_small_step, with_boundary
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, richer
@@ -32,7 +32,12 @@ from gs_compile.planner.summary import ON
 from gs_compile.program.ir import TIERS, Tier
 
 STEPS = 16  # of the part of items that save activations where nothing is planned
-PARTS = (1, 3 / 4, 1 / 2, 1 / 4)  # of all items, at most: with drives at work a step may be faster that saves less
+PARTS = (
+    1,
+    3 / 4,
+    1 / 2,
+    1 / 4,
+)  # of all items, at most: beside fewer that are saved drives may have more to hide behind
 MOST_COMPUTED = 0.9  # of a step: what is computed again is what it takes, whatever the linear program finds of drives
 WORTH = 1.01  # times as fast by the linear program: less is not worth another plan
 
@@ -82,9 +87,10 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
         return steps.placed(replace(plan.relaxed, shares=Shares((*shares, *rest)), **beside), number)
 
     ladders = ([placed(shares) for shares in ladder] for ladder in topmost(problem.workload.worthwhile, here))
-    parts = PARTS if waits_for_drives(plan.simulation) else PARTS[:1]
+    is_small = is_small_step(steps, number)
+    parts = PARTS if is_small else PARTS[:1]
     simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
-    simulation = with_boundary(steps, simulation, is_small=is_small_step(steps, number))
+    simulation = with_boundary(steps, simulation, is_small=is_small)
     made = simulation.placed
     plan = replace(plan, problem=problem, step_problem=steps, solved=plan.bound, simulated=simulation)
     return replace(plan, relaxed=replace(plan.relaxed, shares=made.shares), placement=made)
