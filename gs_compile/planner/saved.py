@@ -32,7 +32,7 @@ from gs_compile.planner.summary import ON
 from gs_compile.program.ir import TIERS, Tier
 
 STEPS = 16  # of the part of items that save activations where nothing is planned
-PARTS = (
+PARTS = (1, 3 / 4, 1 / 2, 1 / 4)  # of all items, at most: beside less computation drives may be what a step waits for
     1,
     3 / 4,
     1 / 2,
