@@ -32,12 +32,7 @@ from gs_compile.planner.summary import ON
 from gs_compile.program.ir import TIERS, Tier
 
 STEPS = 16  # of the part of items that save activations where nothing is planned
-PARTS = (1, 3 / 4, 1 / 2, 1 / 4)  # of all items, at most: beside less computation drives may be what a step waits for
-    1,
-    3 / 4,
-    1 / 2,
-    1 / 4,
-)  # of all items, at most: beside fewer that are saved drives may have more to hide behind
+PARTS = (1, 3 / 4, 1 / 2, 1 / 4)  # of all items, at most: fewer leave computation that drives hide behind
 MOST_COMPUTED = 0.9  # of a step: what is computed again is what it takes, whatever the linear program finds of drives
 WORTH = 1.01  # times as fast by the linear program: less is not worth another plan
 
