@@ -70,19 +70,19 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     """
     here: Tier = "device" if problem.profile.separate else "host"
     others = Shares(share for share in plan.shares if share.tier != here)
-    steps, number = problem.steps(plan.num_micro_batches)
+    steps = problem.steps
     chosen = plan.placement.decision
 
     def placed(shares: Shares) -> Placement:
         left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0
         rest = (share._replace(part=left * share.part) for share in others)
         beside = {name: getattr(chosen, name) for name in BOUNDARY}
-        return steps.placed(replace(plan.relaxed, shares=Shares((*shares, *rest)), **beside), number)
+        return steps.builder.placement(replace(plan.relaxed, shares=Shares((*shares, *rest)), **beside))
 
     ladders = topmost(problem.workload.worthwhile, here)
     simulation = fastest(steps, plan.simulation, ([placed(shares) for shares in ladder] for ladder in ladders))
     made = simulation.placed
-    plan = replace(plan, problem=problem, step_problem=steps, solved=plan.bound, simulated=simulation)
+    plan = replace(plan, problem=problem, solved=plan.bound, simulated=simulation)
     return replace(plan, relaxed=replace(plan.relaxed, shares=made.shares), placement=made)
 
 
