@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import Masters
@@ -33,7 +34,7 @@ from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
-from gs_compile.planner.request import Request
+from gs_compile.planner.request import Request, States
 from gs_compile.planner.simulate.prices import with_products
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.workloads import Levelled, Workloads, workloads_of
@@ -218,9 +219,20 @@ class Planner:
                 except (MemoryBudgetError, NoFitError) as error:
                     refusal = error
                     continue
-                return explained(made, tried, [each for each in found if each[0] is not problem])
+                others = [each for each in found if each[0] is not problem]
+                return explained(made, tried, others, self.narrower(made.problem))
         assert refusal is not None, "there is a search"
         raise refusal
+
+    def narrower(self, problem: Problem) -> Iterator[tuple[States, Problem]]:
+        """The problem with states in fewer bits, by their type; none of what says itself what its states take."""
+        own, request = problem.workload, problem.request
+        every = get_args(States)
+        for states in every[every.index(request.states) + 1 :]:
+            with suppress(PlanError):  # Muon has no states of 8 bits
+                workloads, pieces = self.asked(states=states).workloads, problem.layer_tokens or request.layer_tokens
+                found = workloads.workload(own.micro_batch_size, request.schedule, own.masters, pieces)
+                yield states, problem.resized(with_products(found.sizes, self.profile))
 
     def decided(self, problem: Problem, number: int, found: Search | None = None) -> StepPlan:
         """The decision on a batch of so many micro-batches. found: by the linear program, of whole updates or not."""
