@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gs_compile.errors import OptimizerError
-from gs_compile.model.optimizer import Group
+from gs_compile.model.optimizer import Group, Tensor
 from gs_compile.model.settings import check_settings
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.formats import StateType
@@ -97,9 +97,7 @@ class Muon(TieredOptimizer):
         assert span is not None, "only what is trained on the tiers is asked for"
         return tuple(self.engine.moments_of(span))
 
-    def matrices(
-        self, parameter: torch.Tensor, group: Group, path: str = "", *, of_layer: bool = False
-    ) -> Matrices | None:
+    def matrices(self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False) -> Matrices | None:
         """As the parameter's group says; where it says nothing, those of layers."""
         if group["use_muon"] is False or not (group["use_muon"] or of_layer):
             return None

@@ -32,7 +32,7 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.idle import miss
 from gs_compile.model.kept import Kept
 from gs_compile.model.offloaded import StoredState
-from gs_compile.model.optimizer import Group
+from gs_compile.model.optimizer import Group, Tensor
 from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import are_dropped, end_gradient, is_offloaded, residency_of, take_given
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
@@ -126,9 +126,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Those of one parameter. group: its own, before the model's first call: as far as that is known then."""
         return self.components
 
-    def matrices(
-        self, parameter: torch.Tensor, group: Group, path: str = "", *, of_layer: bool = False
-    ) -> Matrices | None:
+    def matrices(self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False) -> Matrices | None:
         """The matrices of a parameter that are orthogonalized; None: it has none. of_layer: layers alone read it."""
         return None
 

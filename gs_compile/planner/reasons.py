@@ -130,8 +130,9 @@ def longer_life(plan: StepPlan, narrower: Narrower = ()) -> Iterator[str]:
         larger, smaller = (f"{each.num_micro_batches * tokens:,}" for each in (found, now))
         speed, before = (rate_text(each.throughput * tokens) for each in (found, now))
         exact = "; training is not bit for bit that with states in fp32" if states else ""
+        life = f"the drives last {time_text(rated / per_day)}" if per_day else "nothing is written to SSD"
         yield (
-            f"the drives last {time_text(rated / per_day)} with {words}, by the linear program: {larger} tokens a step "
+            f"{life} with {words}, by the linear program: {larger} tokens a step "
             f"instead of {smaller}, {speed} tokens/s instead of {before}{exact}"
         )
     if not any(size.frozen for size in problem.workload.sizes):

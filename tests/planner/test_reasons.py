@@ -236,6 +236,11 @@ def test_states_of_8_bits_may_be_enough_with_the_batch_as_it_is():
     assert words.startswith("the drives last 250.0 days with states in 8 bits, 4 micro-batches a step, by")
 
 
+def test_what_then_fits_in_memory_wears_nothing():
+    words, *_ = lives(lasting(0, needs=lambda found: ({}, 0)))
+    assert words.startswith("nothing is written to SSD with 4 micro-batches a step, by the linear program: ")
+
+
 def test_masters_that_were_chosen_are_told():
     given = lasting(80, whole_masters=lambda: None, workload=replace(WORKLOAD, masters="split"))
     assert " with split masters, 11 micro-batches a step, by " in lives(given)[0]
