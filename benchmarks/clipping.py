@@ -196,8 +196,8 @@ def time_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def redone_seconds(made: StepPlan) -> float:
     """Of a step among others that are all rolled back, placed as a plan with speculative updates has it."""
-    placement, problem = made.placement, made.step_problem
-    program = problem.at(placement.layout.num_micro_batches).program(placement)
+    placement, problem = made.placement, made.problem.steps
+    program = problem.builder.program(placement)
     budgets = {"host_nbytes": problem.budgets.host_nbytes, "device_nbytes": problem.values_nbytes}
     return predict(program, placement, problem.workload, problem.profile, **budgets).seconds
 

@@ -94,7 +94,7 @@ def measure(
 
 def predict(optimizer: Any) -> Simulation:
     """With the layers' code timed now: the speed of a shared machine changes from minute to minute."""
-    optimizer.engine.planning.run.measure_again()
+    optimizer.engine.planning.planner.measure_again()
     return optimizer.engine.predict()
 
 

@@ -20,7 +20,7 @@ from benchmarks.common import table
 from gs_compile.planner.cost.model import GPTS, LLAMAS, named_config
 from gs_compile.planner.fit import Fit, fit
 from gs_compile.planner.measure.machines import known, profile
-from gs_compile.planner.plan import Door
+from gs_compile.planner.plan import Planner
 from gs_compile.planner.summary import rate_text
 
 FOLDER = Path(__file__).resolve().parent / "models"
@@ -53,9 +53,9 @@ def models() -> dict[str, str]:
 def rows(names: Sequence[str], machines: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """A model's name and its cell for each machine; a model is captured once for all of them."""
     for name in names:
-        model, doors = models()[name], list[Door]()
+        model, planners = models()[name], list[Planner]()
         sequence = min(SEQUENCE, named_config(model).max_position_embeddings)
-        yield name, *(cell(fit(model, machine=machine, sequence=sequence, doors=doors)) for machine in machines)
+        yield name, *(cell(fit(model, machine=machine, sequence=sequence, planners=planners)) for machine in machines)
 
 
 def cell(found: Sequence[Fit]) -> str:

@@ -19,9 +19,9 @@ from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.plan import Levelled
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
+from gs_compile.planner.workloads import Levelled
 from gs_compile.program.ir import Program, StepShape, Unit
 
 GB = 10**9

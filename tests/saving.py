@@ -15,7 +15,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.planner import decide
 from gs_compile.planner.builder import peak
 from gs_compile.planner.plan import StepPlan
-from gs_compile.planner.run import Planned, Run
+from gs_compile.planner.run import Planned, RunPlanner
 from gs_compile.program.ir import Unit
 
 
@@ -28,9 +28,9 @@ def saving(
 
     Of the units whose parameters are carried, the last states are read earlier then.
     """
-    usual, made = Run._decided, list[Placement]()
+    usual, made = RunPlanner._decided, list[Placement]()
 
-    def decided(run: Run) -> Planned:
+    def decided(run: RunPlanner) -> Planned:
         found = usual(run)
         placement = found.placement.decided(carried=carried, retained=retained, held=held, ahead=len(carried))
         if shares:
@@ -41,7 +41,7 @@ def saving(
         return replace(found, placement=placement)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Run, "_decided", decided)
+        patched.setattr(RunPlanner, "_decided", decided)
         yield made
 
 

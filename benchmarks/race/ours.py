@@ -145,7 +145,7 @@ class GreedySnake(Contestant):
 
     def _predict(self, engine: Any, machine: str | None = None) -> dict[str, Any]:
         """With the layers' code timed now, and a profile of now: a shared machine changes from minute to minute."""
-        engine.planning.run.measure_again(None if machine is None else Profile.load(Path(machine)))
+        engine.planning.planner.measure_again(None if machine is None else Profile.load(Path(machine)))
         simulation = engine.predict()
         return {"predict": simulation.seconds, "busy": dict(simulation.busy), "bubbles": dict(simulation.bubbles)}
 

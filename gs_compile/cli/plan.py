@@ -32,9 +32,9 @@ UNITS = (  # of a field by the end of its name; the first that fits
 def make_plan(model: str, request: Request) -> StepPlan:
     """Ask the planner for what a request describes; raises the errors of `planner.plan.plan`."""
     with busy(f"planning {model}"):
-        from gs_compile.planner.plan import door_of
+        from gs_compile.planner.plan import planner_of
 
-        return door_of(model, request, keeps=True).plan()
+        return planner_of(model, request, keeps=True).plan()
 
 
 def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:

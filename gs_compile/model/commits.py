@@ -13,58 +13,21 @@ from __future__ import annotations
 import platform
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
 
 from gs_compile.capture.internals import changes
-from gs_compile.errors import OptimizerError, ResumeError
+from gs_compile.errors import ResumeError
 from gs_compile.model.in_memory import parameters_in_memory
-from gs_compile.model.optimizer_state import settings_of
+from gs_compile.model.optimizer import Optimizer
 from gs_compile.runtime.former import stored_units
-from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
-from gs_compile.runtime.storage.manifest import check_plain
 from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
-
-
-class OptimizerLike(Protocol):
-    """The part of an optimizer that plans and commits ask for."""
-
-    num_skipped: int
-    num_steps_read: int | None
-    param_groups: list[dict[str, Any]]
-    state: Any
-    kept: Kept
-    accumulates: bool
-    num_calls: int
-    max_grad_norm: float | None
-    orthogonalizes: bool
-
-    @property
-    def step(self) -> Callable[..., Any]: ...
-    def matrices(self, parameter: torch.Tensor, path: str, *, of_layer: bool) -> Matrices | None: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def group_of(self) -> Mapping[torch.Tensor, int]: ...
-    @property
-    def hypers(self) -> list[dict[str, Any]]: ...
-    @property
-    def missed(self) -> Mapping[torch.Tensor, int]: ...
-    @property
-    def components(self) -> tuple[str, ...]: ...
-    @property
-    def moments(self) -> tuple[torch.dtype | None, ...]: ...
 
 
 class Durable:
@@ -76,7 +39,7 @@ class Durable:
 
     def __init__(
         self,
-        optimizer: Callable[[], OptimizerLike | None],
+        optimizer: Callable[[], Optimizer | None],
         tiers: Tiers,
         parameters: Sequence[StoredParameter],
         plan: Mapping[str, Any],
@@ -196,7 +159,7 @@ def _name_of_run(tiers: Tiers) -> str:
     return store.former.together if store.former else ranks.from_first("the name of the run", lambda: store.run)
 
 
-def rest_of(optimizer: OptimizerLike) -> dict[str, torch.Tensor]:
+def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Parameters in memory beside the compiled model, and their states, by their places in the optimizer."""
     found = {}
     for number, parameter in _beside(optimizer):
@@ -207,7 +170,7 @@ def rest_of(optimizer: OptimizerLike) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def give_back_rest(optimizer: OptimizerLike, rest: Tensors, buffers: Mapping[str, torch.Tensor]) -> None:
+def give_back_rest(optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor]) -> None:
     """The inverse; buffers: by name, get what a script has made of them."""
     beside = dict(_beside(optimizer))
     for name, values in rest.items():
@@ -220,13 +183,13 @@ def give_back_rest(optimizer: OptimizerLike, rest: Tensors, buffers: Mapping[str
             beside[int(number)].copy_(values)
 
 
-def _beside(optimizer: OptimizerLike) -> Iterator[tuple[int, torch.Tensor]]:
+def _beside(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     """Parameters in memory that the optimizer trains, and their places in it."""
     return ((place, each) for place, each in parameters_in_memory(optimizer.param_groups) if each.requires_grad)
 
 
 def check_alike(
-    former: Manifest, optimizer: OptimizerLike, parameters: Sequence[StoredParameter], world: int, rank: int = 0
+    former: Manifest, optimizer: Optimizer, parameters: Sequence[StoredParameter], world: int, rank: int = 0
 ) -> None:
     """Raise ResumeError where a commit is of another model, optimizer, number of ranks or place among them."""
     check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
@@ -281,84 +244,3 @@ def _other(former: Manifest, what: str) -> ResumeError:
         f"run {former.run} at step {former.step}, which is to be resumed, is not of this model and optimizer: {what}. "
         "Build what was trained, choose another storage=, or export its values with greedysnake store export"
     )
-
-
-# What the user has them keep ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Kept:
-    """states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
-
-    storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there,
-        0: none was found; ranks: by torch's numbers, those that have looked for it together.
-    begins_anew: the run goes on from elsewhere, and a commit in its storage stays until it makes one.
-    has_random_state: random numbers go on already, so the first call leaves them as they are.
-    positions: the states of samplers and data loaders as the last step has ended. The call that commits it comes behind
-        the next batch.
-    """
-
-    states: dict[str, Any] = field(default_factory=dict)
-    user: Any = None
-    storage: Sequence[Path] = ()
-    step: int | None = None
-    ranks: tuple[int, ...] | None = None
-    begins_anew: bool = False
-    has_random_state: bool = False
-    positions: dict[str, Any] = field(default_factory=dict)
-
-    def end_step(self) -> None:
-        """A step has ended, and nobody has taken the next batch yet."""
-        among = ((name, each) for name, each in self.states.items() if isinstance(each, Sampler | DataLoader))
-        self.positions = {name: _plain(each.state_dict()) for name, each in among}  # type: ignore[union-attr]
-
-    def snapshot(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Copies of both, and of the optimizer's param groups, as they are now, by the names that a manifest has.
-
-        Raises OptimizerError for what no JSON can hold.
-        """
-        others = {name: each for name, each in self.states.items() if name not in self.positions}
-        states = {name: _plain(each.state_dict()) for name, each in others.items()} | self.positions
-        found = {"states": states, "user": self.user, "groups": tuple(map(settings_of, groups))}
-        try:
-            for name, each in found.items():
-                check_plain(each, name)
-        except ValueError as error:
-            raise OptimizerError(f"a commit cannot keep this: {error}") from None
-        return deepcopy(found)
-
-    def give_back(self, found: Mapping[str, Any]) -> None:
-        """Have each object take up its state of a snapshot, where that has one.
-
-        Raises ResumeError where an object cannot take its state.
-        """
-        for name in sorted(self.states.keys() & found.keys()):
-            try:
-                self.states[name].load_state_dict(_as_it_was(found[name]))
-            except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
-
-
-# What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.
-_PAIRS, _COUNTED = "greedysnake.pairs", "greedysnake.counted"
-
-
-def _plain(value: Any) -> Any:
-    """A copy as JSON has it."""
-    if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
-        name = _COUNTED if isinstance(value, Counter) else _PAIRS
-        return {name: [[_plain(key), _plain(each)] for key, each in value.items()]}
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _as_it_was(value: Any) -> Any:
-    """The inverse of `_plain`; tuples are lists."""
-    if isinstance(value, Mapping) and value.keys() in ({_PAIRS}, {_COUNTED}):
-        (name, pairs), *_ = value.items()
-        found = {key: _as_it_was(each) for key, each in pairs}
-        return Counter(found) if name == _COUNTED else found
-    if isinstance(value, Mapping):
-        return {key: _as_it_was(each) for key, each in value.items()}
-    return [_as_it_was(each) for each in value] if isinstance(value, list) else value

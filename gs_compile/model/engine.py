@@ -16,11 +16,10 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,12 +27,13 @@ from gs_compile.capture.dynamo import last_given_up
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.model.call import Call
-from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
+from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.idle import Idle
 from gs_compile.model.late_settings import are_too_late
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
+from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
 from gs_compile.model.residency import forget_gradients, residency_of
@@ -42,7 +42,6 @@ from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.issue import TieredExecutor
-from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.sums import Sums
@@ -53,17 +52,6 @@ KEPT = (
     "Several calls can wait for their backward only if the first step of the run had several backwards, or with "
     'options={"accumulate": True}'
 )
-
-
-class Optimizer(OptimizerLike, Protocol):
-    """The part of an optimizer that an engine asks for."""
-
-    rule: Rule
-    loss_scale: Callable[[], float]
-    turn: AbstractContextManager[Any]
-
-    def begin_step(self) -> StepRecord: ...
-    def as_set(self) -> StepRecord: ...
 
 
 class Engine(ParameterStore):
@@ -96,7 +84,7 @@ class Engine(ParameterStore):
             find = partial(self.durable.find, call.compilation.captured.buffers())
             give_back_rest(optimizer, take_up(self, spans, stored, find), self.durable.buffers)
         else:
-            move_in(self, spans, self.planning.run.whole_nbytes, self.options.storage[0])
+            move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
         self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
         weakref.finalize(self, self.tiers.close).atexit = False
 
@@ -127,7 +115,7 @@ class Engine(ParameterStore):
     @property
     def num_calls(self) -> int:
         """That memory is planned for at a time."""
-        return self.planning.run.num_calls
+        return self.planning.planner.num_calls
 
     @property
     def is_of_this_thread(self) -> bool:
@@ -140,7 +128,7 @@ class Engine(ParameterStore):
         device = self.tiers.setting.device
         if device.has_own_memory:
             return device.memory_nbytes()[0] // 2  # the other half for what is computed
-        return max(0, self.planning.run.whole_nbytes - self.tiers.slab.nbytes)
+        return max(0, self.planning.planner.whole_nbytes - self.tiers.slab.nbytes)
 
     def predict(self) -> Simulation:
         """Simulate steps like the latest call; measures the machine and the layers' code first, with all ranks."""

@@ -19,14 +19,15 @@ from gs_compile.capture.split import Split
 from gs_compile.codegen.layout import Arrangement, arrange, encoded, of_layers, stored_types, tied_units
 from gs_compile.errors import LeftoverError, OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
 from gs_compile.model.call import Call
-from gs_compile.model.commits import OptimizerLike, check_alike
+from gs_compile.model.commits import check_alike
 from gs_compile.model.offloaded import UnavailableGradient
+from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Masters, Options
 from gs_compile.planner.measure.machines import Where
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, num_calls_of
-from gs_compile.planner.run import ModelAtHand, Run
+from gs_compile.planner.run import ModelAtHand, RunPlanner
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.former import alike
 from gs_compile.runtime.kernels import Rule
@@ -54,7 +55,7 @@ class Prepared(NamedTuple):
     planning: StepPrograms
 
 
-def plan_tiers(optimizer: OptimizerLike, call: Call, host_nbytes: int | None = None) -> Prepared:
+def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None) -> Prepared:
     """Plan the steps of a model whose parameters go to the tiers, as a call has it.
 
     host_nbytes: the budget of host memory, where it is known.
@@ -72,7 +73,7 @@ def plan_tiers(optimizer: OptimizerLike, call: Call, host_nbytes: int | None = N
     first = arrangements[kinds[0]]
     stored = stored_parameters(call, first, optimizer)
     former = {} if ranks else former_plan(options, stored, optimizer)
-    run = Run(
+    planner = RunPlanner(
         ModelAtHand(
             options=options,
             sizes={masters: each.sizes for masters, each in arrangements.items()},
@@ -86,8 +87,8 @@ def plan_tiers(optimizer: OptimizerLike, call: Call, host_nbytes: int | None = N
             host_nbytes=host_nbytes,
         )
     )
-    found = run.plan(former)
-    return Prepared(arrangements[found.masters], stored, StepPrograms(run, found))
+    found = planner.plan(former)
+    return Prepared(arrangements[found.masters], stored, StepPrograms(planner, found))
 
 
 def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:
@@ -130,14 +131,14 @@ def open_tiers(
     arrangement: Arrangement,
     rule: Rule,
     stored: Sequence[StoredParameter],
-    optimizer: OptimizerLike,
+    optimizer: Optimizer,
 ) -> Tiers:
     """The tiers of a plan, with their storage if it uses any, and the commit there that is to go on.
 
     Raises as `Store` and `Tiers` do, and leaves nothing; ResumeError for a commit of something else.
     """
-    run = planning.run
-    options, ranks = run.options, run.ranks
+    planner = planning.planner
+    options, ranks = planner.options, planner.ranks
     if optimizer.kept.storage and not options.durability:
         raise OptionError(
             'gs_compile.resume() was called, but durability is "off": give durability="step", or a number'
@@ -155,12 +156,12 @@ def open_tiers(
             store, same = _open_store(planning, arrangement, stored, optimizer)
             undo.callback(store.close)
         tiers = Tiers(
-            Setting(planning.placement, arrangement.types, store, device_of(run.model.device), ranks),
+            Setting(planning.placement, arrangement.types, store, device_of(planner.model.device), ranks),
             Recipe(rule, arrangement.runs),
             trace=Trace(events=options.expert.trace),
-            host_nbytes=run.whole_nbytes,
-            num_calls=run.num_calls,
-            num_threads=run.num_threads,
+            host_nbytes=planner.whole_nbytes,
+            num_calls=planner.num_calls,
+            num_threads=planner.num_threads,
             alike=same,
         )
         undo.pop_all()
@@ -168,10 +169,10 @@ def open_tiers(
 
 
 def _open_store(
-    planning: StepPrograms, arrangement: Arrangement, stored: Sequence[StoredParameter], optimizer: OptimizerLike
+    planning: StepPrograms, arrangement: Arrangement, stored: Sequence[StoredParameter], optimizer: Optimizer
 ) -> tuple[Store, frozenset[str]]:
     """The storage of a plan, and the names of the parts there that stay in their files."""
-    options, ranks, same = planning.run.options, planning.run.ranks, frozenset[str]()
+    options, ranks, same = planning.planner.options, planning.planner.ranks, frozenset[str]()
     anew = optimizer.kept.begins_anew
     looks_in = optimizer.kept.storage or (() if options.resume or anew else None)
     agree = partial(ranks.agree, "the steps that are committed") if ranks and options.durability else None
@@ -206,7 +207,7 @@ def _open_store(
     return store, same
 
 
-def _refuse_what_is_lost(former: Manifest, optimizer: OptimizerLike) -> None:
+def _refuse_what_is_lost(former: Manifest, optimizer: Optimizer) -> None:
     """Raise StepOrderError where the option ``resume`` alone goes on, and leaves what `gs_compile.resume` gives back.
 
     The user has been told another number of steps, has a scheduler, or has handed states in.
@@ -245,7 +246,7 @@ def _refuse_misplaced(store: Store, ranks: Ranks) -> None:
         raise LeftoverError(errno.EEXIST, what, str(store.drives[0].folder.parent))
 
 
-def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: OptimizerLike) -> Mapping[str, Any]:
+def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: Optimizer) -> Mapping[str, Any]:
     """What the newest commit that is to go on, if there is one, has kept of its plan.
 
     Raises ResumeError where it is of something else, before time is lost with a plan; what else is wrong with it is
@@ -261,7 +262,7 @@ def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: 
     return {}
 
 
-def stored_parameters(call: Call, arrangement: Arrangement, optimizer: OptimizerLike) -> tuple[StoredParameter, ...]:
+def stored_parameters(call: Call, arrangement: Arrangement, optimizer: Optimizer) -> tuple[StoredParameter, ...]:
     """Where each parameter is in its unit, as commits say it, in the order of the arrangement."""
     args, group_of = call.args, optimizer.group_of
     names = [entry.path for entry in call.compilation.captured.inputs]
@@ -283,23 +284,25 @@ def stored_parameters(call: Call, arrangement: Arrangement, optimizer: Optimizer
     )
 
 
-def _matrices(call: Call, optimizer: OptimizerLike) -> dict[int, Matrices] | None:
+def _matrices(call: Call, optimizer: Optimizer) -> dict[int, Matrices] | None:
     """What updates orthogonalize, by input index; None: nothing ever."""
     if not optimizer.orthogonalizes:
         return None
     if call.ranks:
         call.ranks.open_updates()
     args, split, captured = call.args, call.models[0].split, call.compilation.captured
-    own, inputs = of_layers(split, captured), captured.inputs
+    own, inputs, group_of = of_layers(split, captured), captured.inputs, optimizer.group_of
     trained = (index for graph in split.units for index in graph.parameters(captured) if args[index].requires_grad)
-    found = {
-        index: optimizer.matrices(args[index], inputs[index].path, of_layer=index in own)
-        for index in dict.fromkeys(trained)
-    }
+
+    def matrices(index: int) -> Matrices | None:
+        group = optimizer.param_groups[group_of[args[index]]]
+        return optimizer.matrices(args[index], group, inputs[index].path, of_layer=index in own)
+
+    found = {index: matrices(index) for index in dict.fromkeys(trained)}
     return {index: each for index, each in found.items() if each is not None}
 
 
-def _param_groups(call: Call, optimizer: OptimizerLike) -> dict[int, tuple[int, int, bool]]:
+def _param_groups(call: Call, optimizer: Optimizer) -> dict[int, tuple[int, int, bool]]:
     """Of each trained parameter, by input index, the param group, the steps that it has missed, and whether it is idle.
 
     Raises `OptimizerError` for none, and for a hook.

@@ -141,7 +141,7 @@ class FirstStep:
         before = optimizer.accumulates, optimizer.num_calls
         optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
         try:
-            prepared = plan_tiers(optimizer, call, engine.planning.run.whole_nbytes)
+            prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes)
         except MemoryBudgetError:
             optimizer.accumulates, optimizer.num_calls = before
             raise

@@ -56,7 +56,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
     missed = optimizer.missed
     optimizer.note_missed(each for each in spans if each.requires_grad and not residency_of(each).is_trained)
     try:
-        prepared = plan_tiers(optimizer, call, engine.planning.run.whole_nbytes)
+        prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes)
     except BaseException:
         optimizer.missed = missed
         raise

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gs_compile.capture.internals import changes
 from gs_compile.errors import OptimizerError
 from gs_compile.machine import in_groups
+from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.optimizer_state import has_values, whole_step
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
-from gs_compile.runtime.kernels import Apply, Rule
-from gs_compile.runtime.muon import STATES, Matrices, update_whole
+from gs_compile.runtime.kernels import Apply
+from gs_compile.runtime.muon import STATES, update_whole
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.step_record import StepRecord
 
@@ -71,19 +72,6 @@ def average_late(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks:
         parameter.grad = mean
 
 
-class Optimizer(Protocol):
-    """The part of an optimizer that these ask for."""
-
-    rule: Rule
-    state: Any
-
-    @property
-    def group_of(self) -> Mapping[Tensor, int]: ...
-    @property
-    def missed(self) -> Mapping[Tensor, int]: ...
-    def matrices(self, parameter: Tensor) -> Matrices | None: ...
-
-
 def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecord) -> None:
     """One step of parameters in memory that have gradients. States are torch's; what they lack starts at zero.
 
@@ -106,11 +94,12 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
             )
     group_of = optimizer.group_of
     for parameter in parameters if not record.skipped else ():
-        hyper, factor = record.hypers[group_of[parameter]], record.factor * record.num_ranks
+        place, factor = group_of[parameter], record.factor * record.num_ranks
+        hyper, group = record.hypers[place], optimizer.param_groups[place]
         state, of_run = optimizer.state[parameter], record.number - optimizer.missed.get(parameter, 0)
         number = 1 + (whole_step({"step": of_run - 1, **state}) if has_values(state) else 0)
         state["step"] = torch.tensor(float(number))  # its own: it has no gradient in some steps of the others
-        if (matrices := optimizer.matrices(parameter)) is not None:
+        if (matrices := optimizer.matrices(parameter, group)) is not None:
             _step(partial(update_whole, matrices=matrices), STATES, parameter, hyper["matrices"], state, factor, number)
         else:
             rule = optimizer.rule

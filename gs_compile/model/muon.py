@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gs_compile.errors import OptimizerError
+from gs_compile.model.optimizer import Group, Tensor
 from gs_compile.model.settings import check_settings
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.formats import StateType
@@ -76,7 +77,7 @@ class Muon(TieredOptimizer):
             param_group.setdefault("first_lr", param_group.get("lr", self.defaults["lr"]))
         super().add_param_group(param_group)
 
-    def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(self, group: Group) -> dict[str, Any]:
         """AdamW's, and beside them those of matrices."""
         others = {key: group[f"adamw_{key}"] for key in OF_OTHERS}
         others["lr"] *= group["lr"] / group["first_lr"] if group["first_lr"] else 1.0
@@ -87,17 +88,17 @@ class Muon(TieredOptimizer):
         """Names of the tensors of a state, but for those of matrices."""
         return ADAMW.states
 
-    def components_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+    def components_of(self, parameter: torch.Tensor, group: Group | None = None) -> tuple[str, ...]:
         """Until the model's first call has shown which are of layers, all of two dimensions are shown as matrices."""
-        span = self.engine.trained_span(parameter) if self.engine is not None else None
-        if self.engine is not None and span is not None:
-            return tuple(self.engine.moments_of(span))
-        is_beside = self.engine is not None
-        return STATES if self.matrices(parameter, of_layer=not is_beside) else ADAMW.states
+        if group is not None:
+            return STATES if self.matrices(parameter, group, of_layer=True) else ADAMW.states
+        assert self.engine is not None, "before the first call there is a group"
+        span = self.engine.trained_span(parameter)
+        assert span is not None, "only what is trained on the tiers is asked for"
+        return tuple(self.engine.moments_of(span))
 
-    def matrices(self, parameter: torch.Tensor, path: str = "", *, of_layer: bool = False) -> Matrices | None:
+    def matrices(self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False) -> Matrices | None:
         """As the parameter's group says; where it says nothing, those of layers."""
-        group = next(each for each in self.param_groups if any(own is parameter for own in each["params"]))
         if group["use_muon"] is False or not (group["use_muon"] or of_layer):
             return None
         if group["use_muon"] and parameter.dim() == 3 and not group["cut"]:

@@ -76,7 +76,7 @@ def tell_what_calls_cost(num_backwards: int, program: Program, placement: Placem
 
 
 def _outlets(planning: StepPrograms, tiers: Tiers) -> Outlets:
-    options, ranks, store = planning.run.options, planning.run.ranks, tiers.setting.store
+    options, ranks, store = planning.planner.options, planning.planner.ranks, tiers.setting.store
     is_first = ranks is None or ranks.place == 0
     line = Line(always=options.progress is True)
     has_line = is_first and (line.is_terminal if options.progress is None else options.progress)
@@ -114,7 +114,7 @@ def _measure(
 
 
 def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
-    run, plan, store = planning.run, planning.planned.plan, tiers.setting.store
+    planner, plan, store = planning.planner, planning.planned.plan, tiers.setting.store
     homes: dict[str, dict[str, int]] = {}
     for (kind, tier), nbytes in nbytes_by_home(planning.placement).items():
         homes.setdefault(kind, {})[tier] = nbytes
@@ -124,8 +124,8 @@ def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
         process_start=process_start(pid),
         process_space=process_space(),
         began=time.time(),
-        rank=run.ranks.place if run.ranks else 0,
-        num_ranks=run.ranks.total if run.ranks else 1,
+        rank=planner.ranks.place if planner.ranks else 0,
+        num_ranks=planner.ranks.total if planner.ranks else 1,
         versions={
             "greedysnake": __version__,
             "torch": str(torch.__version__),
@@ -140,7 +140,7 @@ def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
         plan=words(plan) if plan else "",
         binding=plan.binding if plan else (),
         homes=homes,
-        budgets={"host": run.whole_nbytes, **({"device": device_nbytes} if device_nbytes else {})},
+        budgets={"host": planner.whole_nbytes, **({"device": device_nbytes} if device_nbytes else {})},
         drives=_shares(store),
         **_predicted(plan),
     )

@@ -28,10 +28,11 @@ from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import untraced
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state
-from gs_compile.model.commits import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.idle import miss
+from gs_compile.model.kept import Kept
 from gs_compile.model.offloaded import StoredState
+from gs_compile.model.optimizer import Group, Tensor
 from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import are_dropped, end_gradient, is_offloaded, residency_of, take_given
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
@@ -87,7 +88,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             check_parameter(parameter)
             residency_of(parameter).optimizer = weakref.ref(self)
-            self.show_state(parameter)
+            self.show_state(parameter, group)
 
     @property
     def num_steps(self) -> int:
@@ -121,15 +122,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         found = [self.rule.components(group) for group in self.param_groups]
         return max(found, key=len, default=())
 
-    def components_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Those of one parameter, as far as that is known before the model's first call."""
+    def components_of(self, parameter: torch.Tensor, group: Group | None = None) -> tuple[str, ...]:
+        """Those of one parameter. group: its own, before the model's first call: as far as that is known then."""
         return self.components
 
-    def matrices(self, parameter: torch.Tensor, path: str = "", *, of_layer: bool = False) -> Matrices | None:
+    def matrices(self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False) -> Matrices | None:
         """The matrices of a parameter that are orthogonalized; None: it has none. of_layer: layers alone read it."""
         return None
 
-    def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(self, group: Group) -> dict[str, Any]:
         """What the rule is told of a param group."""
         return {key: value for key, value in group.items() if key != "params"}
 
@@ -438,9 +439,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         for parameter in filter(self._is_trained, self._parameters):
             self.show_state(parameter)
 
-    def show_state(self, parameter: torch.Tensor) -> None:
+    def show_state(self, parameter: torch.Tensor, group: Group | None = None) -> None:
+        """Show a parameter's state. group: as of `components_of`."""
         like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
-        shown = dict.fromkeys(self.components_of(parameter), like.as_subclass(StoredState))
+        shown = dict.fromkeys(self.components_of(parameter, group), like.as_subclass(StoredState))
         self.state[parameter] = {"step": self._shown_step(parameter), **shown}
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
+from gs_compile.options import Masters
 from gs_compile.placement.boundaries import Nbytes, scaled
 from gs_compile.placement.stacks import Stacks, stacks
 from gs_compile.program.ir import StepShape, Unit
@@ -160,7 +161,7 @@ class Workload:
     dtype: str = "fp32"
     shape: StepShape = field(default_factory=StepShape)
     world: int = 1
-    masters: str | None = None
+    masters: Masters | None = None
 
     def scaled(self, *, code: float = 1.0, activations: float = 1.0, workspace: float = 1.0) -> Workload:
         """The same model; what its code computes, and the bytes that it hands on and has inside, so many times."""

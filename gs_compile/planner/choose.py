@@ -87,21 +87,17 @@ class Candidate:
 
 def choose(problem: Problem, found: Search) -> StepPlan:
     """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
-    number, best = found.best.num_micro_batches, found.best
-    steps, _ = problem.steps(number)
-    is_small, tries = is_small_step(steps, number), refined(problem, best)
-    finished = [(each, with_boundary(steps, each.simulation, each.spare, is_small=is_small)) for each in tries]
+    steps, best, is_small = problem.steps, found.best, is_small_step(problem)
+    finished = [(each, _with_boundary(steps, each, is_small=is_small)) for each in refined(problem, best)]
     chosen, simulation = min(finished, key=lambda pair: pair[1].seconds)
     if chosen.solution.alpha != best.alpha:  # what is said of the plan is said of its own alpha
-        solved = problem.solved(number, chosen.solution.alpha)
+        solved = problem.solved(problem.number, chosen.solution.alpha)
         assert solved is not None, "what fits in less memory fits"
         best = solved
     rows = [(number, solution.seconds) for number, solution in found.history if solution is not None]
     return StepPlan(
         problem=problem,
-        num_micro_batches=number,
         relaxed=chosen.solution.decision,
-        step_problem=steps,
         placement=simulation.placed,
         solved=best,
         simulated=simulation,
@@ -110,26 +106,26 @@ def choose(problem: Problem, found: Search) -> StepPlan:
     )
 
 
-def with_boundary(
-    steps: Problem, simulation: Simulation, spare: Mapping[str, int] = NOTHING, *, is_small: bool
-) -> Simulation:
-    """The step with what `boundary` proposes where that is faster; as it is where its schedule is as others
-    publish it: what it is compared with moves what is said of it.
+def _with_boundary(steps: Problem, chosen: Candidate, *, is_small: bool) -> Simulation:
+    """The step of a candidate, with what `boundary` proposes where that is faster; as it is where its schedule is as
+    others publish it: what it is compared with moves what is said of it.
+
+    The last states are read earlier beside all else that was chosen: before, they may not be what the step waits for.
     """
-    if SCHEDULES[simulation.placed.schedule].as_published:
-        return simulation
-    simulation = fastest(steps, simulation, each_of(carrying(simulation.placed)), spare)
+    if SCHEDULES[chosen.placement.schedule].as_published:
+        return chosen.simulation
+    simulation = fastest(steps, chosen.simulation, each_of(carrying(chosen.placement)), chosen.spare)
     if is_small and _waits_for_drives(simulation):
-        simulation = fastest(steps, simulation, [retaining(simulation.placed)], spare)
+        simulation = fastest(steps, simulation, [retaining(simulation.placed)], chosen.spare)
         placed = simulation.placed
         deep = deeper(placed)
-        simulation = fastest(steps, simulation, (*each_of(deep), *map(holding, (placed, *deep))), spare)
-    return fastest(steps, simulation, [earlier(simulation.placed)], spare)
+        simulation = fastest(steps, simulation, (*each_of(deep), *map(holding, (placed, *deep))), chosen.spare)
+    return fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
 
 
-def is_small_step(problem: Problem, number: int) -> bool:
+def is_small_step(problem: Problem) -> bool:
     """Whether a step is quickly simulated."""
-    return number * problem.workload.num_layers <= SMALL
+    return problem.number * problem.workload.num_layers <= SMALL
 
 
 def _waits_for_drives(simulation: Simulation) -> bool:
@@ -196,31 +192,30 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
 
     Raises `MemoryBudgetError` where none does.
     """
-    number = best.num_micro_batches
-    trial, few = problem.bundled(number)
+    trial = problem.bundled
     kept: dict[float, Candidate] = {}
-    for found in sorted(_tries(trial, few, best), key=lambda each: each.seconds):
+    for found in sorted(_tries(trial, best), key=lambda each: each.seconds):
         alpha, candidate = found.solution.alpha, None
         if alpha in kept:
             continue
-        if trial is problem or (not problem.will_run and problem.solved(number, alpha)):
+        if trial is problem or (not problem.will_run and problem.solved(problem.number, alpha)):
             candidate = found
         elif problem.will_run:
-            candidate = _fitting(problem, number, alpha, found.spare, found.less)
-        if candidate and not is_small_step(problem, number):
+            candidate = _fitting(problem, alpha, found.spare, found.less)
+        if candidate and not is_small_step(problem):
             return [candidate]
         kept |= {alpha: candidate} if candidate else {}
     if kept:
         return list(kept.values())
-    scarce = _of_any_alpha(problem, number, partial(_fitting, *problem.steps(number), spare=NOTHING))
+    scarce = _of_any_alpha(problem, partial(_fitting, problem.steps, spare=NOTHING))
     if scarce is None:
         raise MemoryBudgetError(_too_little(problem))
     return [scarce]
 
 
-def _tries(problem: Problem, number: int, best: Solution) -> list[Candidate]:
+def _tries(problem: Problem, best: Solution) -> list[Candidate]:
     """With memory left free as long as that is faster; then without late updates, where they may be faster."""
-    found = [candidate] if (candidate := _fitting(problem, number, None, NOTHING)) else []
+    found = [candidate] if (candidate := _fitting(problem, None, NOTHING)) else []
     for tier, turn_nbytes in _turns(problem).items():
         for turns in SPARE_TURNS:
             if not found or found[-1].is_good_enough or not found[-1].fills(tier):
@@ -228,31 +223,31 @@ def _tries(problem: Problem, number: int, best: Solution) -> list[Candidate]:
             last = found[-1]
             more = turns * turn_nbytes - last.spare[tier]
             spare, less = ({**given, tier: given[tier] + more} for given in (last.spare, last.less))
-            candidate = _fitting(problem, number, last.solution.alpha, spare, less)
+            candidate = _fitting(problem, last.solution.alpha, spare, less)
             if candidate is None or candidate.seconds > FASTER * last.seconds:
                 break
             found.append(candidate)
     if found and found[-1].is_good_enough:
         return found
     first = found[-1] if found else None
-    for alpha in _other_alphas(problem, number, first.solution if first else best):
-        bound = problem.solved(number, alpha)
+    for alpha in _other_alphas(problem, first.solution if first else best):
+        bound = problem.solved(problem.number, alpha)
         if bound and (first is None or bound.seconds < first.seconds):
-            candidate = _fitting(problem, number, alpha, first.spare if first else NOTHING)
+            candidate = _fitting(problem, alpha, first.spare if first else NOTHING)
             found += [candidate] if candidate else []
     return found
 
 
-def _other_alphas(problem: Problem, number: int, best: Solution) -> Iterator[float]:
+def _other_alphas(problem: Problem, best: Solution) -> Iterator[float]:
     """None late; and of a small step, which is quickly simulated, the most that costs the linear program nothing."""
     alphas = problem.request.alphas
     if best.alpha and 0.0 in alphas:
         yield 0.0
     above = [alpha for alpha in alphas if alpha > best.alpha]
-    if above and is_small_step(problem, number):
+    if above and is_small_step(problem):
 
         def costs(alpha: float) -> bool:
-            found = problem.solved(number, alpha)
+            found = problem.solved(problem.number, alpha)
             return found is None or found.seconds > GOOD_ENOUGH * best.seconds
 
         free = bisect_left(above, True, key=costs)
@@ -260,12 +255,12 @@ def _other_alphas(problem: Problem, number: int, best: Solution) -> Iterator[flo
             yield above[free - 1]
 
 
-def _of_any_alpha(problem: Problem, number: int, fitting: Callable[[float], Candidate | None]) -> Candidate | None:
+def _of_any_alpha(problem: Problem, fitting: Callable[[float], Candidate | None]) -> Candidate | None:
     """Where memory is scarce: the alphas that are best with less and less of it, each with all of it."""
     budgets, tried = problem.budgets, set()
     for part in range(MOST_ROUNDS):
         less = replace(budgets, host_nbytes=budgets.host_nbytes - part * budgets.host_nbytes // LEAST_PART)
-        best = problem.solved(number, None, budgets=less)
+        best = problem.solved(problem.number, None, budgets=less)
         if best is None:
             return None
         if best.alpha not in tried and (found := fitting(best.alpha)):
@@ -275,11 +270,7 @@ def _of_any_alpha(problem: Problem, number: int, fitting: Callable[[float], Cand
 
 
 def _fitting(
-    problem: Problem,
-    number: int,
-    alpha: float | None,
-    spare: Mapping[str, int],
-    less: Mapping[str, int] | None = None,
+    problem: Problem, alpha: float | None, spare: Mapping[str, int], less: Mapping[str, int] | None = None
 ) -> Candidate | None:
     """A candidate whose program keeps the budgets and leaves `spare` bytes free; None if there is none.
 
@@ -291,11 +282,11 @@ def _fitting(
         left = {f"{tier}_nbytes": getattr(problem.budgets, f"{tier}_nbytes") - nbytes for tier, nbytes in less.items()}
         if left["host_nbytes"] <= 0 or left["device_nbytes"] < 0:
             return None
-        solution = problem.solved(number, alpha, budgets=replace(problem.budgets, **left))
+        solution = problem.solved(problem.number, alpha, budgets=replace(problem.budgets, **left))
         if solution is None:
             return None
-        placement = problem.placed(solution.decision, number)
-        program = problem.at(number).program(placement)
+        placement = problem.builder.placement(solution.decision)
+        program = problem.builder.program(placement)
         over = problem.excess(program, spare)
         if not over:
             return Candidate(solution, problem.predicted(placement, program), less, spare)

@@ -107,8 +107,7 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
     request, sizes = problem.request, problem.workload.sizes  # priced, once the machine is known
     if sizes != problem.builder.sizes:
         problem = replace(problem, builder=replace(problem.builder, sizes=sizes))
-    number = problem.builder.layout.num_micro_batches
-    chosen = plan_stacks(problem, found or problem.search(number))
+    chosen = plan_stacks(problem, found or problem.search(problem.number))
     is_settled = request.clipping is not None or request.alpha is not None or request.accumulate
     if not request.clip or is_settled:
         return chosen
@@ -136,7 +135,7 @@ def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPl
     updates = sorted({least.problem.layer_updates, SCARCE_UPDATES})
 
     def updated(each: Problem) -> list[Problem]:
-        return [replace(each, layer_updates=number, counted=None) for number in updates]
+        return [each.updated_in(number) for number in updates]
 
     found = _first(each for each in updated(least.problem) if each.layer_updates > problem.layer_updates)
     if not found or least.problem.layer_updates == problem.layer_updates:  # it is not host memory alone that is short
@@ -173,7 +172,7 @@ def _settled(problem: Problem) -> StepPlan | None:
     request, separate = problem.request, problem.builder.layout.separate
     if separate and len(request.alphas) > 1:
         return None
-    steps = _steps(problem)
+    steps = problem.steps
     smallest, largest = (_placed(steps, part) for part in (0.0, 1.0))
     may_save = is_open(request) and problem.wider is not problem
     if smallest == largest and len(request.alphas) == 1 and not may_save:
@@ -185,7 +184,7 @@ def _settled(problem: Problem) -> StepPlan | None:
     reason = "all that may be in host memory fits there: nothing was planned"
     if not may_save:
         return _made(problem, _boundary_for_free(steps, largest), reason)
-    wider = _steps(problem.wider)
+    wider = problem.wider.steps
     chosen = _boundary_for_free(wider, _filled(wider, largest))
     words = saved_text(chosen.shares, problem.builder.layout.num_items)
     return _made(problem.wider, chosen, "; ".join([reason, *words]))
@@ -230,9 +229,8 @@ def _least(problem: Problem) -> StepPlan:
     Raises `MemoryBudgetError` where not even that fits.
     """
     for layer_updates in (1, SCARCE_UPDATES):
-        if layer_updates != problem.layer_updates:
-            problem = replace(problem, layer_updates=layer_updates, counted=None)
-        steps = _steps(problem)
+        problem = problem.updated_in(layer_updates)
+        steps = problem.steps
         placement = _placed(steps, 0.0)
         if _fits(steps, placement):
             return _made(problem, placement, "")
@@ -241,7 +239,7 @@ def _least(problem: Problem) -> StepPlan:
 
 def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
     """The plan of a placement that is not simulated; raises `MemoryBudgetError` where the device has no room for it."""
-    steps, budget = _steps(problem), problem.device_budget
+    steps, budget = problem.steps, problem.device_budget
     if budget is not None and (needed := peak(steps.builder.program(placement), "device")) > budget:
         raise MemoryBudgetError(
             f"device_memory is {format_bytes(budget)}; this step keeps {format_bytes(needed)} there, and what a layer "
@@ -249,18 +247,10 @@ def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
         )
     return StepPlan(
         problem=problem,
-        num_micro_batches=problem.builder.layout.num_micro_batches,
         relaxed=placement.decision,
-        step_problem=steps,
         placement=placement,
         notes=(note,) if note else (),
     )
-
-
-def _steps(problem: Problem) -> Problem:
-    """The problem of the step whose programs are looked at."""
-    trial, number = problem.steps(problem.builder.layout.num_micro_batches)
-    return trial if trial is problem else replace(trial, builder=trial.at(number))
 
 
 def _ratios(problem: Problem, part: float) -> Ratios:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import CaptureError, PlanError
 from gs_compile.planner.lp.counting import Counted
-from gs_compile.planner.plan import Door, door_of
+from gs_compile.planner.plan import Planner, planner_of
 from gs_compile.planner.request import Request
 from gs_compile.planner.step_plan import SECONDS_PER_DAY
 
@@ -68,24 +68,25 @@ def fit(
     request: Request | None = None,
     *,
     longest: bool = False,
-    doors: list[Door] | None = None,
+    planners: list[Planner] | None = None,
     keeps: bool = False,
     **settings: Any,
 ) -> list[Fit]:
     """Each way of training a model, given as for `plan`; request.lora, frozen: the rank and the codec of adapters.
 
-    doors: of the same model, whose captures serve again; those that are made are put there. keeps: as of `door_of`.
+    planners: of the same model, whose captures serve again; those that are made are put there. keeps: as of
+    `planner_of`.
 
     Raises `PlanError` for what is wrong with the model or the request; what does not fit, or with adapters cannot be
     captured, says so.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
     found: list[Fit] = []
-    doors = [] if doors is None else doors
+    planners = [] if planners is None else planners
     for way, asked in ways(request):
-        doors.append(door_of(model, asked, doors, keeps=keeps))
+        planners.append(planner_of(model, asked, planners, keeps=keeps))
         try:
-            found.append(_fit(way, doors[-1], model, longest=longest))
+            found.append(_fit(way, planners[-1], longest=longest))
         except CaptureError as error:
             if not asked.lora:
                 raise
@@ -94,14 +95,14 @@ def fit(
 
 
 def longest_sequence(model: str | Path | PretrainedConfig, request: Request, *, keeps: bool = False) -> int:
-    """The longest of which a sample fits, in tokens: the request's own times a power of two. keeps: as of `door_of`.
+    """The longest of which a sample fits, in tokens: the request's own times a power of two. keeps: as of `planner_of`.
 
     Raises `PlanError` where not even that one fits, or model or request are wrong.
     """
-    door = door_of(model, request, keeps=keeps)
-    problem, _ = door.searched()[0]
+    planner = planner_of(model, request, keeps=keeps)
+    problem, _ = planner.searched()[0]
     counted = {problem.layer_updates: problem.formulas.counted}
-    return _longest(model, door, _largest(door, problem.workload.micro_batch_size, counted))
+    return _longest(planner, _largest(planner, problem.workload.micro_batch_size, counted))
 
 
 def ways(request: Request) -> Iterator[tuple[str, Request]]:
@@ -111,14 +112,14 @@ def ways(request: Request) -> Iterator[tuple[str, Request]]:
     yield f"the same over {codec}", replace(request, lora=rank, frozen=codec)
 
 
-def _fit(way: str, door: Door, model: Any, *, longest: bool) -> Fit:
+def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
     try:
-        problem, search = door.searched()[0]
+        problem, search = planner.searched()[0]
     except PlanError as error:
         return Fit(way=way, missing=error.message)
     peaks, written = problem.needs(search.best)
     size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
-    largest = _largest(door, size, {problem.layer_updates: problem.formulas.counted})
+    largest = _largest(planner, size, {problem.layer_updates: problem.formulas.counted})
     return Fit(
         way=way,
         batch_size=size * number,
@@ -129,35 +130,39 @@ def _fit(way: str, door: Door, model: Any, *, longest: bool) -> Fit:
         written_nbytes=written,
         rated_nbytes=problem.profile.ssd_rated_nbytes,
         largest_micro_batch=largest,
-        longest=_longest(model, door, largest) if longest else None,
+        longest=_longest(planner, largest) if longest else None,
     )
 
 
-def _largest(door: Door, size: int, counted: dict[int, Counted]) -> int:
+def _largest(planner: Planner, size: int, counted: dict[int, Counted]) -> int:
     """The samples of the largest micro-batch that fits, where `size` do: that times a power of two."""
     sizes = [size << times for times in range(1, MOST_SAMPLES.bit_length()) if size << times <= MOST_SAMPLES]
-    return ([size, *sizes])[bisect_left(sizes, True, key=lambda each: not does_fit(door, each, counted))]
+    return ([size, *sizes])[bisect_left(sizes, True, key=lambda each: not does_fit(planner, each, counted))]
 
 
-def _longest(model: Any, door: Door, largest: int) -> int:
+def _longest(planner: Planner, largest: int) -> int:
     """The longest sequence of which one sample fits: what fits in samples does in tokens, but for attention's own."""
-    request, keeps = door.request, door.model.keeps
-    length = request.sequence << (largest.bit_length() - 1)
-    while length > request.sequence:
+    shortest = planner.request.sequence
+    for length in (shortest << times for times in range(largest.bit_length() - 1, 0, -1)):
         with suppress(PlanError):  # longer than the model's positions
-            if does_fit(door_of(model, replace(request, sequence=length), keeps=keeps), 1):
+            if does_fit(planner.asked(sequence=length), 1):
                 return length
-        length //= 2
-    return request.sequence
+    return shortest
 
 
-def does_fit(door: Door, samples: int, counted: dict[int, Counted] | None = None) -> bool:
+def does_fit(planner: Planner, samples: int, counted: dict[int, Counted] | None = None) -> bool:
     """Whether a micro-batch of so many samples does, with updates and layers in pieces if need be.
 
     counted: by the pieces, what is known of other sizes; what is counted here is put there.
     """
     counted = {} if counted is None else counted
-    for each in door.extremes(samples, counted):
+
+    def extremes() -> Iterator[Planner]:
+        yield planner
+        *_, least = planner.smaller(samples, counted)
+        yield least
+
+    for each in extremes():
         with suppress(PlanError):
             problem = each.problem(samples, counted.get(each.layer_updates))
             counted[each.layer_updates] = problem.formulas.counted

@@ -47,7 +47,7 @@ def may_fit(problem: Problem) -> bool:
         workload = problem.workload
     except NoFitError:  # which is said of that alone, before code is timed
         return True
-    number = problem.builder.layout.num_micro_batches or problem.request.number(workload.micro_batch_size) or 1
+    number = problem.number or problem.request.number(workload.micro_batch_size) or 1
     return problem.of(workload.scaled(workspace=0.0)).does_fit(number)
 
 

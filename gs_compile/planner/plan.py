@@ -13,24 +13,19 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, get_args
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import Masters
 from gs_compile.passes.baselines.registry import SCHEDULES
-from gs_compile.placement.boundaries import Nbytes
-from gs_compile.placement.levels import Levels
-from gs_compile.placement.shards import shared
 from gs_compile.placement.workload import Workload, beside_slab
 from gs_compile.planner import in_pieces
-from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, workload_levels
-from gs_compile.planner.cost.known_workloads import KnownWorkloads
+from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
 from gs_compile.planner.decide import decide
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.lp.search import Search
@@ -39,22 +34,18 @@ from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
-from gs_compile.planner.request import ITSELF, Request
+from gs_compile.planner.request import Request, States
 from gs_compile.planner.simulate.prices import with_products
 from gs_compile.planner.step_plan import StepPlan
-from gs_compile.schedules import Schedule
+from gs_compile.planner.workloads import Levelled, Workloads, workloads_of
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig
-
-    from gs_compile.planner.cost.workload import ModelSpec
 
 log = logging.getLogger(__name__)
 
 MORE = 1e-3  # of throughput: less is nothing
-
-OF_CODE = ("sequence", "precision", "masters", "states", "lora")
-OF_WORKLOADS = tuple(ITSELF[name] for name in ("masters", "states", "optimizer"))
 
 Found = tuple[Problem, Search]
 
@@ -73,123 +64,24 @@ def plan(
     Raises `PlanError` if settings contradict each other or nothing fits, `MemoryBudgetError` if no program fits.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
-    return door_of(model, request).plan()
+    return planner_of(model, request).plan()
 
 
-def door_of(model: Any, request: Request, known: Iterable[Door] = (), *, keeps: bool = False) -> Door:
+def planner_of(model: Any, request: Request, known: Iterable[Planner] = (), *, keeps: bool = False) -> Planner:
     """From a model, as of `plan`, and what is asked of it, to its problems and its plan.
 
-    known: doors of the same model; the capture of one that asks for the same code serves this one too. keeps: what a
+    known: planners of the same model; the capture of one that asks for the same code serves this one too. keeps: what a
     capture of a named model comes to is kept in the user's cache, and taken from there.
     """
     profile = of_one_rank(find_profile(request.machine, request.storage), request.gpus, request.nodes, request.network)
-    like = next((each.model for each in known if _of_code(each.request) == _of_code(request)), None)
-    return Door(_Model(model, request, like, keeps=keeps), request, profile)
-
-
-def _of_code(request: Request) -> tuple[Any, ...]:
-    """What a capture is made for: not the machine, nor the codec of frozen matrices."""
-    return tuple(getattr(request, name) for name in OF_CODE)
-
-
-class _Model:
-    """One rank's share of a model without its weights, at any micro-batch size and with either masters."""
-
-    def __init__(self, model: Any, request: Request, like: _Model | None = None, *, keeps: bool = False) -> None:
-        self.model, self.request, self.keeps = model, request, keeps
-        asked = {name: getattr(request, name) for name in (*OF_CODE, "frozen", "optimizer")}
-        may_keep = keeps and isinstance(model, str | Path)
-        self._kept = KnownWorkloads.of(model, asked) if may_keep else KnownWorkloads()
-        self.captured: Callable[[Schedule], ModelSpec] = like.captured if like else cache(self._captured)
-        self.spec = cache(self._spec)
-        self._known: dict[tuple[Any, ...], Workload] = {}
-        if isinstance(model, Workload) and (request.masters, request.states, request.optimizer) != OF_WORKLOADS:
-            raise PlanError(
-                f"the workload {model.name} already has the sizes of its states: leave masters, states and optimizer "
-                "out"
-            )
-        if isinstance(model, Workload) and request.layer_tokens is not None:
-            raise PlanError(f"the workload {model.name} already has the costs of its code: leave layer_tokens out")
-        if isinstance(model, Workload) and request.frozen:
-            raise PlanError(f"the workload {model.name} already has the sizes of its parameters: leave frozen out")
-        if isinstance(model, Workload | nn.Module) and request.lora:
-            raise PlanError(f"lora is {request.lora}, but lora needs a model by name, or its config")
-
-    def _captured(self, schedule: Schedule) -> ModelSpec:
-        from gs_compile.planner.cost.workload import ModelSpec  # late: with torch's compiler
-
-        request = self.request
-        return ModelSpec.of(
-            self.model,
-            sequence=request.sequence,
-            precision=request.precision or ("model" if isinstance(self.model, nn.Module) else "bf16"),
-            schedule=schedule,
-            masters=request.masters,
-            states=request.states,
-            lora=request.lora,
-        )
-
-    def _spec(self, schedule: Schedule) -> ModelSpec:
-        return replace(self.captured(schedule), frozen=self.request.frozen, optimizer=self.request.optimizer)
-
-    def workload(
-        self, size: int, schedule: Schedule, masters: Masters | None = None, layer_tokens: int | None = None
-    ) -> Workload:
-        """With layers that save their inputs alone; a workload that is given as such is scaled from its own."""
-        key = size, schedule, masters, layer_tokens
-        if key not in self._known:
-            world = self.request.ranks
-            if isinstance(self.model, Workload):
-                found = shared(self._scaled(size, schedule).bare(), world)
-            else:
-                like = _cutting(schedule)
-                found = self._kept.get_or(
-                    (like, size, masters, layer_tokens, world),
-                    lambda: self.spec(like).workload(size, masters, layer_tokens, world),
-                )
-            self._known[key] = found
-        return self._known[key]
-
-    def levelled(self, workload: Workload, schedule: Schedule) -> Workload:
-        """One of `workload`s with the levels of its layers."""
-        if isinstance(self.model, Workload):
-            return shared(self._scaled(workload.micro_batch_size, schedule), self.request.ranks)
-        like = _cutting(schedule)
-        key = like, workload.micro_batch_size, "levels"
-        return replace(workload, costs=self._kept.get_or(key, lambda: self.spec(like).levelled(workload)).costs)
-
-    def _scaled(self, size: int, schedule: Schedule) -> Workload:
-        if cut := SCHEDULES[schedule].block_cut:
-            raise PlanError(
-                f"the {schedule} schedule cuts each block in {cut.parts}, and the numbers of the workload "
-                f"{self.model.name} do not tell where: give the model by name, as a config or as a module"
-            )
-        times = size / self.model.micro_batch_size
-        whole: Workload = self.model.scaled(code=times, activations=times, workspace=times)
-        return replace(whole, micro_batch_size=size)
+    return Planner(workloads_of(model, request, [each.workloads for each in known], keeps=keeps), request, profile)
 
 
 @dataclass(frozen=True)
-class Levelled:
-    """What the layers of a workload may save (`problem.Saving`)."""
-
-    levelled: Callable[[], Workload]
-
-    def levels(self, x_nbytes: Sequence[Nbytes]) -> Levels:
-        return workload_levels(self.levelled(), len(x_nbytes))
-
-    def workload(self, workload: Workload, *, last: bool) -> Workload:
-        return replace(workload, costs=self.levelled().costs)
-
-    def reasons(self) -> str:
-        return ""
-
-
-@dataclass(frozen=True)
-class Door:
+class Planner:
     """A model, a machine, and what is asked for: from there to a problem whose batch is known, and its decision."""
 
-    model: _Model
+    workloads: Workloads
     request: Request
     profile: Profile
     layer_updates: int = 1
@@ -214,9 +106,9 @@ class Door:
 
     def problem(self, size: int, counted: Counted | None = None, masters: Masters | None = None) -> Problem:
         """That of micro-batches of `size` samples, for no number of them yet."""
-        model, request, profile = self.model, self.request, self.profile
+        workloads, request, profile = self.workloads, self.request, self.profile
         layer_tokens = self.layer_tokens or request.layer_tokens
-        workload = model.workload(size, request.schedule, masters, layer_tokens)
+        workload = workloads.workload(size, request.schedule, masters, layer_tokens)
         workload = replace(workload, sizes=with_products(workload.sizes, profile))
         budgets = request.budgets(profile)
         if counted and not counted.is_of(workload):
@@ -231,7 +123,7 @@ class Door:
             code=lambda: workload,
             host_nbytes=budgets.host_nbytes - beside_slab(workload.sizes),
             device_nbytes=budgets.device_nbytes or None,
-            saving=None if layer_tokens else Levelled(cache(lambda: model.levelled(workload, request.schedule))),
+            saving=None if layer_tokens else Levelled(cache(lambda: workloads.levelled(workload, request.schedule))),
             whole_masters=partial(self.problem, size, masters="whole") if may_be_whole else None,
             in_pieces={each: partial(self.cut(each).problem, size, masters=masters) for each in self._pieces(size)},
             layer_tokens=self.layer_tokens,
@@ -240,48 +132,44 @@ class Door:
         )
         return found.wider if request.saves else found
 
-    def cut(self, size: int) -> Door:
+    def asked(self, **changes: Any) -> Planner:
+        """The same model on the same machine, asked for something else."""
+        request = replace(self.request, **changes)
+        return replace(self, request=request, workloads=self.workloads.asked(request))
+
+    def cut(self, size: int) -> Planner:
         """With layers that run on so many tokens at a time."""
         return replace(self, layer_tokens=size)
 
     def _pieces(self, size: int) -> Sequence[int]:
         """That may be chosen for micro-batches of so many samples."""
         is_settled = self.layer_tokens or self.request.layer_tokens is not None
-        if is_settled or isinstance(self.model.model, Workload) or not self.profile.separate:
+        if is_settled or not self.workloads.has_pieces or not self.profile.separate:
             return ()
         return in_pieces.sizes(size * self.request.sequence)
 
-    def smaller(self, size: int) -> Iterator[Door]:
+    def smaller(self, size: int, counted: dict[int, Counted] | None = None) -> Iterator[Planner]:
         """For micro-batches of so many samples, itself, and what takes less and less memory: with updates in pieces,
-        and with layers, where it is the device's that is short.
+        and with layers, where it is the device's that is short. counted: as in `fit.does_fit`.
         """
-        scarce = replace(self, layer_updates=SCARCE_UPDATES)
+        scarce, counted = replace(self, layer_updates=SCARCE_UPDATES), {} if counted is None else counted
         yield self
         yield scarce
-        for problem in in_pieces.smaller(scarce.problem(size)):
-            assert problem.layer_tokens, "it is in pieces"
-            yield self.cut(problem.layer_tokens)
-            yield scarce.cut(problem.layer_tokens)
-
-    def extremes(self, size: int, counted: dict[int, Counted]) -> Iterator[Door]:
-        """Of those of `smaller` the first, and the one that takes the least memory. counted: as in `fit.does_fit`."""
-        scarce, pieces = replace(self, layer_updates=SCARCE_UPDATES), self._pieces(size)
-        yield self
-        if pieces:
+        if pieces := self._pieces(size):
             problem = scarce.problem(size, counted.get(SCARCE_UPDATES))
             counted[SCARCE_UPDATES] = problem.formulas.counted
-            if in_pieces.may_help(problem):
-                scarce = scarce.cut(pieces[-1])
-        yield scarce
+            for each in pieces if in_pieces.may_help(problem) else ():
+                yield self.cut(each)
+                yield scarce.cut(each)
 
     def searched(self) -> list[Found]:
         """The micro-batch sizes that fit, until two larger ones have brought nothing; first the one with the highest
         throughput, of equals the smallest batch. Where nothing fits so, what takes less memory is tried.
         """
         refusals: list[NoFitError] = []
-        for door in self.smaller(self.request.sizes[0]):
+        for planner in self.smaller(self.request.sizes[0]):
             try:
-                return door._searched()
+                return planner._searched()
             except NoFitError as error:
                 refusals.append(error)
         raise refusals[-1]
@@ -331,15 +219,26 @@ class Door:
                 except (MemoryBudgetError, NoFitError) as error:
                     refusal = error
                     continue
-                return explained(made, tried, [each for each in found if each[0] is not problem])
+                others = [each for each in found if each[0] is not problem]
+                return explained(made, tried, others, self.narrower(made.problem))
         assert refusal is not None, "there is a search"
         raise refusal
 
+    def narrower(self, problem: Problem) -> Iterator[tuple[States, Problem]]:
+        """The problem with states in fewer bits, by their type; none of what says itself what its states take."""
+        own, request = problem.workload, problem.request
+        every = get_args(States)
+        for states in every[every.index(request.states) + 1 :]:
+            with suppress(PlanError):  # Muon has no states of 8 bits
+                workloads, pieces = self.asked(states=states).workloads, problem.layer_tokens or request.layer_tokens
+                found = workloads.workload(own.micro_batch_size, request.schedule, own.masters, pieces)
+                yield states, problem.resized(with_products(found.sizes, self.profile))
+
     def decided(self, problem: Problem, number: int, found: Search | None = None) -> StepPlan:
         """The decision on a batch of so many micro-batches. found: by the linear program, of whole updates or not."""
-        whole = problem if problem.layer_updates == 1 else replace(problem, layer_updates=1, counted=None)
+        whole = problem.updated_in(1)
         known = found if whole is problem else None
-        return decide(whole.of(builder=whole.at(number)), self.request, known)
+        return decide(whole.of().at(number), self.request, known)
 
     def of_whole_batch(self, other: Problem, search: Search) -> StepPlan:
         """One forward and backward over the batch of `other`, or over the most samples of it that fit."""
@@ -362,12 +261,6 @@ class Door:
         taken = f"the {batch_size} samples that the {other.request.schedule} order takes"
         limit = f"of {taken}, {fits} fit in one forward and backward"
         return replace(plans[fits], notes=(limit, *plans[fits].notes))
-
-
-def _cutting(schedule: Schedule) -> Schedule:
-    """The schedule whose capture serves this one: it cuts blocks as this one does."""
-    cut = SCHEDULES[schedule].block_cut
-    return next(name for name, spec in SCHEDULES.items() if spec.block_cut is cut)
 
 
 def _tokens_per_second(found: Found) -> float:

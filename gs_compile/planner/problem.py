@@ -21,7 +21,7 @@ from gs_compile.options import Masters
 from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.levels import Levels
 from gs_compile.placement.placement import Decision, Placement
-from gs_compile.placement.workload import Workload
+from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import DEVICE_RATIOS, Counted
@@ -85,6 +85,11 @@ class Problem:
     layer_updates: int = 1
     apart: bool = True
     counted: Counted | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def number(self) -> int:
+        """The micro-batches of its steps; 0: that is to be found."""
+        return self.builder.layout.num_micro_batches
 
     # What is asked for when it is needed ------------------------------------------------------------------------------
 
@@ -151,46 +156,47 @@ class Problem:
         workload, profile = workload or self.workload, profile or self.profile
         return replace(self, machine=lambda: profile, code=lambda: workload, **changes)
 
+    def resized(self, sizes: tuple[UnitSize, ...]) -> Problem:
+        """The same code with units of other sizes."""
+        builder = replace(self.builder, sizes=sizes)
+        return self.of(replace(self.workload, sizes=sizes), builder=builder, counted=None)
+
     def asked(self, request: Request) -> Problem:
         """The same model and machine, asked for something else."""
         return self if request == self.request else replace(self, request=request, counted=None)
 
+    def updated_in(self, number: int) -> Problem:
+        """With each layer's update in so many pieces."""
+        return self if number == self.layer_updates else replace(self, layer_updates=number, counted=None)
+
     def like(self, other: Problem) -> Problem:
         """This problem, for as many micro-batches as another one, and asked for the same."""
-        return replace(self, builder=self.at(other.builder.layout.num_micro_batches)).asked(other.request)
+        return self.at(other.number).asked(other.request)
 
     def cut(self, size: int) -> Problem:
         """With layers that run on so many tokens at a time, of those in `in_pieces`."""
         return self.in_pieces[size]().like(self)
 
-    def at(self, number: int) -> StepBuilder:
-        """What lays out steps of so many micro-batches."""
-        if number not in self._builders:
-            known = self.builder
-            is_own = known.layout.num_micro_batches == number
-            self._builders[number] = known if is_own else known.at(self.workload, number)
-        return self._builders[number]
+    def at(self, number: int) -> Problem:
+        """The same for steps of so many micro-batches."""
+        return self if number == self.number else replace(self, builder=self.builder.at(self.workload, number))
+
+    @property
+    def steps(self) -> Problem:
+        """The problem of the steps that a plan looks at: what is going to run as it is, else as `bundled`."""
+        return self if self.will_run else self.bundled
 
     @cached_property
-    def _builders(self) -> dict[int, StepBuilder]:
-        return {}
-
-    def steps(self, number: int) -> tuple[Problem, int]:
-        """This problem, and the micro-batches of the steps that a plan for `number` of them looks at: what is going to
-        run as it is, else as `bundled`.
-        """
-        return (self, number) if self.will_run else self.bundled(number)
-
-    def bundled(self, number: int) -> tuple[Problem, int]:
-        """This problem, and a number of micro-batches; of a large step a few, each of which stands for several.
+    def bundled(self) -> Problem:
+        """The same with a large step's micro-batches in a few bundles, each of which stands for several.
 
         Not where each micro-batch brings in the whole model: a few would bring it in a few times.
         """
-        is_small = number <= NUM_BUNDLES or number * self.workload.num_layers <= LARGE
+        is_small = self.number <= NUM_BUNDLES or self.number * self.workload.num_layers <= LARGE
         if is_small or self.request.schedule in BY_MICRO_BATCH:
-            return self, number
-        times = number / NUM_BUNDLES
-        return self.of(self.workload.scaled(code=times, activations=times)), NUM_BUNDLES
+            return self
+        times = self.number / NUM_BUNDLES
+        return self.of(self.workload.scaled(code=times, activations=times)).at(NUM_BUNDLES)
 
     # Its solutions ----------------------------------------------------------------------------------------------------
 
@@ -213,24 +219,19 @@ class Problem:
             request = replace(request, alpha=alpha, clipping="speculative" if request.speculative else request.clipping)
         return best_for(self.formulas, number, budgets or self.budgets, request)
 
-    def placed(self, decision: Decision, number: int) -> Placement:
-        """The placement that a decision describes, for so many micro-batches."""
-        return self.at(number).placement(decision)
-
     def predicted(self, placement: Placement, program: Program | None = None) -> Simulation:
         """Of steps none of which is rolled back; the memory they are given is that of the program, if it is known."""
-        builder = self.at(placement.layout.num_micro_batches)
-        program = program or builder.program(placement)
+        program = program or self.builder.program(placement)
         if placement.speculative:
-            program = replace(builder.usual(placement), peaks=program.peaks)
+            program = replace(self.builder.usual(placement), peaks=program.peaks)
         host_nbytes, device_nbytes = self.budgets.host_nbytes, self.values_nbytes
         return predict(
             program, placement, self.workload, self.profile, host_nbytes=host_nbytes, device_nbytes=device_nbytes
         )
 
-    def valued(self, decision: Decision, number: int) -> Solution:
+    def valued(self, decision: Decision) -> Solution:
         """What a decision takes by the linear program, whether or not it fits."""
-        return System(self.formulas, number, decision.alpha, self.budgets, self.request).valued(decision)
+        return System(self.formulas, self.number, decision.alpha, self.budgets, self.request).valued(decision)
 
     def needs(self, solution: Solution) -> tuple[dict[str, int], int]:
         """The most bytes that a step has on each tier, and those that it writes to SSD, by the linear program."""
@@ -248,7 +249,7 @@ class Problem:
         """A placement's step among others, if none of its programs takes more than the budgets; `spare` bytes of these
         are left free.
         """
-        programs = self.at(placement.layout.num_micro_batches).programs(placement)
+        programs = self.builder.programs(placement)
         first, most = next(programs), self._most(spare)
         return first if fits(chain((first,), programs), most) else None
 

@@ -21,7 +21,7 @@ from gs_compile.planner.boundary import carried_nbytes, retained_text, without
 from gs_compile.planner.builder import peak
 from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.problem import fits
-from gs_compile.planner.run import Planned, Run
+from gs_compile.planner.run import Planned, RunPlanner
 from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.planner.step_plan import commits_text, nbytes_by_home
 from gs_compile.planner.summary import RATIO_OF
@@ -40,11 +40,11 @@ MOST_PROGRAMS = 256  # of one model, the latest: each length of the inputs has u
 class StepPrograms:
     """The programs of one model's steps, by size and shape, of the placement that was planned at its first call."""
 
-    def __init__(self, run: Run, planned: Planned) -> None:
-        self.run, self.planned = run, planned
-        self.placement, self.host_nbytes = planned.placement, run.host_nbytes
-        self.sizes = run.model.sizes[planned.masters]
-        self.builder = replace(run.builder(planned.masters), layout=planned.placement.layout)
+    def __init__(self, planner: RunPlanner, planned: Planned) -> None:
+        self.planner, self.planned = planner, planned
+        self.placement, self.host_nbytes = planned.placement, planner.host_nbytes
+        self.sizes = planner.model.sizes[planned.masters]
+        self.builder = replace(planner.builder(planned.masters), layout=planned.placement.layout)
         self.first_shape = self.builder.shape
         self._programs: dict[Any, tuple[Program, ...]] = {}
         self._placements: dict[tuple[Layout, bool], Placement] = {}
@@ -140,7 +140,7 @@ class StepPrograms:
         away from the device; with all of them on SSD, if there is any.
         """
         yield planned
-        if planned.shares and not self.run.request.saves:
+        if planned.shares and not self.planner.request.saves:
             planned = planned.recomputing()
             yield planned
         planned = planned.moved("device", "ssd" if self.uses_ssd else "host")
@@ -159,11 +159,11 @@ class StepPrograms:
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""
         program = replace(self.builder, shape=shape if shape.training else self.first_shape).usual(placement)
-        run = self.run
-        problem = run.problem(self.planned.masters, placement.decision.layer_tokens)
+        planner = self.planner
+        problem = planner.problem(self.planned.masters, placement.decision.layer_tokens)
         workload = problem.wider.workload if placement.shares else problem.workload
         budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": self.device_nbytes}
-        return predict(program, placement, workload, run.profile, **budgets)
+        return predict(program, placement, workload, planner.profile, **budgets)
 
     @property
     def device_nbytes(self) -> int | None:
@@ -204,7 +204,7 @@ class StepPrograms:
         rows.append(("updates", f"{share:.0%} late, in the next forward (alpha {placement.decision.alpha:g})"))
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
         rows.append(("peaks", f"{peaks}; host budget {format_bytes(self.host_nbytes)}"))
-        rows += [("not saved", refusal) for refusal in self.run.levels.refusals()]
+        rows += [("not saved", refusal) for refusal in self.planner.levels.refusals()]
         if (plan := self.planned.plan) and plan.is_solved:
             rows.append(("planned", f"{plan.seconds:.3g} s a step"))
         width = max(len(label) for label, _ in rows) + len(": ")

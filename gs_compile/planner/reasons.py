@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from itertools import combinations
+from itertools import chain, combinations
 
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
+from gs_compile.planner.builder import SCARCE_UPDATES
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
-from gs_compile.planner.request import several
-from gs_compile.planner.step_plan import SECONDS_PER_DAY, Alternative, StepPlan
+from gs_compile.planner.request import States, several
+from gs_compile.planner.step_plan import SECONDS_PER_DAY, Alternative, StepPlan, time_text
+from gs_compile.planner.summary import rate_text
 from gs_compile.schedules import BASELINE
 
 WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
 MOST_ALTERNATIVES = 3
 FASTER_DEVICE = 0.1
 MOST_DAYS = 3 * 365.0  # of training, that drives last: for longer, nobody asks
-LARGER_BATCHES = (2, 3, 4, 8)  # times as many micro-batches
+MOST_TIMES = 8  # as many micro-batches, for drives to last longer
+PARTS = 16  # of the batch: a larger one is told no finer
+ADAPTERS = "adapters alone (LoRA) write far less: `greedysnake fit` says for how long the drives last with them"
+
+Narrower = Iterable[tuple[States, Problem]]
 
 
-def explained(plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Search]]) -> StepPlan:
-    """The plan with what limits it, what else there was, and notes. `others`: searches with other micro-batch sizes."""
+def explained(
+    plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Search]], narrower: Narrower = ()
+) -> StepPlan:
+    """The plan with what limits it, what else there was, and notes. `others`: searches with other micro-batch sizes;
+    narrower: as of `longer_life`.
+    """
     return replace(
         plan,
         binding=tuple(binding(plan.problem, plan.bound)),
         alternatives=tuple(alternatives(plan.problem, replace(found, best=plan.bound), others)),
-        notes=(*plan.notes, *notes(plan), *longer_life(plan)),
+        notes=(*plan.notes, *notes(plan), *longer_life(plan, narrower)),
     )
 
 
@@ -104,20 +115,55 @@ def notes(plan: StepPlan) -> Iterator[str]:
         yield f"the drives last as long as asked if a step begins every {plan.written / wear:.3g} s, and not sooner"
 
 
-def longer_life(plan: StepPlan) -> Iterator[str]:
-    """The smallest batch with which drives that wear within years last twice as long, by the linear program."""
-    problem, rated, now = plan.problem, plan.profile.ssd_rated_nbytes, plan.written_per_day
-    if not 0 < rated < MOST_DAYS * now or SCHEDULES[problem.request.schedule].whole_batch:
+def longer_life(plan: StepPlan, narrower: Narrower = ()) -> Iterator[str]:
+    """With what drives that wear within years last at least twice as long, and what that costs, by the linear program;
+    narrower: as of `sparing`.
+    """
+    problem, rated, tokens = plan.problem, plan.profile.ssd_rated_nbytes, plan.workload.tokens
+    if not 0 < rated < MOST_DAYS * plan.written_per_day or SCHEDULES[problem.request.schedule].whole_batch:
         return
-    for number in (plan.num_micro_batches * times for times in LARGER_BATCHES):
-        solution = problem.solved(number)
+    masters = [f"{problem.workload.masters} masters"] if problem.whole_masters else []  # others may be chosen
+    now = plan.bound
+    for states, found, per_day in sparing(plan, narrower):
+        narrow = [f"states in {'8 bits' if states == '8bit' else states}"] if states else []
+        words = ", ".join([*narrow, *masters, f"{several(found.num_micro_batches)} a step"])
+        larger, smaller = (f"{each.num_micro_batches * tokens:,}" for each in (found, now))
+        speed, before = (rate_text(each.throughput * tokens) for each in (found, now))
+        exact = "; training is not bit for bit that with states in fp32" if states else ""
+        life = f"the drives last {time_text(rated / per_day)}" if per_day else "nothing is written to SSD"
+        yield (
+            f"{life} with {words}, by the linear program: {larger} tokens a step "
+            f"instead of {smaller}, {speed} tokens/s instead of {before}{exact}"
+        )
+    if not any(size.frozen for size in problem.workload.sizes):
+        yield ADAPTERS
+
+
+def sparing(plan: StepPlan, narrower: Narrower) -> Iterator[tuple[States | None, Solution, float]]:
+    """The smallest batch, from the plan's on, with which a day writes at most half as many bytes, by the linear
+    program, and these bytes: with states as they are (None), and with each of `narrower`, the problem with states in
+    fewer bits; with updates in pieces where whole ones do not fit.
+    """
+    for states, problem in chain([(None, plan.problem)], narrower):
+        found = _sparing(problem, plan) or _sparing(problem.updated_in(SCARCE_UPDATES), plan)
+        if found is not None:
+            yield states, *found
+
+
+def _sparing(problem: Problem, plan: StepPlan) -> tuple[Solution, float] | None:
+    now, known = plan.num_micro_batches, dict[int, tuple[Solution, float]]()
+    numbers = range(now, MOST_TIMES * now + 1, max(1, now // PARTS))
+
+    def is_enough(number: int) -> bool:
+        solution = problem.solved(number, plan.alpha)
         if solution is None:
-            return
+            return True  # nor does a larger one fit
         _, written = problem.needs(solution)
-        if written * SECONDS_PER_DAY / solution.seconds <= now / 2:
-            speed = number * problem.workload.tokens / solution.seconds * plan.ranks
-            yield f"with {several(number)} a step the drives last at least twice as long, at {speed:.3g} tokens/s"
-            return
+        known[number] = solution, written / solution.seconds * SECONDS_PER_DAY
+        return known[number][1] <= plan.written_per_day / 2
+
+    place = bisect_left(numbers, True, key=is_enough)
+    return known.get(numbers[place]) if place < len(numbers) else None
 
 
 def richer(problem: Problem) -> dict[str, Callable[[Problem], Problem]]:

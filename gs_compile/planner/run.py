@@ -97,7 +97,7 @@ class Planned:
     facts: Mapping[str, Any]
 
 
-class Run:
+class RunPlanner:
     """The problem of a model at hand: what is asked for, and what is measured when it is needed."""
 
     def __init__(self, model: ModelAtHand) -> None:

@@ -22,7 +22,7 @@ from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.boundary import BOUNDARY
-from gs_compile.planner.choose import choose, fastest, is_small_step, with_boundary
+from gs_compile.planner.choose import choose, fastest, is_small_step
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, richer
@@ -72,22 +72,20 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     """
     here: Tier = "device" if problem.profile.separate else "host"
     others = Shares(share for share in plan.shares if share.tier != here)
-    steps, number = problem.steps(plan.num_micro_batches)
+    steps = problem.steps
     chosen = plan.placement.decision
 
     def placed(shares: Shares) -> Placement:
         left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0
         rest = (share._replace(part=left * share.part) for share in others)
         beside = {name: getattr(chosen, name) for name in BOUNDARY}
-        return steps.placed(replace(plan.relaxed, shares=Shares((*shares, *rest)), **beside), number)
+        return steps.builder.placement(replace(plan.relaxed, shares=Shares((*shares, *rest)), **beside))
 
     ladders = ([placed(shares) for shares in ladder] for ladder in topmost(problem.workload.worthwhile, here))
-    is_small = is_small_step(steps, number)
-    parts = PARTS if is_small else PARTS[:1]
+    parts = PARTS if is_small_step(problem) else PARTS[:1]
     simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
-    simulation = with_boundary(steps, simulation, is_small=is_small)
     made = simulation.placed
-    plan = replace(plan, problem=problem, step_problem=steps, solved=plan.bound, simulated=simulation)
+    plan = replace(plan, problem=problem, solved=plan.bound, simulated=simulation)
     return replace(plan, relaxed=replace(plan.relaxed, shares=made.shares), placement=made)
 
 

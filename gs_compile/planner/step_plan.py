@@ -42,8 +42,7 @@ class StepPlan:
     """Where all data is stored and how a step runs. Seconds and throughput are simulated; see `explain.report`.
 
     problem: what was given and asked for.
-    step_problem, placement: the layout of the simulated step, and its placement. A large step has its micro-batches in
-        a few bundles (`Problem.bundled`). The placement's decision has what was chosen.
+    placement: of the simulated step, `problem.steps`; its decision has what was chosen.
     relaxed: the ratios and shares of the linear program, in which items may be cut anywhere.
     solved, simulated: the answer of the linear program, which spreads each lane's work evenly over its phase, and the
         simulation, if the plan was made by them; otherwise they are made when they are first read.
@@ -52,9 +51,7 @@ class StepPlan:
     """
 
     problem: Problem = field(repr=False)
-    num_micro_batches: int
     relaxed: Decision
-    step_problem: Problem = field(repr=False)
     placement: Placement = field(repr=False)
     solved: Solution | None = field(default=None, repr=False)
     simulated: Simulation | None = field(default=None, repr=False, compare=False)
@@ -68,13 +65,17 @@ class StepPlan:
         """Whether the plan was made by the linear program and the simulator, not by what is given and fits alone."""
         return self.simulated is not None
 
+    @property
+    def num_micro_batches(self) -> int:
+        return self.problem.number
+
     @cached_property
     def simulation(self) -> Simulation:
-        return self.simulated or self.step_problem.predicted(self.placement)
+        return self.simulated or self.problem.steps.predicted(self.placement)
 
     @cached_property
     def bound(self) -> Solution:
-        return self.solved or self.problem.valued(self.relaxed, self.num_micro_batches)
+        return self.solved or self.problem.valued(self.relaxed)
 
     @property
     def workload(self) -> Workload:

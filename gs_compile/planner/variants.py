@@ -24,15 +24,15 @@ def with_variant(plan: StepPlan) -> StepPlan:
 
     With gaps between what is in host memory, a variant may need more than there is: then it is left out.
     """
-    steps, plain, number = plan.step_problem, plan.placement, plan.placement.layout.num_micro_batches
-    variants, program = _variants(plain), steps.at(number).program
+    steps, plain = plan.problem.steps, plan.placement
+    variants, program = _variants(plain), steps.builder.program
     if program(plain).ops == program(plain.decided(own=variants.unbounded)).ops:
         return replace(plan, simulated=plan.simulation, notes=(variants.none, *plan.notes))
     others = []
     for part in variants.spare_parts if plan.is_solved else ():
         less = replace(steps.budgets, host_nbytes=int(steps.budgets.host_nbytes * (1 - part)))
-        solution = steps.solved(number, plan.alpha, budgets=less)
-        others += [steps.placed(solution.decision, number)] if solution else []
+        solution = steps.solved(steps.number, plan.alpha, budgets=less)
+        others += [steps.builder.placement(solution.decision)] if solution else []
     own, found = own_within(steps, variants), [plan.simulation]
     for placement in dict.fromkeys(each.decided(own=own) for each in (plain, *others)):
         if not steps.excess(program(placement)).keys() & {"host"}:

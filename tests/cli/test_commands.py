@@ -26,11 +26,11 @@ from gs_compile.planner.request import Request
 def stand_for_planner(monkeypatch, plan):
     """A function of a model and a request plans in the place of the planner."""
 
-    def door_of(model, request, *, keeps):
+    def planner_of(model, request, *, keeps):
         assert keeps, "what it captures serves the next command"
         return SimpleNamespace(plan=lambda: plan(model, request))
 
-    monkeypatch.setattr("gs_compile.planner.plan.door_of", door_of)
+    monkeypatch.setattr("gs_compile.planner.plan.planner_of", planner_of)
     monkeypatch.setattr("gs_compile.planner.plan.plan", plan)
 
 

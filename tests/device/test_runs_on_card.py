@@ -267,7 +267,7 @@ def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds)
         losses = [step(model, optimizer, tokens(0))]
         engine = optimizer.engine
         values_nbytes = dict(engine.snapshots[-1].peaks)["device"]
-        planned = values_nbytes + engine.planning.run.workload.workspace_nbytes + BATCH_NBYTES
+        planned = values_nbytes + engine.planning.planner.workload.workspace_nbytes + BATCH_NBYTES
         torch.accelerator.synchronize()
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(0)
@@ -319,7 +319,7 @@ def test_a_plan_has_what_the_model_leaves_and_the_allocator_keeps(tmp_path):
             in_use = torch.accelerator.memory_allocated(0) - others
             torch.empty(30 << 20, dtype=torch.uint8, device="card:0")  # and gone: the allocator keeps it
             step(model, optimizer, tokens(0))
-            found.append(optimizer.engine.planning.run.model.where)
+            found.append(optimizer.engine.planning.planner.model.where)
             assert torch.accelerator.memory_reserved(0) > 30 << 20
         assert 1 << 20 < found[-1].leaving_nbytes <= in_use < found[-1].leaving_nbytes + 2**16
         assert free_nbytes([tmp_path], Where(torch.device("card", 0)))["device_nbytes"] > 0.9 * (

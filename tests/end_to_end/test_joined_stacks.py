@@ -19,7 +19,7 @@ from benchmarks.zoo.registry import CASES
 from benchmarks.zoo.trial import run
 from gs_compile.options import Ratios
 from gs_compile.placement.placement import Placement
-from gs_compile.planner.run import Run
+from gs_compile.planner.run import RunPlanner
 
 KEEPS_CAPTURES = True
 WIDE, NARROW, MICRO_BATCH, NUM_STEPS = 32, 24, 2, 3
@@ -84,7 +84,7 @@ def apart():
 
     The joint goes with the decoder.
     """
-    usual, made = Run._decided, list[Placement]()
+    usual, made = RunPlanner._decided, list[Placement]()
     encoder = Ratios(checkpoint=1.0, parameter=0.0, optimizer=1.0, device_checkpoint=0.0, device_parameter=0.0)
     ratios = encoder, replace(encoder, checkpoint=0.0, parameter=1.0, optimizer=0.0)
 
@@ -94,7 +94,7 @@ def apart():
         return replace(found, placement=made[-1])
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Run, "_decided", decided)
+        patched.setattr(RunPlanner, "_decided", decided)
         yield made
 
 

@@ -209,7 +209,7 @@ def test_by_a_plan_in_little_memory(tmp_path):
         def look(_, optimizer, host_memory=host_memory):
             pieces.add(optimizer.engine.placement.decision.layer_updates)
             largest = 4 * 128 * 512
-            set_aside = parse_bytes(host_memory, name="") - optimizer.engine.planning.run.whole_nbytes
+            set_aside = parse_bytes(host_memory, name="") - optimizer.engine.planning.planner.whole_nbytes
             assert set_aside == 2 * largest
 
         assert harness.train(muon, given, 2, look=look).differences(wanted) == []

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import sys
 import weakref
 from functools import partial
 
@@ -273,6 +274,27 @@ def test_a_grad_scaler_is_refused_before_anything_is_updated(tmp_path):
         assert one.optimizer.num_steps == 2
         with pytest.raises(ReleasedParameterError, match=r"read optimizer\.grad_norm"):  # in a log, for example
             next(one.model.parameters()).grad.norm()
+
+
+def test_a_parameter_takes_no_more_work_where_there_are_more_of_them():
+    """As of experts that are not fused; Muon asks for each one's param group."""
+
+    def num_calls(number):
+        parameters, count = [torch.nn.Parameter(torch.empty(2, 2)) for _ in range(number)], 0
+
+        def profiler(frame, event, arg):
+            nonlocal count
+            count += event == "call"  # of a generator once for each item
+
+        sys.setprofile(profiler)
+        try:
+            gs_compile.Muon(parameters)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    few, many = num_calls(100), num_calls(200)
+    assert many < 2.2 * few
 
 
 def test_a_parameter_without_a_shape_is_refused():

@@ -140,7 +140,7 @@ def test_a_schedule_as_others_publish_it_moves_what_is_said_of_it():
         given = problem(WORKLOAD, CPU, 1, host_nbytes=10**12, request=Request(schedule=schedule))
         plain = given.predicted(given.builder.placement(NOTHING))
         chosen: Any = SimpleNamespace(simulation=plain, placement=plain.placed, spare={"host": 0, "device": 0})
-        assert (_with_boundary(given, 1, chosen) is plain) == is_published
+        assert (_with_boundary(given, chosen, is_small=True) is plain) == is_published
 
 
 def test_memory_of_what_drives_are_behind_with_is_given_on_later():
@@ -191,7 +191,7 @@ def test_a_commit_keeps_nothing_of_what_only_a_schedule_can_read():
     """Such a plan is made again: its own data is no JSON."""
     given = problem(WORKLOAD, CPU, 2)
     plain = given.builder.placement(NOTHING)
-    known = {"problem": given, "step_problem": given, "num_micro_batches": 2, "relaxed": NOTHING}
+    known = {"problem": given, "relaxed": NOTHING}
     found, own = (StepPlan(placement=each, **known) for each in (plain, plain.decided(own=Rooms.unbounded)))
     assert facts_of(found, "this model", 1, None)["decision"] == plain.decision.as_dict()
     assert facts_of(own, "this model", 1, None) == {}

@@ -44,6 +44,27 @@ def test_whole_programs_are_what_short_ones_say(separate, layer_updates, alpha, 
     assert float(found.ssd @ one) == pytest.approx(moved, rel=0.01, abs=1e5)
 
 
+def test_short_programs_say_the_same_where_the_backward_ends_at_the_first_layer():
+    """As of adapters: nothing but a part of each layer is trained."""
+    whole = gpt(16, 512, vocabulary=5000)
+
+    def adapted(size):
+        own = size.trained[:1] if isinstance(size.unit, int) else ()
+        return replace(size, trained=own, frozen=size.trained[len(own) :])
+
+    shape = replace(whole.shape, frozen=frozenset("eht"), first_grad=0)
+    workload = replace(whole, sizes=tuple(map(adapted, whole.sizes)), shape=shape)
+    short, long = (formulas(workload, A100) for _ in range(2))
+    assert len(short.counted.lengths) == 2
+    long.counted.lengths = (16,)
+    for alpha, point in ((alpha, np.array([1.0, *point, 0.0])) for alpha in (0.0, 0.4) for point in POINTS):
+        found, expected = (each.of(alpha, 7) for each in (short, long))
+        for lane, seconds in expected.seconds.items():
+            assert float(found.seconds[lane] @ point) == pytest.approx(float(seconds @ point), rel=1e-9)
+        for tier, alive in expected.alive.items():
+            assert float((found.alive[tier] @ point).max()) == pytest.approx(float((alive @ point).max()), rel=1e-9)
+
+
 @pytest.mark.slow  # small plans: test_planner.py
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("machine", "ranks"), MACHINES)

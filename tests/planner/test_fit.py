@@ -10,7 +10,7 @@ import zoo
 from gs_compile.errors import CaptureError
 from gs_compile.planner import fit as module
 from gs_compile.planner.fit import Fit, fit, ways
-from gs_compile.planner.plan import Door
+from gs_compile.planner.plan import Planner
 from gs_compile.planner.request import Request
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
@@ -27,21 +27,21 @@ def config():
 
 
 @pytest.fixture(scope="module")
-def doors():
+def planners():
     """To the plan of each way, with what was captured for it, once `found` is made."""
     return []
 
 
-def of_full_training(door, size, *counted, largest=module._largest):
+def of_full_training(planner, size, *counted, largest=module._largest):
     """In the place of `_largest`: of adapters it takes as long, and no test looks at it."""
-    return size if door.request.lora else largest(door, size, *counted)
+    return size if planner.request.lora else largest(planner, size, *counted)
 
 
 @pytest.fixture(scope="module")
-def found(config, doors):
+def found(config, planners):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "_largest", of_full_training)
-        return fit(config, **ASKED, **BATCH, doors=doors)
+        return fit(config, **ASKED, **BATCH, planners=planners)
 
 
 def test_the_ways():
@@ -56,10 +56,10 @@ def test_the_ways():
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-def test_each_way_keeps_the_budgets_and_is_a_bound_of_its_plan(found, doors, number):
+def test_each_way_keeps_the_budgets_and_is_a_bound_of_its_plan(found, planners, number):
     assert [each.missing for each in found] == ["", "", ""]
-    assert [door.request for door in doors] == [asked for _, asked in ways(Request(**ASKED, **BATCH))]
-    each, made = found[number], doors[number].plan()
+    assert [planner.request for planner in planners] == [asked for _, asked in ways(Request(**ASKED, **BATCH))]
+    each, made = found[number], planners[number].plan()
     assert each.peaks["host"] <= 24 << 20
     assert each.peaks["device"] <= 20 << 20
     assert (each.micro_batch_size, each.batch_size) == (4, 8)
@@ -82,44 +82,44 @@ def test_hours_bytes_and_days():
     assert replace(one, written_nbytes=0).drive_days is None
 
 
-def test_the_largest_micro_batch_is_the_last_that_fits(found, doors):
+def test_the_largest_micro_batch_is_the_last_that_fits(found, planners):
     """Of the model itself, whose code is counted at that size."""
-    door, largest = doors[0], found[0].largest_micro_batch
+    planner, largest = planners[0], found[0].largest_micro_batch
     assert largest > 1
-    assert module.does_fit(door, largest)
-    assert not module.does_fit(door, 2 * largest)
+    assert module.does_fit(planner, largest)
+    assert not module.does_fit(planner, 2 * largest)
 
 
 @pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.slow), 128])
-def test_the_longest_sequence(config, found, doors, monkeypatch, most):
+def test_the_longest_sequence(config, found, planners, monkeypatch, most):
     """As many tokens as fit in samples, or fewer; no more than the model has positions for."""
     monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
-    model, known = (config, [*doors]) if most else (zoo.configuration("llama", **WIDER), None)
-    (one,) = fit(model, **ASKED, **SMALL, longest=True, doors=known)
+    model, known = (config, [*planners]) if most else (zoo.configuration("llama", **WIDER), None)
+    (one,) = fit(model, **ASKED, **SMALL, longest=True, planners=known)
     assert one.longest == most or one.largest_micro_batch * 64 / 4 < one.longest <= one.largest_micro_batch * 64
     if not most:
         assert module.longest_sequence(model, Request(**{**ASKED, **SMALL, "lora": None})) == one.longest
 
 
-def test_what_does_not_fit_says_what_is_missing(config, found, doors, monkeypatch):
+def test_what_does_not_fit_says_what_is_missing(config, found, planners, monkeypatch):
     monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
-    (full,) = fit(config, **{**ASKED, "host_memory": "1MiB"}, doors=[*doors])
+    (full,) = fit(config, **{**ASKED, "host_memory": "1MiB"}, planners=[*planners])
     assert "it needs" in full.missing
     assert "of host memory" in full.missing
     assert full.tokens_per_second == 0.0
 
 
-def test_adapters_that_cannot_be_captured_leave_the_other_ways(config, found, doors, monkeypatch):
+def test_adapters_that_cannot_be_captured_leave_the_other_ways(config, found, planners, monkeypatch):
     """As PEFT's are on experts whose matrices are one parameter: PEFT changes that in each forward."""
-    searched = Door.searched
+    searched = Planner.searched
 
-    def refused(door):
-        if door.request.lora:
+    def refused(planner):
+        if planner.request.lora:
             raise CaptureError("no batch")
-        return searched(door)
+        return searched(planner)
 
-    monkeypatch.setattr(Door, "searched", refused)
-    monkeypatch.setattr(module, "_largest", lambda door, size, *_: size)
-    full, *adapted = fit(config, **ASKED, **BATCH, doors=list(doors))
+    monkeypatch.setattr(Planner, "searched", refused)
+    monkeypatch.setattr(module, "_largest", lambda planner, size, *_: size)
+    full, *adapted = fit(config, **ASKED, **BATCH, planners=list(planners))
     assert full.tokens_per_second == pytest.approx(found[0].tokens_per_second)
     assert [each.missing for each in adapted] == ["no batch", "no batch"]

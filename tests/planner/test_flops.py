@@ -13,7 +13,7 @@ from gs_compile.capture.flops import count_flops
 from gs_compile.capture.inductor import Generator
 from gs_compile.capture.memory import lifetimes, most_alive, peak_nbytes
 from gs_compile.codegen.differentiate import Differentiated
-from gs_compile.planner.cost.flops import unit_cost
+from gs_compile.planner.cost.workload import unit_cost
 
 # B samples, H heads, T tokens, D width of a head; R rows, M and N width in and out, E experts.
 B, H, T, D = 2, 3, 64, 16

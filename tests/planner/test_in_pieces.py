@@ -17,10 +17,10 @@ from gs_compile.planner import run
 from gs_compile.planner.decide import decide
 from gs_compile.planner.fit import does_fit
 from gs_compile.planner.in_pieces import SIZES, WORTH
-from gs_compile.planner.plan import door_of
+from gs_compile.planner.plan import planner_of
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import _check
-from gs_compile.planner.run import Run
+from gs_compile.planner.run import RunPlanner
 from gs_compile.planner.summary import settings
 
 WORKLOAD = gpt(4, 512, sequence=4096)  # whose layers compute in 68 MiB
@@ -95,18 +95,18 @@ def test_nothing_is_tried_where_pieces_are_no_help():
 
 def test_a_named_model_has_longer_samples_in_pieces():
     config = zoo.configuration("llama", **CONFIG)
-    door = door_of(config, Request(**NAMED, device_memory="18MiB"))
-    assert does_fit(door, 1)
-    (problem, search), *_ = door.searched()
+    planner = planner_of(config, Request(**NAMED, device_memory="18MiB"))
+    assert does_fit(planner, 1)
+    (problem, search), *_ = planner.searched()
     assert problem.layer_tokens == 512
-    whole, cut = (each.problem(1).workload.costs[0] for each in (door, door.cut(512)))
+    whole, cut = (each.problem(1).workload.costs[0] for each in (planner, planner.cut(512)))
     assert cut.workspace_nbytes < 0.7 * whole.workspace_nbytes
     assert whole.backward_flops < cut.backward_flops < 1.1 * whole.backward_flops
-    found = door.decided(problem, 1, search)
+    found = planner.decided(problem, 1, search)
     assert "layers on 512 tokens at a time" in settings(found)
     assert "layers run on 512 tokens at a time, but for _scaled_dot_product_flash" in " ".join(found.notes)
     for size, fits in ((0, False), (512, True)):
-        asked_for = door_of(config, Request(**NAMED, device_memory="18MiB", layer_tokens=size), [door])
+        asked_for = planner_of(config, Request(**NAMED, device_memory="18MiB", layer_tokens=size), [planner])
         assert does_fit(asked_for, 1) == fits
         assert not asked_for.problem(1).in_pieces
 
@@ -123,7 +123,7 @@ def test_a_device_without_room_to_time_whole_layers(monkeypatch):
     one = SimpleNamespace(model=SimpleNamespace(layouts=[layout]), times=None, masters="split", request=Request())
     one.builder = lambda masters: SimpleNamespace(sizes=(), shape=None, layout=SimpleNamespace(world=1))
     with pytest.raises(NoFitError, match=r"no room for what a unit computes with, 68\.0 MiB"):
-        Run._time(one, 512)
+        RunPlanner._time(one, 512)
 
 
 def test_the_plan_of_a_commit_has_pieces_that_a_plan_can_have():

@@ -8,7 +8,7 @@ import zoo
 from gs_compile.planner.cost import known_workloads
 from gs_compile.planner.cost.known_workloads import KnownWorkloads
 from gs_compile.planner.cost.workload import ModelSpec
-from gs_compile.planner.plan import door_of
+from gs_compile.planner.plan import planner_of
 from gs_compile.planner.request import Request
 
 SIZES = {"n_embd": 64, "n_head": 2, "n_layer": 3, "n_positions": 64}
@@ -29,7 +29,7 @@ def model(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def workload():
-    return door_of(zoo.configuration("gpt2", **SIZES), ASKED).problem(1).workload
+    return planner_of(zoo.configuration("gpt2", **SIZES), ASKED).problem(1).workload
 
 
 def files(model):
@@ -44,13 +44,13 @@ def known(model, request=ASKED, keeps=True):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelSpec, "of", refused)
-        door = door_of(model, request, keeps=keeps)
-        return door.problem(2).workload, door.model.levelled(door.problem(2).workload, "vertical")
+        planner = planner_of(model, request, keeps=keeps)
+        return planner.problem(2).workload, planner.workloads.levelled(planner.problem(2).workload, "vertical")
 
 
 def test_a_workload_is_taken_from_where_it_was_kept(model, monkeypatch):
-    door = door_of(model, ASKED, keeps=True)
-    made = door.problem(2).workload, door.model.levelled(door.problem(2).workload, "vertical")
+    planner = planner_of(model, ASKED, keeps=True)
+    made = planner.problem(2).workload, planner.workloads.levelled(planner.problem(2).workload, "vertical")
     (kept,) = files(model)
     assert known(model) == made
     assert made[1].num_levels

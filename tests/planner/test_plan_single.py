@@ -12,7 +12,7 @@ from transformers import GPT2Config
 
 from gs_compile.errors import PlanError
 from gs_compile.planner.cost.workload import ModelSpec
-from gs_compile.planner.plan import door_of, plan
+from gs_compile.planner.plan import plan, planner_of
 from gs_compile.planner.request import Request
 
 HERE = Path(__file__).parents[1] / "machine.json"
@@ -21,15 +21,15 @@ ASKED = {"machine": "a100", "sequence": 128, "host_memory": "200MiB"}
 
 
 @pytest.fixture(scope="module")
-def doors():
+def planners():
     """To plans in either order, with what is captured for each."""
     given = Request(**ASKED, micro_batch_size=2, num_micro_batches=4, recompute="all")
-    vertical = door_of(CONFIG, given)
-    return vertical, door_of(CONFIG, replace(given, schedule="single"), [vertical])
+    vertical = planner_of(CONFIG, given)
+    return vertical, planner_of(CONFIG, replace(given, schedule="single"), [vertical])
 
 
-def test_the_spec_has_two_layers_of_each_block(doors):
-    whole, halves = (door.model.captured(door.request.schedule).workload(2) for door in doors)
+def test_the_spec_has_two_layers_of_each_block(planners):
+    whole, halves = (planner.workloads.captured(planner.request.schedule).workload(2) for planner in planners)
     assert (whole.num_layers, halves.num_layers) == (4, 8)
     assert halves.num_trained == whole.num_trained
     assert halves.x_nbytes == whole.x_nbytes
@@ -49,8 +49,8 @@ def test_a_short_capture_has_the_workload_of_a_whole_one(monkeypatch):
     assert short.num_layers == 2 * zoo.LAYERS
 
 
-def test_the_batch_of_the_vertical_order_is_one_micro_batch(doors):
-    vertical, found = (door.plan() for door in doors)
+def test_the_batch_of_the_vertical_order_is_one_micro_batch(planners):
+    vertical, found = (planner.plan() for planner in planners)
     assert (found.schedule, found.program.by_micro_batch, found.num_micro_batches) == ("single", False, 1)
     assert found.workload.micro_batch_size == 8
     assert found.workload.tokens == vertical.num_micro_batches * vertical.workload.tokens

@@ -16,7 +16,7 @@ from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, peak
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.plan import door_of, plan
+from gs_compile.planner.plan import plan, planner_of
 from gs_compile.planner.request import Request
 
 HERE = Path(__file__).parents[1] / "machine.json"
@@ -206,7 +206,7 @@ def test_a_config_is_planned_in_bf16_like_a_name():
     found = plan(config, **settings).workload
     assert (found.name, found.num_layers, found.sequence, found.dtype) == ("gpt2", 2, 16, "bf16")
     assert all((size.itemsize, size.state_itemsize) == (2, 10) for size in found.sizes)
-    assert door_of(config, Request(precision="model", **settings)).problem(1).workload.dtype == "fp32"
+    assert planner_of(config, Request(precision="model", **settings)).problem(1).workload.dtype == "fp32"
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -33,10 +33,12 @@ class Faked:
     beyond = 0
     will_run = True
     trial = None  # what a large step is looked at with; itself
+    number = 3
     unsolved = ()  # alphas with which nothing fits
     seconds_on_device = staticmethod(lambda nbytes: 1.0)
     values_nbytes = Problem.values_nbytes
     steps, excess, _most = Problem.steps, Problem.excess, Problem._most
+    builder = property(lambda self: self)
 
     def __init__(self, over=lambda alpha: 0, seconds=lambda resident: 1.0, bound=1.0, late=lambda alpha: 1 + alpha):
         self.over, self.seconds, self.bound, self.late = over, seconds, bound, late
@@ -55,15 +57,12 @@ class Faked:
         decision = SimpleNamespace(ratios=(shares,), **names)
         return SimpleNamespace(seconds=self.bound, num_micro_batches=number, decision=decision, **names)
 
-    def bundled(self, number):
-        return self.trial or self, number
+    @property
+    def bundled(self):
+        return self.trial or self
 
-    def placed(self, decision, number):
+    def placement(self, decision):
         return decision
-
-    def at(self, number):
-        assert number == 3
-        return self
 
     def program(self, placement):
         inside = self.workload.workspace_nbytes
@@ -81,7 +80,7 @@ class Faked:
     def refined(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **asked):
         self.budgets = replace(BUDGETS, host_nbytes=host_nbytes, device_nbytes=device_nbytes)
         self.request, self.best = Request(**asked), best
-        return refined(self, SimpleNamespace(alpha=best, seconds=self.bound, num_micro_batches=3))[0]
+        return refined(self, SimpleNamespace(alpha=best, seconds=self.bound))[0]
 
 
 def falling(resident):
@@ -184,7 +183,7 @@ def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
     """
     workload = gpt(6, hidden, sequence=hidden // 2, vocabulary=2000)
     host_nbytes = 300 * 10**6 * (hidden // 512) ** 2
-    given = problem(workload, machine, host_nbytes=host_nbytes)
+    given = problem(workload, machine, 12, host_nbytes=host_nbytes)
     monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
     search = given.search(12)
     bundled, whole = (choose(replace(given, will_run=whole), search) for whole in (False, True))
@@ -199,7 +198,7 @@ def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
 def test_a_large_step_that_brings_the_model_in_for_each_micro_batch_is_not_bundled(monkeypatch):
     """Its time grows with the number of micro-batches, as the linear program says."""
     request = Request(schedule="horizontal", host_memory=300 * 10**6)
-    given = problem(gpt(6, 512, sequence=64, vocabulary=2000), CPU, request=request)
+    given = problem(gpt(6, 512, sequence=64, vocabulary=2000), CPU, 16, request=request)
     monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
     chosen = choose(replace(given, will_run=False), given.search(16))
     assert chosen.program.num_micro_batches == 16

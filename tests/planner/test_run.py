@@ -14,19 +14,19 @@ from gs_compile.options import Options
 from gs_compile.planner.cost import timing as module
 from gs_compile.planner.cost.timing import LayerLevels
 from gs_compile.planner.measure.machines import Where
-from gs_compile.planner.run import ModelAtHand, Run
+from gs_compile.planner.run import ModelAtHand, RunPlanner
 from gs_compile.program.ir import StepShape
 
 
-def test_nothing_else_holds_a_run():
+def test_nothing_else_holds_the_planner_of_a_run():
     layout: Any = SimpleNamespace(x_nbytes=1, side_nbytes=0, dside_nbytes=0, split=SimpleNamespace(num_layers=2))
     layout.shape_of = lambda *_, **__: StepShape()
     options = Options.of({"host_memory": 10**9})
     given = {"sizes": {"split": ()}, "layouts": [layout], "tied": frozenset(), "clip": False}
-    run = Run(ModelAtHand(options=options, where=Where(torch.device("cpu")), **given))
-    assert run.problem("split") is run.problem("split")
-    gone = weakref.ref(run)
-    del run
+    planner = RunPlanner(ModelAtHand(options=options, where=Where(torch.device("cpu")), **given))
+    assert planner.problem("split") is planner.problem("split")
+    gone = weakref.ref(planner)
+    del planner
     gc.collect()
     assert gone() is None
 

@@ -83,7 +83,7 @@ def test_a_step_is_never_slower_for_what_it_saves(alpha, number_of_machines):
         number = int(numbers.integers(1, 9))
         given = problem(workload, machine, request=Request(alpha=alpha), bare=True, **known)
         given = replace(given, counted=counted.setdefault(machine.separate, given.formulas.counted))
-        given = replace(given, builder=given.at(number))
+        given = given.at(number)
         if not given.solved(number):
             continue
         without = choose(given, given.search(number))

@@ -16,7 +16,7 @@ from gs_compile.planner.cost import workload as module
 from gs_compile.planner.cost.model import DEPTH, built
 from gs_compile.planner.cost.workload import ModelSpec
 from gs_compile.planner.measure.machines import profile as find_profile
-from gs_compile.planner.plan import door_of, plan
+from gs_compile.planner.plan import plan, planner_of
 from gs_compile.planner.request import Request
 from gs_compile.program.ir import height
 from gs_compile.runtime.codecs import CODECS
@@ -121,7 +121,7 @@ def test_several_micro_batch_sizes_of_one_spec():
         assert three.costs[unit].forward_flops == 3 * cost.forward_flops
         assert three.costs[unit].backward_flops == 3 * cost.backward_flops
     assert size(one, "h").state_itemsize == 10
-    eight = ModelSpec.of(zoo.GPT(num_layers=4), sequence=zoo.TOKENS, precision="bf16", states="8bit").workload(1)
+    eight = replace(spec, states="8bit").workload(1)
     assert eight.states_nbytes == one.states_nbytes * (2 + 2 * (1 + 4 / 256)) / 10
     assert one.name == "GPT"
 
@@ -176,10 +176,10 @@ def test_fp64_is_its_own_master():
 def test_a_plan_counts_the_workspace_at_its_own_micro_batch_size():
     """A layer's parameter gradients are in it once, whatever the micro-batch: scaled from one sample it is too much."""
     given = {"machine": "a100", "sequence": zoo.TOKENS, "micro_batch_size": 4, "num_micro_batches": 2}
-    door = door_of(zoo.configuration("gpt2"), Request(**given, recompute="all"))
-    spec = door.model.captured("vertical")
+    planner = planner_of(zoo.configuration("gpt2"), Request(**given, recompute="all"))
+    spec = planner.workloads.captured("vertical")
     one, four = spec.workload(1).costs[0].workspace_nbytes, spec.workload(4).costs[0].workspace_nbytes
-    found = door.plan()
+    found = planner.plan()
     assert found.workload.costs[0].workspace_nbytes == four < 4 * one
 
 
@@ -232,9 +232,15 @@ def test_a_workload_says_itself_what_its_parameters_take():
         plan(gpt(2, 64), machine="a100", frozen="nf4")
 
 
-@pytest.mark.parametrize("model", [gpt(2, 64), torch.nn.Linear(2, 2)])
-def test_a_model_that_is_given_has_its_own_adapters_or_none(model):
-    with pytest.raises(PlanError, match="lora is 4, but lora needs a model by name, or its conf"):
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        (gpt(2, 64), "already has parameters that are trained: leave lora out"),
+        (torch.nn.Linear(2, 2), "lora is 4, but lora needs a model by name, or its config"),
+    ],
+)
+def test_a_model_that_is_given_has_its_own_adapters_or_none(model, complaint):
+    with pytest.raises(PlanError, match=complaint):
         plan(model, machine="a100", lora=4)
 
 
@@ -242,19 +248,38 @@ def test_muon_by_name():
     """Matrices of layers have momentum alone; the memory that their products take is left of the budget."""
     config = zoo.configuration("gpt2", n_embd=64)
     given = {"machine": "rtx4090", "sequence": zoo.TOKENS, "optimizer": "muon"}
-    door = door_of(config, Request(**given))
-    found = door.problem(2)
+    planner = planner_of(config, Request(**given))
+    found = planner.problem(2)
     layer, embedding = size(found.workload, 0), size(found.workload, "t")
     assert (layer.state_itemsize, embedding.state_itemsize) == (2 + 4, 2 + 8)
     assert layer.products
     assert not embedding.products
     assert found.budgets.host_nbytes == find_profile("rtx4090").host_nbytes - layer.products.host_nbytes
-    narrow = door_of(config, Request(**given, states="bf16")).problem(2)
+    narrow = planner_of(config, Request(**given, states="bf16")).problem(2)
     assert size(narrow.workload, 0).state_itemsize == 2 + 2
-    shared = size(door_of(config, Request(**given | {"machine": "a100"}, gpus=2), [door]).problem(2).workload, 0)
+    shared = size(planner_of(config, Request(**given | {"machine": "a100"}, gpus=2), [planner]).problem(2).workload, 0)
     assert shared.state_itemsize == 2 + 8  # its biases are AdamW's
     assert shared.products.flops == layer.products.flops  # each rank orthogonalizes all
     assert shared.products.shared_nbytes == 2 * shared.num_trained
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [("adamw", ["bf16", "8bit"]), ("muon", ["bf16"])])
+def test_states_in_fewer_bits_are_planned_of_the_same_capture(monkeypatch, optimizer, expected):
+    given = Request(machine="rtx4090", sequence=zoo.TOKENS, optimizer=optimizer)
+    planner = planner_of(zoo.configuration("gpt2", n_embd=64), given)
+    problem = planner.problem(2)
+    monkeypatch.setattr(ModelSpec, "of", None)
+    found = dict(planner.narrower(problem))
+    assert list(found) == expected
+    for states, each in found.items():
+        assert each.workload == planner.asked(states=states).problem(2).workload
+        assert each.workload.states_nbytes < problem.workload.states_nbytes
+        assert each.builder.sizes == each.workload.sizes
+
+
+def test_a_workload_has_states_of_its_own():
+    planner = planner_of(gpt(2, 64), Request(machine="rtx4090"))
+    assert not list(planner.narrower(planner.problem(1)))
 
 
 def test_what_is_not_planned_with_muon():

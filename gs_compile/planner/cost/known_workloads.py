@@ -40,8 +40,12 @@ class KnownWorkloads:
         self._path = path
 
     @classmethod
-    def of(cls, model: str | Path, asked: Mapping[str, Any]) -> KnownWorkloads:
-        """Of a model's name or config file. asked: of its code. Nothing is kept of what the hub may change."""
+    def of(cls, model: Any, asked: Mapping[str, Any]) -> KnownWorkloads:
+        """Of a name or a config file; nothing is kept of other models, nor of what the hub may change. asked: of its
+        code.
+        """
+        if not isinstance(model, str | Path):
+            return cls()
         given = Path(model)
         path = given / "config.json" if given.is_dir() else given
         if not path.is_file() and "/" in str(model):

@@ -13,19 +13,20 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from gs_compile.capture.call import captured_call
+from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
+from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.codegen.layout import arrange, encoded, of_layers, stored_types, tied_units
-from gs_compile.errors import CaptureError, GreedySnakeError
+from gs_compile.errors import CaptureError, GreedySnakeError, PlanError
 from gs_compile.options import Frozen, Masters, Options
 from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.workload import ACTIVATIONS, LevelCost, UnitCost, UnitSize, Workload
-from gs_compile.planner.cost.flops import unit_cost, unit_levels
 from gs_compile.planner.cost.model import (
     DEPTH,
     adapted,
@@ -36,7 +37,7 @@ from gs_compile.planner.cost.model import (
     named_config,
     repeated,
 )
-from gs_compile.planner.request import OptimizerName
+from gs_compile.planner.request import OptimizerName, States
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Schedule, Unit
 from gs_compile.runtime.formats import StateType, moment_types
 from gs_compile.runtime.kernels import ADAMW
@@ -55,7 +56,8 @@ class ModelSpec:
 
     sequence: tokens of a sample. symbols: symbolic sizes beside the batch.
     num_layers: may be more than were captured: they are alike then. A layer may be a part of a block, and a
-        micro-batch the whole batch, as the schedule has it. optimizer: as in `Request`. frozen: as in `Options`.
+        micro-batch the whole batch, as the schedule has it. optimizer, states: as in `Request`. frozen: as in
+        `Options`.
     costs: those counted so far, by micro-batch size and tokens of pieces: the code is the same whatever masters and
         codecs are.
     """
@@ -65,8 +67,8 @@ class ModelSpec:
     compilation: Compilation
     symbols: Mapping[str, int]
     num_layers: int = 0
-    moments: tuple[torch.dtype | None, ...] = (None, None)
     optimizer: OptimizerName = "adamw"
+    states: States = "fp32"
     frozen: Frozen | None = None
     costs: dict[tuple[int, int | None], Mapping[Unit, UnitCost]] = field(
         default_factory=dict, compare=False, repr=False
@@ -78,42 +80,40 @@ class ModelSpec:
         model: str | Path | PretrainedConfig | nn.Module,
         *,
         sequence: int,
-        precision: str = "model",
+        precision: str | None = "model",
         schedule: Schedule = "vertical",
         masters: Masters | None = None,
-        states: str = "fp32",
         lora: int | None = None,
     ) -> ModelSpec:
         """The specification of a name or path (as `named_config` takes it), a config of transformers, or a module.
 
-        precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32.
-        schedule: one that cuts blocks has several layers of each. masters: as in `Expert`. states: AdamW's moments, of
-            `STATES`. lora: the rank of adapters that alone are trained, of a model that is no module.
+        precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32; None: that of what has
+            no weights yet, and "model" of a module.
+        schedule: one that cuts blocks has several layers of each. masters: as in `Expert`. lora: the rank of adapters
+            that alone are trained, of a model that is no module.
 
         The model is neither changed nor read. Raises `PlanError` for a model that cannot be built, `InspectionError`
         where Dynamo cannot capture it without weights, and whatever the backend would refuse it with.
         """
+        name, module, config = _told_apart(model)
+        if lora and module is not None:
+            raise PlanError(f"lora is {lora}, but lora needs a model by name, or its config")
         expert = {"compiler": "eager", "schedule": schedule, "masters": masters}
+        precision = precision or ("bf16" if module is None else "model")
         options = Options.of({"outputs": "loss", "precision": precision, "expert": expert})
-        name = type(model).__name__
-        if isinstance(model, str | Path):
-            name, model = str(model), named_config(str(model))
-        elif not isinstance(model, nn.Module):
-            name = model.name_or_path or model.model_type
-        check_length(getattr(model, "config", model), sequence)
+        check_length(config, sequence)
         name += f" with LoRA of rank {lora}" if lora else ""
-        given = getattr(model, "_orig_mod", model)
 
         def whole() -> nn.Module:
-            return (meta_copy(given, options) if isinstance(given, nn.Module) else built(given)).train()
+            return (built(config) if module is None else meta_copy(module, options)).train()
 
-        def capture(module: nn.Module) -> ModelSpec:
-            if not isinstance(given, nn.Module):
-                module = meta_copy(adapted(module, lora) if lora else module, options)
-            graph, symbols = captured_call(module, meta_tokens(module, sequence))
+        def capture(copy: nn.Module) -> ModelSpec:
+            if module is None:
+                copy = meta_copy(adapted(copy, lora) if lora else copy, options)
+            graph, symbols = captured_call(copy, meta_tokens(copy, sequence))
             return cls(name, sequence, Compilation(graph, options), symbols)
 
-        return replace(_shortened(whole, capture), moments=moment_types(STATES[states], ADAMW.states))
+        return _shortened(whole, capture)
 
     def specialized(self, micro_batch_size: int) -> SpecializedModel:
         """The captured layers at one micro-batch size; raises `CaptureError` where their code fixes the batch size."""
@@ -137,7 +137,7 @@ class ModelSpec:
         """
         specialized = self.specialized(micro_batch_size).in_pieces(layer_tokens)
         pairs = (masters or self.compilation.options.expert.masters) != "whole"
-        types = stored_types(self.moments, pairs=pairs)
+        types = stored_types(moment_types(STATES[self.states], ADAMW.states), pairs=pairs)
         captured = self.compilation.captured
         codecs = encoded(specialized.split, captured, self.frozen)
         matrices = self._matrices(specialized)
@@ -160,6 +160,28 @@ class ModelSpec:
         trained = {i: each for i, each in of_layers(specialized.split, captured).items() if each.requires_grad}
         found = {i: matrices_of(captured.inputs[i].path, each.shape, (), NS_STEPS) for i, each in trained.items()}
         return {index: each for index, each in found.items() if each is not None}
+
+
+def _told_apart(model: str | Path | PretrainedConfig | nn.Module) -> tuple[str, nn.Module | None, Any]:
+    """The name of a model, itself where it is a module, and its config, if it has any."""
+    if isinstance(model, str | Path):
+        return str(model), None, named_config(str(model))
+    if isinstance(model, nn.Module):
+        return type(model).__name__, getattr(model, "_orig_mod", model), getattr(model, "config", model)
+    return model.name_or_path or model.model_type, None, model
+
+
+def unit_cost(unit: UnitGraph, code: Differentiated) -> UnitCost:
+    """The cost of a unit, whose code this is, for one micro-batch: operations and memory inside, counted on its graphs,
+    which are those that are compiled. Nothing runs.
+    """
+    backward = code.cost(code.last_name).flops if code.is_trained or unit.unit == EPILOGUE else 0.0
+    return UnitCost(
+        forward_flops=code.cost("forward").flops,
+        backward_flops=backward,
+        workspace_nbytes=code.workspace_nbytes,
+        on_all=code.on_all,
+    )
 
 
 def unit_costs(specialized: SpecializedModel) -> Mapping[Unit, UnitCost]:
@@ -211,10 +233,16 @@ def levelled(workload: Workload, specialized: SpecializedModel) -> Workload:
     for layer in range(workload.num_layers):
         number = layer % specialized.split.num_layers
         if (key := keys[number]) not in known:
-            known[key] = unit_levels(specialized.counted[number])
+            known[key] = _levels(specialized.counted[number])
         cost = costs[layer]
         costs[layer] = replace(cost, levels=tuple(_estimated(level, cost) for level in known[key]))
     return replace(workload, costs=costs)
+
+
+def _levels(code: Differentiated) -> tuple[LevelCost, ...]:
+    """What a unit may save beside its input, for one micro-batch."""
+    names = ("nbytes", "reads_input", "forward_flops", "backward_flops")
+    return tuple(LevelCost(**{name: getattr(level, name) for name in names}) for level in code.levels)
 
 
 def _estimated(level: LevelCost, cost: UnitCost) -> LevelCost:

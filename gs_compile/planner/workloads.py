@@ -1,0 +1,158 @@
+"""workloads: what one rank's share of a model has to place, move and compute, at any micro-batch size.
+
+a name, a config, a module      captured without its weights, once for all requests that ask for the same code
+a `Workload`                    as it is given, scaled to the size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gs_compile.errors import PlanError
+from gs_compile.options import Masters
+from gs_compile.passes.baselines.registry import SCHEDULES
+from gs_compile.placement.boundaries import Nbytes
+from gs_compile.placement.levels import Levels
+from gs_compile.placement.shards import shared
+from gs_compile.placement.workload import Workload
+from gs_compile.planner.builder import workload_levels
+from gs_compile.planner.cost.known_workloads import KnownWorkloads
+from gs_compile.planner.request import ITSELF, Request
+from gs_compile.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from gs_compile.planner.cost.workload import ModelSpec
+
+OF_CODE = ("sequence", "precision", "masters", "lora")  # of a request, what a capture is made for
+OF_LAYOUT = ("frozen", "optimizer", "states")  # what the same capture serves
+IN_A_WORKLOAD = {  # what a given one has already, and what therefore nobody can ask for
+    "the sizes of its states": ("masters", "states", "optimizer"),
+    "the costs of its code": ("layer_tokens",),
+    "the sizes of its parameters": ("frozen",),
+    "parameters that are trained": ("lora",),
+}
+
+
+class CapturedWorkloads:
+    """Of a model that is captured without its weights."""
+
+    has_pieces: ClassVar = True  # what layers cost that run on some tokens at a time is known
+
+    def __init__(self, model: Any, request: Request, known: Iterable[Workloads] = (), *, keeps: bool = False) -> None:
+        self.model, self.request, self.keeps = model, request, keeps
+        asked = {name: getattr(request, name) for name in (*OF_CODE, *OF_LAYOUT)}
+        self._kept = KnownWorkloads.of(model, asked) if keeps else KnownWorkloads()
+        self.code = [asked[name] for name in OF_CODE]
+        like = (each.captured for each in known if isinstance(each, CapturedWorkloads) and each.code == self.code)
+        self.captured: Callable[[Schedule], ModelSpec] = next(like, cache(self._captured))
+
+    def asked(self, request: Request) -> CapturedWorkloads:
+        """Those of the same model for another request."""
+        return CapturedWorkloads(self.model, request, [self], keeps=self.keeps)
+
+    def _captured(self, schedule: Schedule) -> ModelSpec:
+        from gs_compile.planner.cost.workload import ModelSpec  # late: with torch's compiler
+
+        return ModelSpec.of(self.model, schedule=schedule, **dict(zip(OF_CODE, self.code, strict=True)))
+
+    def _spec(self, schedule: Schedule) -> ModelSpec:
+        return replace(self.captured(schedule), **{name: getattr(self.request, name) for name in OF_LAYOUT})
+
+    def workload(
+        self, size: int, schedule: Schedule, masters: Masters | None = None, layer_tokens: int | None = None
+    ) -> Workload:
+        """With layers that save their inputs alone."""
+        like, world = _cutting(schedule), self.request.ranks
+        key = like, size, masters, layer_tokens, world
+        return self._kept.get_or(key, lambda: self._spec(like).workload(size, masters, layer_tokens, world))
+
+    def levelled(self, workload: Workload, schedule: Schedule) -> Workload:
+        """One of `workload`s with the levels of its layers."""
+        like = _cutting(schedule)
+        key = like, workload.micro_batch_size, "levels"
+        return replace(workload, costs=self._kept.get_or(key, lambda: self._spec(like).levelled(workload)).costs)
+
+
+class GivenWorkloads:
+    """Of a workload that is given: its own at other sizes."""
+
+    has_pieces: ClassVar = False
+
+    def __init__(self, model: Workload, request: Request) -> None:
+        self.model, self.world = model, request.ranks
+        for what, names in IN_A_WORKLOAD.items():
+            if any(getattr(request, name) != ITSELF[name] for name in names):
+                leave = " and ".join(", ".join(names).rsplit(", ", 1))
+                raise PlanError(f"the workload {model.name} already has {what}: leave {leave} out")
+
+    def asked(self, request: Request) -> GivenWorkloads:
+        """Those of the same workload for another request."""
+        return GivenWorkloads(self.model, request)
+
+    def workload(
+        self, size: int, schedule: Schedule, masters: Masters | None = None, layer_tokens: int | None = None
+    ) -> Workload:
+        """With layers that save their inputs alone."""
+        return shared(self._scaled(size, schedule).bare(), self.world)
+
+    def levelled(self, workload: Workload, schedule: Schedule) -> Workload:
+        """One of `workload`s with the levels of its layers."""
+        return shared(self._scaled(workload.micro_batch_size, schedule), self.world)
+
+    def _scaled(self, size: int, schedule: Schedule) -> Workload:
+        if cut := SCHEDULES[schedule].block_cut:
+            raise PlanError(
+                f"the {schedule} schedule cuts each block in {cut.parts}, and the numbers of the workload "
+                f"{self.model.name} do not tell where: give the model by name, as a config or as a module"
+            )
+        times = size / self.model.micro_batch_size
+        whole = self.model.scaled(code=times, activations=times, workspace=times)
+        return replace(whole, micro_batch_size=size)
+
+
+Workloads = CapturedWorkloads | GivenWorkloads
+
+
+def workloads_of(
+    model: str | Path | PretrainedConfig | nn.Module | Workload,
+    request: Request,
+    known: Iterable[Workloads] = (),
+    *,
+    keeps: bool = False,
+) -> Workloads:
+    """Those of a model, as of `plan.plan`. known, keeps: as of `plan.planner_of`.
+
+    Raises `PlanError` where the request asks for what a given workload does not tell.
+    """
+    if isinstance(model, Workload):
+        return GivenWorkloads(model, request)
+    return CapturedWorkloads(model, request, known, keeps=keeps)
+
+
+@dataclass(frozen=True)
+class Levelled:
+    """What the layers of a workload may save (`problem.Saving`)."""
+
+    levelled: Callable[[], Workload]
+
+    def levels(self, x_nbytes: Sequence[Nbytes]) -> Levels:
+        return workload_levels(self.levelled(), len(x_nbytes))
+
+    def workload(self, workload: Workload, *, last: bool) -> Workload:
+        return replace(workload, costs=self.levelled().costs)
+
+    def reasons(self) -> str:
+        return ""
+
+
+def _cutting(schedule: Schedule) -> Schedule:
+    """The schedule whose capture serves this one: it cuts blocks as this one does."""
+    cut = SCHEDULES[schedule].block_cut
+    return next(name for name, spec in SCHEDULES.items() if spec.block_cut is cut)
