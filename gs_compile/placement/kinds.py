@@ -18,6 +18,11 @@ class Slot(NamedTuple):
     nbytes: int
     offset: int = 0
 
+    @property
+    def is_in_slab(self) -> bool:
+        """Whether it is in the one block of host memory that `slab` plans."""
+        return self.tier == "host" and self.nbytes > 0
+
 
 class Kind(NamedTuple):
     """A row of the table.
