@@ -13,58 +13,21 @@ from __future__ import annotations
 import platform
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
 
 from gs_compile.capture.internals import changes
-from gs_compile.errors import OptimizerError, ResumeError
-from gs_compile.model.in_memory import parameters_in_memory
-from gs_compile.model.optimizer_state import settings_of
+from gs_compile.errors import ResumeError
+from gs_compile.model.in_memory import trained_in_memory
+from gs_compile.model.optimizer_like import OptimizerLike
 from gs_compile.runtime.former import stored_units
-from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
-from gs_compile.runtime.storage.manifest import check_plain
 from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
-
-
-class OptimizerLike(Protocol):
-    """The part of an optimizer that plans and commits ask for."""
-
-    num_skipped: int
-    num_steps_read: int | None
-    param_groups: list[dict[str, Any]]
-    state: Any
-    kept: Kept
-    accumulates: bool
-    num_calls: int
-    max_grad_norm: float | None
-    orthogonalizes: bool
-
-    @property
-    def step(self) -> Callable[..., Any]: ...
-    def matrices(self, parameter: torch.Tensor, path: str, *, of_layer: bool) -> Matrices | None: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def group_of(self) -> Mapping[torch.Tensor, int]: ...
-    @property
-    def hypers(self) -> list[dict[str, Any]]: ...
-    @property
-    def missed(self) -> Mapping[torch.Tensor, int]: ...
-    @property
-    def components(self) -> tuple[str, ...]: ...
-    @property
-    def moments(self) -> tuple[torch.dtype | None, ...]: ...
 
 
 class Durable:
@@ -199,7 +162,7 @@ def _name_of_run(tiers: Tiers) -> str:
 def rest_of(optimizer: OptimizerLike) -> dict[str, torch.Tensor]:
     """Parameters in memory beside the compiled model, and their states, by their places in the optimizer."""
     found = {}
-    for number, parameter in _beside(optimizer):
+    for number, parameter in trained_in_memory(optimizer.param_groups):
         found[f"{number}"] = parameter
         state = optimizer.state.get(parameter, {}).items()
         found |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
@@ -209,7 +172,7 @@ def rest_of(optimizer: OptimizerLike) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def give_back_rest(optimizer: OptimizerLike, rest: Tensors, buffers: Mapping[str, torch.Tensor]) -> None:
     """The inverse; buffers: by name, get what a script has made of them."""
-    beside = dict(_beside(optimizer))
+    beside = dict(trained_in_memory(optimizer.param_groups))
     for name, values in rest.items():
         number, _, component = name.partition(".")
         if name.startswith(BUFFER):
@@ -218,147 +181,3 @@ def give_back_rest(optimizer: OptimizerLike, rest: Tensors, buffers: Mapping[str
             optimizer.state[beside[int(number)]][component] = values
         else:
             beside[int(number)].copy_(values)
-
-
-def _beside(optimizer: OptimizerLike) -> Iterator[tuple[int, torch.Tensor]]:
-    """Parameters in memory that the optimizer trains, and their places in it."""
-    return ((place, each) for place, each in parameters_in_memory(optimizer.param_groups) if each.requires_grad)
-
-
-def check_alike(
-    former: Manifest, optimizer: OptimizerLike, parameters: Sequence[StoredParameter], world: int, rank: int = 0
-) -> None:
-    """Raise ResumeError where a commit is of another model, optimizer, number of ranks or place among them."""
-    check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
-    trained = {each.name: each.trained for each in parameters}
-    states = {each.name: tuple(each.components) for each in parameters}
-    others = [each.name for each in former.parameters if tuple(each.components) != states[each.name]]
-    changed = [each.name for each in former.parameters if each.trained != trained[each.name]]
-    here = {each.name: each for each in parameters}
-    moved = [each for each in former.parameters if each.group not in (None, here[each.name].group)]
-    late = [each for each in former.parameters if each.missed not in (None, here[each.name].missed)]
-    if changed:
-        what = f"{changed[0]} was {'frozen' if trained[changed[0]] else 'trained'} there"
-    elif (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
-        what = f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
-    elif others:
-        what = f"{others[0]} was {'no' if states[others[0]] else 'a'} matrix that updates orthogonalize there"
-    elif len(former.groups) != len(optimizer.param_groups):
-        what = f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
-    elif {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()} != {
-        str(number): tuple(each.shape) for number, each in _beside(optimizer)
-    }:
-        what = "it has other parameters beside the compiled model"
-    elif moved:
-        what = f"{moved[0].name} was in param group {moved[0].group} there, and is in {here[moved[0].name].group} here"
-    elif late:
-        what = (
-            f"{late[0].name} took {late[0].missed} steps fewer than others there, and {here[late[0].name].missed} here "
-            "(`gs_compile.resume` takes them up, the option resume alone does not)"
-        )
-    elif former.rank != rank:
-        what = f"it is of rank {former.rank} of those that share the model, and this is rank {rank} of them"
-    elif former.world != world:
-        what = f"it is of {former.world} ranks, this run of {world}, which can load a checkpoint of state dicts"
-    else:
-        return
-    raise _other(former, what)
-
-
-def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *, is_all: bool = False) -> None:
-    """Raise ResumeError where parameters have other shapes than those of a commit; `is_all`: or there are more."""
-    stored = {each.name: tuple(each.shape) for each in former.parameters}
-    names = stored.keys() | shapes.keys() if is_all else stored.keys()
-    differ = sorted(name for name in names if stored.get(name) != shapes.get(name))
-    if differ:
-        found, wanted = (each.get(differ[0], "absent") for each in (stored, shapes))
-        what = f"{len(differ)} of {len(names)} parameters differ: {differ[0]} is {found} there, and {wanted} here"
-        raise _other(former, what)
-
-
-def _other(former: Manifest, what: str) -> ResumeError:
-    return ResumeError(
-        f"run {former.run} at step {former.step}, which is to be resumed, is not of this model and optimizer: {what}. "
-        "Build what was trained, choose another storage=, or export its values with greedysnake store export"
-    )
-
-
-# What the user has them keep ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Kept:
-    """states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
-
-    storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there,
-        0: none was found; ranks: by torch's numbers, those that have looked for it together.
-    begins_anew: the run goes on from elsewhere, and a commit in its storage stays until it makes one.
-    has_random_state: random numbers go on already, so the first call leaves them as they are.
-    positions: the states of samplers and data loaders as the last step has ended. The call that commits it comes behind
-        the next batch.
-    """
-
-    states: dict[str, Any] = field(default_factory=dict)
-    user: Any = None
-    storage: Sequence[Path] = ()
-    step: int | None = None
-    ranks: tuple[int, ...] | None = None
-    begins_anew: bool = False
-    has_random_state: bool = False
-    positions: dict[str, Any] = field(default_factory=dict)
-
-    def end_step(self) -> None:
-        """A step has ended, and nobody has taken the next batch yet."""
-        among = ((name, each) for name, each in self.states.items() if isinstance(each, Sampler | DataLoader))
-        self.positions = {name: _plain(each.state_dict()) for name, each in among}  # type: ignore[union-attr]
-
-    def snapshot(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Copies of both, and of the optimizer's param groups, as they are now, by the names that a manifest has.
-
-        Raises OptimizerError for what no JSON can hold.
-        """
-        others = {name: each for name, each in self.states.items() if name not in self.positions}
-        states = {name: _plain(each.state_dict()) for name, each in others.items()} | self.positions
-        found = {"states": states, "user": self.user, "groups": tuple(map(settings_of, groups))}
-        try:
-            for name, each in found.items():
-                check_plain(each, name)
-        except ValueError as error:
-            raise OptimizerError(f"a commit cannot keep this: {error}") from None
-        return deepcopy(found)
-
-    def give_back(self, found: Mapping[str, Any]) -> None:
-        """Have each object take up its state of a snapshot, where that has one.
-
-        Raises ResumeError where an object cannot take its state.
-        """
-        for name in sorted(self.states.keys() & found.keys()):
-            try:
-                self.states[name].load_state_dict(_as_it_was(found[name]))
-            except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
-
-
-# What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.
-_PAIRS, _COUNTED = "greedysnake.pairs", "greedysnake.counted"
-
-
-def _plain(value: Any) -> Any:
-    """A copy as JSON has it."""
-    if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
-        name = _COUNTED if isinstance(value, Counter) else _PAIRS
-        return {name: [[_plain(key), _plain(each)] for key, each in value.items()]}
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _as_it_was(value: Any) -> Any:
-    """The inverse of `_plain`; tuples are lists."""
-    if isinstance(value, Mapping) and value.keys() in ({_PAIRS}, {_COUNTED}):
-        (name, pairs), *_ = value.items()
-        found = {key: _as_it_was(each) for key, each in pairs}
-        return Counter(found) if name == _COUNTED else found
-    if isinstance(value, Mapping):
-        return {key: _as_it_was(each) for key, each in value.items()}
-    return [_as_it_was(each) for each in value] if isinstance(value, list) else value

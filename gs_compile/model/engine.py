@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,12 +28,13 @@ from gs_compile.capture.dynamo import last_given_up
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.model.call import Call
-from gs_compile.model.commits import Durable, OptimizerLike, give_back_rest
+from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.idle import Idle
 from gs_compile.model.late_settings import are_too_late
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
+from gs_compile.model.optimizer_like import OptimizerLike
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
 from gs_compile.model.residency import forget_gradients, residency_of
@@ -55,21 +56,10 @@ KEPT = (
 )
 
 
-class Optimizer(OptimizerLike, Protocol):
-    """The part of an optimizer that an engine asks for."""
-
-    rule: Rule
-    loss_scale: Callable[[], float]
-    turn: AbstractContextManager[Any]
-
-    def begin_step(self) -> StepRecord: ...
-    def as_set(self) -> StepRecord: ...
-
-
 class Engine(ParameterStore):
     """One model's parameters, and the updates of them."""
 
-    def __init__(self, optimizer: Optimizer, call: Call, first_step: Any, prepared: Prepared | None = None) -> None:
+    def __init__(self, optimizer: OptimizerLike, call: Call, first_step: Any, prepared: Prepared | None = None) -> None:
         """first_step: the `FirstStep` that makes this one; prepared: by `plan_tiers`, where that is done."""
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
@@ -112,7 +102,7 @@ class Engine(ParameterStore):
         return self.closed and self.ranks is None and not (self.num_steps or self.has_loaded_state)
 
     @property
-    def optimizer(self) -> Optimizer | None:
+    def optimizer(self) -> OptimizerLike | None:
         return self._optimizer()
 
     @property

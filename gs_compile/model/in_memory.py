@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gs_compile.capture.internals import changes
 from gs_compile.errors import OptimizerError
 from gs_compile.machine import in_groups
+from gs_compile.model.optimizer_like import OptimizerLike
 from gs_compile.model.optimizer_state import has_values, whole_step
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
-from gs_compile.runtime.kernels import Apply, Rule
+from gs_compile.runtime.kernels import Apply
 from gs_compile.runtime.muon import STATES, Matrices, update_whole
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.step_record import StepRecord
@@ -36,6 +37,11 @@ def parameters_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
     """The parameters of an optimizer that are in memory, and their places in it."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     return ((place, each) for place, each in enumerate(parameters) if not is_offloaded(each))
+
+
+def trained_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
+    """Those that are trained."""
+    return ((place, each) for place, each in parameters_in_memory(groups) if each.requires_grad)
 
 
 def count(parameters: Sequence[Tensor], record: StepRecord, ranks: Ranks | None = None) -> None:
@@ -57,7 +63,7 @@ def average_late(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks:
 
     Where a step is clipped, `update` refuses that.
     """
-    beside = [parameter for _, parameter in parameters_in_memory(groups) if parameter.requires_grad]
+    beside = [parameter for _, parameter in trained_in_memory(groups)]
     if ranks is None or record.max_grad_norm is not None or not beside:
         return
     gradients = [parameter.grad for parameter in beside]
@@ -71,20 +77,7 @@ def average_late(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks:
         parameter.grad = mean
 
 
-class Optimizer(Protocol):
-    """The part of an optimizer that these ask for."""
-
-    rule: Rule
-    state: Any
-
-    @property
-    def group_of(self) -> Mapping[Tensor, int]: ...
-    @property
-    def missed(self) -> Mapping[Tensor, int]: ...
-    def matrices(self, parameter: Tensor) -> Matrices | None: ...
-
-
-def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecord) -> None:
+def update(optimizer: OptimizerLike, parameters: Sequence[Tensor], record: StepRecord) -> None:
     """One step of parameters in memory that have gradients. States are torch's; what they lack starts at zero.
 
     Raises OptimizerError, and updates nothing, where a parameter is not of float32 or float64, as there is no master of

@@ -18,7 +18,7 @@ from planned import A100, gpt, problem, ratios
 
 import gs_compile
 from gs_compile.errors import ResumeError
-from gs_compile.model.commits import Kept
+from gs_compile.model.kept import Kept
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.planner.resumed import as_before, num_calls_of
 from gs_compile.runtime.random_state import random_state, set_random_state

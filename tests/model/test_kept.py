@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from gs_compile.errors import OptimizerError
-from gs_compile.model.commits import Kept
+from gs_compile.model.kept import Kept
 
 SCHEDULERS = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, 0.5),

@@ -1,0 +1,96 @@
+"""kept: what the user has commits keep beside parameters and states, and the commit that the run is to go on from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from gs_compile.errors import OptimizerError, ResumeError
+from gs_compile.model.optimizer_state import settings_of
+from gs_compile.runtime.storage.manifest import check_plain
+
+
+@dataclass
+class Kept:
+    """One optimizer's.
+
+    states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
+
+    storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there,
+        0: none was found; ranks: by torch's numbers, those that have looked for it together.
+    begins_anew: the run goes on from elsewhere, and a commit in its storage stays until it makes one.
+    has_random_state: random numbers go on already, so the first call leaves them as they are.
+    positions: the states of samplers and data loaders as the last step has ended. The call that commits it comes behind
+        the next batch.
+    """
+
+    states: dict[str, Any] = field(default_factory=dict)
+    user: Any = None
+    storage: Sequence[Path] = ()
+    step: int | None = None
+    ranks: tuple[int, ...] | None = None
+    begins_anew: bool = False
+    has_random_state: bool = False
+    positions: dict[str, Any] = field(default_factory=dict)
+
+    def end_step(self) -> None:
+        """A step has ended, and nobody has taken the next batch yet."""
+        among = ((name, each) for name, each in self.states.items() if isinstance(each, Sampler | DataLoader))
+        self.positions = {name: _plain(each.state_dict()) for name, each in among}  # type: ignore[union-attr]
+
+    def snapshot(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Copies of both, and of the optimizer's param groups, as they are now, by the names that a manifest has.
+
+        Raises OptimizerError for what no JSON can hold.
+        """
+        others = {name: each for name, each in self.states.items() if name not in self.positions}
+        states = {name: _plain(each.state_dict()) for name, each in others.items()} | self.positions
+        found = {"states": states, "user": self.user, "groups": tuple(map(settings_of, groups))}
+        try:
+            for name, each in found.items():
+                check_plain(each, name)
+        except ValueError as error:
+            raise OptimizerError(f"a commit cannot keep this: {error}") from None
+        return deepcopy(found)
+
+    def give_back(self, found: Mapping[str, Any]) -> None:
+        """Have each object take up its state of a snapshot, where that has one.
+
+        Raises ResumeError where an object cannot take its state.
+        """
+        for name in sorted(self.states.keys() & found.keys()):
+            try:
+                self.states[name].load_state_dict(_as_it_was(found[name]))
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
+
+
+# What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.
+_PAIRS, _COUNTED = "greedysnake.pairs", "greedysnake.counted"
+
+
+def _plain(value: Any) -> Any:
+    """A copy as JSON has it."""
+    if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+        name = _COUNTED if isinstance(value, Counter) else _PAIRS
+        return {name: [[_plain(key), _plain(each)] for key, each in value.items()]}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _as_it_was(value: Any) -> Any:
+    """The inverse of `_plain`; tuples are lists."""
+    if isinstance(value, Mapping) and value.keys() in ({_PAIRS}, {_COUNTED}):
+        (name, pairs), *_ = value.items()
+        found = {key: _as_it_was(each) for key, each in pairs}
+        return Counter(found) if name == _COUNTED else found
+    if isinstance(value, Mapping):
+        return {key: _as_it_was(each) for key, each in value.items()}
+    return [_as_it_was(each) for each in value] if isinstance(value, list) else value
