@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_model, refuse
+from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_memory, guard_model, refuse
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.limit import is_last_compile, note_last_compile
@@ -46,6 +46,8 @@ from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.stream import deterministic
 from gs_compile.runtime.units import CompiledUnits, MicroBatch, WholeBatch
 
+OF_A_CALL = ("micro_batch_size", "outputs", "deterministic", "mode")  # options that the first call does not settle
+
 absorb_libraries()
 watch()
 
@@ -72,6 +74,7 @@ def greedysnake(
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
         begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = partial(_begin, compilation)
     except GreedySnakeError as error:
+        guard_memory()
         begin = partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
 
     def run(*args: Any) -> list[Any]:
@@ -243,6 +246,7 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     """
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
+    _refuse_other_options(parameters, options)
     if not torch.is_grad_enabled() and any(residency_of(parameter).tiered for parameter in parameters):
         parameters = [parameter for parameter in parameters if is_offloaded(parameter)]
     tiered = options.precision == "bf16" or any(is_offloaded(parameter) for parameter in parameters)
@@ -256,6 +260,25 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
             changed |= before != dtype
     guard_model(parameters)
     return changed
+
+
+def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
+    """Raise `OptionError` where a run is captured with other options than in its first call: nothing would come of them.
+
+    The run of an optimizer that was made since then is planned anew.
+    """
+    places = (residency_of(parameter).tiered for parameter in parameters)
+    for engine in {place[0] for place in places if place is not None}:
+        assert isinstance(engine, Engine)
+        settled, now = engine.options.by_name, options.by_name
+        is_planned_anew = next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer
+        for name in ("precision",) if is_planned_anew or not torch.is_grad_enabled() else settled:
+            if settled[name] != now[name] and name not in OF_A_CALL:
+                raise OptionError(
+                    f"{name} is {now[name]!r} in this call, and was {settled[name]!r} in the first call of the run, "
+                    "which has settled it: compile the model with the options of that call, or build model and "
+                    "optimizer anew, and load their state dicts"
+                )
 
 
 def _engine_for(call: Call) -> Engine | None:

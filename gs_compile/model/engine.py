@@ -16,8 +16,7 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +42,6 @@ from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.issue import TieredExecutor
-from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.sums import Sums

@@ -36,6 +36,7 @@ from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 from gs_compile.runtime.updates import Recipe
 
+
 class Prepared(NamedTuple):
     """What an engine begins with: the arrangement of a model's parameters, these as commits say them, and the plan of
     its steps.

@@ -25,7 +25,7 @@ from gs_compile.model.optimizer_state import has_values, whole_step
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
 from gs_compile.runtime.kernels import Apply
-from gs_compile.runtime.muon import STATES, Matrices, update_whole
+from gs_compile.runtime.muon import STATES, update_whole
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.step_record import StepRecord
 

@@ -28,9 +28,9 @@ from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import untraced
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state
-from gs_compile.model.kept import Kept
 from gs_compile.model.engine import Engine
 from gs_compile.model.idle import miss
+from gs_compile.model.kept import Kept
 from gs_compile.model.offloaded import StoredState
 from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import are_dropped, end_gradient, is_offloaded, residency_of, take_given
