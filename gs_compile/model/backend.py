@@ -158,11 +158,11 @@ def _on_tiers(call: Call, engine: Engine, found: Mapping[str, str] | None) -> Ti
     elif trains_others(engine, call.args):
         engine = train_others(engine, call)
     if engine.durable is not None and found is not None:
-        if (before := engine.durable.goes_on()) is not None:
+        if (before := engine.durable.take_random_state()) is not None:
             set_random_state(found := dict(before))
             call.units.seed = _seed(models, call.units.whole)
         engine.durable.random = found
-        engine.durable.read(call.compilation.buffers(call.args))
+        engine.durable.note_buffers(call.compilation.buffers(call.args))
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
     return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine)

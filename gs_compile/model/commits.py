@@ -50,7 +50,7 @@ class Durable:
         self.random: Mapping[str, str] | None = None  # that the call under way has found
         self.buffers: dict[str, torch.Tensor] = {}
         self._first_buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # as they were when they came
-        self.read(buffers)
+        self.note_buffers(buffers)
         self._optimizer = optimizer
         self._tiers = tiers
         setting = tiers.setting
@@ -69,19 +69,19 @@ class Durable:
         self.former = setting.store.former if setting.store else None
         tiers.commits.snapshot = self.snapshot
 
-    def goes_on(self) -> Mapping[str, str] | None:
+    def take_random_state(self) -> Mapping[str, str] | None:
         """The random state that the run goes on from, once: for the first call."""
         former, self.former = self.former, None
         optimizer = self._optimizer()
         return former.random if former and optimizer and not optimizer.kept.has_random_state else None
 
-    def read(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def note_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """A call reads these: what a script makes of them from now on is in commits."""
         self.buffers.update(buffers)
         for name, each in buffers.items():
             self._first_buffers.setdefault(name, (weakref.ref(each), changes(each)))
 
-    def find(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def find_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Find what the commit has of buffers among all of the model: the first call may be an evaluation, of others.
 
         Raises ResumeError where the model has none of a name, or of another shape.
@@ -94,7 +94,7 @@ class Durable:
             if buffer is None or tuple(buffer.shape) != tuple(each.shape):
                 here = "the model has none" if buffer is None else f"here it is {tuple(buffer.shape)}"
                 raise ResumeError(f"the commit has a {each.name} of shape {tuple(each.shape)}, and {here}")
-            self.read({name: buffer})
+            self.note_buffers({name: buffer})
 
     def marks(self, num_steps: int) -> dict[str, bool]:
         """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before.
@@ -105,7 +105,7 @@ class Durable:
         is_due = num_steps > max(0, self._num_committed - self._is_open) and num_steps % self.every == 0
         return {"copies": (num_steps + 1) % self.every == 0, "seals": is_due}
 
-    def take(self, num_steps: int, *, always: bool = False) -> bool:
+    def seals_between_calls(self, num_steps: int, *, always: bool = False) -> bool:
         """Whether a program between two calls commits what `num_steps` have left; `always`: it is asked for.
 
         On ranks it has to be asked for, and they leave it at that commit: one of them alone may have asked for values.
@@ -114,7 +114,7 @@ class Durable:
         is_due = self._is_open and num_steps > self._num_committed and num_steps % self.every == 0
         return is_due or (always and num_steps > max(0, self._num_committed - self._is_open))
 
-    def leave(self, *, training: bool) -> None:
+    def end_call(self, *, training: bool) -> None:
         """A call has issued what it was to."""
         self.random = None
         self._is_open = self._is_open and not training

@@ -157,7 +157,7 @@ class FirstStep:
         done, self.done = self.done, []
         found = self.begin(optimizer, call, prepared)
         if found.durable is not None:
-            found.durable.goes_on()  # random numbers do already
+            found.durable.take_random_state()  # random numbers go on already
         for other, gradients in done:
             other.move_to(found)
             other.backward(gradients)

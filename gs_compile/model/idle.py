@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class Idle:
-    """Those of one engine, by their places.
+    """The parameters of one engine that may be idle, by their places.
 
     spans, never: of all parameters, and which of them never get a gradient and are left out here, by input index.
     is_durable: nobody keeps how many steps a parameter has missed. is_shared: by several ranks, which may differ in
@@ -65,8 +65,8 @@ class Idle:
             self.refuse(record)
 
 
-def miss(optimizer: OptimizerLike, record: StepRecord) -> None:
-    """What no gradient has come to has missed this step, which others have taken."""
+def count_missed(optimizer: OptimizerLike, record: StepRecord) -> None:
+    """A step that others have taken is one more that parameters without a gradient have missed."""
     if record.idle and not record.skipped:
         idle = [each for each in optimizer.group_of if optimizer.engine.trained_span(each) in record.idle]
         optimizer.missed = {**optimizer.missed, **{each: optimizer.missed.get(each, 0) + 1 for each in idle}}
