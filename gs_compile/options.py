@@ -255,6 +255,12 @@ class Options:
             given["mode"] = mode
         return from_mapping(cls, given, "")
 
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Every option by the name that users know it by, such as expert.alpha."""
+        own = {name: value for name, value in vars(self).items() if name != "expert"}
+        return own | {f"expert.{name}": value for name, value in vars(self.expert).items()}
+
 
 def from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
     """A dataclass of what is given; raises OptionError for a field that it does not have, with the nearest one."""

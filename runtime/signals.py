@@ -20,6 +20,8 @@ from gs_compile.runtime.forks import leave_in_children
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 BACKWARD = "torch.autograd.graph"  # whose function is the main thread's last one in a backward
+SOON_SECONDS = 0.05  # until a signal comes once more
+_FINALIZE = weakref.finalize.__call__.__code__
 
 
 class Interruptible(Protocol):
@@ -68,7 +70,12 @@ class Ending:
         self._answered: set[int] = set()  # signals that a run raises for
         self._hears = False
 
-    def __call__(self, number: int, _: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self.pid and _is_in_finalizer(frame):
+            again = threading.Timer(SOON_SECONDS, signal.raise_signal, [number])
+            again.daemon = True
+            again.start()
+            return
         if number in ENDING:
             signal.signal(number, signal.SIG_DFL)
         if os.getpid() != self.pid:  # a forked child, which has nothing to remove
@@ -117,6 +124,15 @@ def _waits_for_backward() -> bool:
     """Whether the main thread is in autograd's engine."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and frame.f_globals.get("__name__") == BACKWARD
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """Whether a frame is one of a finalizer, or called by one."""
+    while frame is not None:
+        if frame.f_code is _FINALIZE or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _error(number: int) -> BaseException:

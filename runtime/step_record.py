@@ -100,7 +100,9 @@ class StepRecord:
 
     @property
     def updated(self) -> list[Unit]:
-        """The units that have been updated before it was known that the step is skipped."""
+        """The units that have been updated before it was known that the step is skipped; a loss is known before all."""
+        if self.is_loss_bad:
+            return []
         finite = [math.isfinite(square()) for square in self.squares.values()]
         return [unit for unit, number in self.issued if all(finite[:number])]
 

@@ -104,8 +104,7 @@ def capture(
     symbols = _symbols(shapes[node][0] for node in batch)
     others = _symbols(chain.from_iterable(shape[1:] for shape in shapes.values()))
     is_another = detach([each for entry, each in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"])
-    if current_compile_id() is not None:
-        guard_memory()
+    guard_memory()
     sources = [_source(node) for node in batch]
     if not is_freed(sources, map(_source, nodes)):
         fixed = not symbols and any(int(shapes[node][0]) > 1 for node in batch)
@@ -147,6 +146,8 @@ def guard_memory() -> None:
 
     Called by a backend.
     """
+    if current_compile_id() is None:
+        return
     output = InstructionTranslator.current_tx().output
     for tensor, context in output.tracing_context.tensor_to_context.items():
         source: Any = getattr(context, "tensor_source", None)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_model, refuse
+from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_memory, guard_model, refuse
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.limit import is_last_compile, note_last_compile
@@ -46,6 +46,8 @@ from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.stream import deterministic
 from gs_compile.runtime.units import CompiledUnits, MicroBatch, WholeBatch
 
+OF_A_CALL = ("micro_batch_size", "outputs", "deterministic", "mode")  # options that the first call does not settle
+
 absorb_libraries()
 watch()
 
@@ -72,6 +74,7 @@ def greedysnake(
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
         begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = partial(_begin, compilation)
     except GreedySnakeError as error:
+        guard_memory()
         begin = partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
 
     def run(*args: Any) -> list[Any]:
@@ -155,11 +158,11 @@ def _on_tiers(call: Call, engine: Engine, found: Mapping[str, str] | None) -> Ti
     elif trains_others(engine, call.args):
         engine = train_others(engine, call)
     if engine.durable is not None and found is not None:
-        if (before := engine.durable.goes_on()) is not None:
+        if (before := engine.durable.take_random_state()) is not None:
             set_random_state(found := dict(before))
             call.units.seed = _seed(models, call.units.whole)
         engine.durable.random = found
-        engine.durable.read(call.compilation.buffers(call.args))
+        engine.durable.note_buffers(call.compilation.buffers(call.args))
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
     return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine)
@@ -243,6 +246,7 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     """
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
+    _refuse_other_options(parameters, options)
     if not torch.is_grad_enabled() and any(residency_of(parameter).tiered for parameter in parameters):
         parameters = [parameter for parameter in parameters if is_offloaded(parameter)]
     tiered = options.precision == "bf16" or any(is_offloaded(parameter) for parameter in parameters)
@@ -256,6 +260,25 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
             changed |= before != dtype
     guard_model(parameters)
     return changed
+
+
+def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
+    """Raise `OptionError` for a run captured with other options than in its first call: nothing would come of them.
+
+    The run of an optimizer that was made since then is planned anew.
+    """
+    places = (residency_of(parameter).tiered for parameter in parameters)
+    for engine in {place[0] for place in places if place is not None}:
+        assert isinstance(engine, Engine)
+        settled, now = engine.options.by_name, options.by_name
+        is_planned_anew = next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer
+        for name in ("precision",) if is_planned_anew or not torch.is_grad_enabled() else settled:
+            if settled[name] != now[name] and name not in OF_A_CALL:
+                raise OptionError(
+                    f"{name} is {now[name]!r} in this call, and was {settled[name]!r} in the first call of the run, "
+                    "which has settled it: compile the model with the options of that call, or build model and "
+                    "optimizer anew, and load their state dicts"
+                )
 
 
 def _engine_for(call: Call) -> Engine | None:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gs_compile.capture.internals import changes
 from gs_compile.errors import ResumeError
-from gs_compile.model.in_memory import parameters_in_memory
+from gs_compile.model.in_memory import trained_in_memory
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.random_state import random_state
@@ -50,7 +50,7 @@ class Durable:
         self.random: Mapping[str, str] | None = None  # that the call under way has found
         self.buffers: dict[str, torch.Tensor] = {}
         self._first_buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # as they were when they came
-        self.read(buffers)
+        self.note_buffers(buffers)
         self._optimizer = optimizer
         self._tiers = tiers
         setting = tiers.setting
@@ -69,19 +69,19 @@ class Durable:
         self.former = setting.store.former if setting.store else None
         tiers.commits.snapshot = self.snapshot
 
-    def goes_on(self) -> Mapping[str, str] | None:
+    def take_random_state(self) -> Mapping[str, str] | None:
         """The random state that the run goes on from, once: for the first call."""
         former, self.former = self.former, None
         optimizer = self._optimizer()
         return former.random if former and optimizer and not optimizer.kept.has_random_state else None
 
-    def read(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def note_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """A call reads these: what a script makes of them from now on is in commits."""
         self.buffers.update(buffers)
         for name, each in buffers.items():
             self._first_buffers.setdefault(name, (weakref.ref(each), changes(each)))
 
-    def find(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def find_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Find what the commit has of buffers among all of the model: the first call may be an evaluation, of others.
 
         Raises ResumeError where the model has none of a name, or of another shape.
@@ -94,7 +94,7 @@ class Durable:
             if buffer is None or tuple(buffer.shape) != tuple(each.shape):
                 here = "the model has none" if buffer is None else f"here it is {tuple(buffer.shape)}"
                 raise ResumeError(f"the commit has a {each.name} of shape {tuple(each.shape)}, and {here}")
-            self.read({name: buffer})
+            self.note_buffers({name: buffer})
 
     def marks(self, num_steps: int) -> dict[str, bool]:
         """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before.
@@ -105,7 +105,7 @@ class Durable:
         is_due = num_steps > max(0, self._num_committed - self._is_open) and num_steps % self.every == 0
         return {"copies": (num_steps + 1) % self.every == 0, "seals": is_due}
 
-    def take(self, num_steps: int, *, always: bool = False) -> bool:
+    def seals_between_calls(self, num_steps: int, *, always: bool = False) -> bool:
         """Whether a program between two calls commits what `num_steps` have left; `always`: it is asked for.
 
         On ranks it has to be asked for, and they leave it at that commit: one of them alone may have asked for values.
@@ -114,7 +114,7 @@ class Durable:
         is_due = self._is_open and num_steps > self._num_committed and num_steps % self.every == 0
         return is_due or (always and num_steps > max(0, self._num_committed - self._is_open))
 
-    def leave(self, *, training: bool) -> None:
+    def end_call(self, *, training: bool) -> None:
         """A call has issued what it was to."""
         self.random = None
         self._is_open = self._is_open and not training
@@ -162,7 +162,7 @@ def _name_of_run(tiers: Tiers) -> str:
 def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Parameters in memory beside the compiled model, and their states, by their places in the optimizer."""
     found = {}
-    for number, parameter in _beside(optimizer):
+    for number, parameter in trained_in_memory(optimizer.param_groups):
         found[f"{number}"] = parameter
         state = optimizer.state.get(parameter, {}).items()
         found |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
@@ -172,7 +172,7 @@ def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def give_back_rest(optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor]) -> None:
     """The inverse; buffers: by name, get what a script has made of them."""
-    beside = dict(_beside(optimizer))
+    beside = dict(trained_in_memory(optimizer.param_groups))
     for name, values in rest.items():
         number, _, component = name.partition(".")
         if name.startswith(BUFFER):
@@ -181,66 +181,3 @@ def give_back_rest(optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, to
             optimizer.state[beside[int(number)]][component] = values
         else:
             beside[int(number)].copy_(values)
-
-
-def _beside(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    """Parameters in memory that the optimizer trains, and their places in it."""
-    return ((place, each) for place, each in parameters_in_memory(optimizer.param_groups) if each.requires_grad)
-
-
-def check_alike(
-    former: Manifest, optimizer: Optimizer, parameters: Sequence[StoredParameter], world: int, rank: int = 0
-) -> None:
-    """Raise ResumeError where a commit is of another model, optimizer, number of ranks or place among them."""
-    check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
-    trained = {each.name: each.trained for each in parameters}
-    states = {each.name: tuple(each.components) for each in parameters}
-    others = [each.name for each in former.parameters if tuple(each.components) != states[each.name]]
-    changed = [each.name for each in former.parameters if each.trained != trained[each.name]]
-    here = {each.name: each for each in parameters}
-    moved = [each for each in former.parameters if each.group not in (None, here[each.name].group)]
-    late = [each for each in former.parameters if each.missed not in (None, here[each.name].missed)]
-    if changed:
-        what = f"{changed[0]} was {'frozen' if trained[changed[0]] else 'trained'} there"
-    elif (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
-        what = f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
-    elif others:
-        what = f"{others[0]} was {'no' if states[others[0]] else 'a'} matrix that updates orthogonalize there"
-    elif len(former.groups) != len(optimizer.param_groups):
-        what = f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
-    elif {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()} != {
-        str(number): tuple(each.shape) for number, each in _beside(optimizer)
-    }:
-        what = "it has other parameters beside the compiled model"
-    elif moved:
-        what = f"{moved[0].name} was in param group {moved[0].group} there, and is in {here[moved[0].name].group} here"
-    elif late:
-        what = (
-            f"{late[0].name} took {late[0].missed} steps fewer than others there, and {here[late[0].name].missed} here "
-            "(`gs_compile.resume` takes them up, the option resume alone does not)"
-        )
-    elif former.rank != rank:
-        what = f"it is of rank {former.rank} of those that share the model, and this is rank {rank} of them"
-    elif former.world != world:
-        what = f"it is of {former.world} ranks, this run of {world}, which can load a checkpoint of state dicts"
-    else:
-        return
-    raise _other(former, what)
-
-
-def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *, is_all: bool = False) -> None:
-    """Raise ResumeError where parameters have other shapes than those of a commit; `is_all`: or there are more."""
-    stored = {each.name: tuple(each.shape) for each in former.parameters}
-    names = stored.keys() | shapes.keys() if is_all else stored.keys()
-    differ = sorted(name for name in names if stored.get(name) != shapes.get(name))
-    if differ:
-        found, wanted = (each.get(differ[0], "absent") for each in (stored, shapes))
-        what = f"{len(differ)} of {len(names)} parameters differ: {differ[0]} is {found} there, and {wanted} here"
-        raise _other(former, what)
-
-
-def _other(former: Manifest, what: str) -> ResumeError:
-    return ResumeError(
-        f"run {former.run} at step {former.step}, which is to be resumed, is not of this model and optimizer: {what}. "
-        "Build what was trained, choose another storage=, or export its values with greedysnake store export"
-    )

@@ -81,7 +81,7 @@ class Engine(ParameterStore):
         self.num_parameters = len(spans)
         self._idle = Idle(arrangement.spans, call.args, call.models[0].split.idle, bool(call.ranks), bool(self.durable))
         if self.durable is not None and self.durable.former is not None:
-            find = partial(self.durable.find, call.compilation.captured.buffers())
+            find = partial(self.durable.find_buffers, call.compilation.captured.buffers())
             give_back_rest(optimizer, take_up(self, spans, stored, find), self.durable.buffers)
         else:
             move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
@@ -181,7 +181,7 @@ class Engine(ParameterStore):
             if shape.training:
                 self.tiers.pending = None
             if self.durable is not None:
-                self.durable.leave(training=shape.training)
+                self.durable.end_call(training=shape.training)
         if shape.training:
             self.open.add(executor, call)
             self._opened_by = threading.current_thread()
@@ -316,7 +316,7 @@ class Engine(ParameterStore):
         """Bring all updates to an end, as evaluation and reading need it; `commit`: the last step is made durable."""
         self._refuse_unfinished()
         pending = self.tiers.pending
-        seals = self.durable is not None and self.durable.take(self.num_steps, always=commit)
+        seals = self.durable is not None and self.durable.seals_between_calls(self.num_steps, always=commit)
         if pending is not None or seals:
             self.tiers.let_carried_go()  # late updates are made in its memory, too
             redo = pending is not None and self.placement.rolls_back(confirmed=pending.confirmed)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-from collections.abc import Container, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Container, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,12 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.graph import Captured
-from gs_compile.capture.internals import backward_hooks, has_scheduler
+from gs_compile.capture.internals import backward_hooks
 from gs_compile.capture.split import Split
 from gs_compile.codegen.layout import Arrangement, arrange, encoded, of_layers, stored_types, tied_units
-from gs_compile.errors import LeftoverError, OptimizerError, OptionError, ResumeError, StepOrderError, StorageError
+from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.model.call import Call
-from gs_compile.model.commits import check_alike
+from gs_compile.model.former_run import former_plan, open_store
 from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.residency import is_offloaded, residency_of
@@ -29,20 +27,14 @@ from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, num_calls_of
 from gs_compile.planner.run import ModelAtHand, RunPlanner
 from gs_compile.runtime.coordinators import Setting
-from gs_compile.runtime.former import alike
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.storage.folder import folder_in, folder_of
-from gs_compile.runtime.storage.last_commit import commits_in, newest_of
-from gs_compile.runtime.storage.store import Store
-from gs_compile.runtime.storage.stored import Manifest, StoredParameter
+from gs_compile.runtime.storage.stored import StoredParameter
 from gs_compile.runtime.stream import device_of, is_in_host_memory
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
 from gs_compile.runtime.updates import Recipe
-
-log = logging.getLogger(__name__)
 
 
 class Prepared(NamedTuple):
@@ -153,7 +145,7 @@ def open_tiers(
     with ExitStack() as undo:
         store, same = None, frozenset[str]()
         if planning.uses_ssd:
-            store, same = _open_store(planning, arrangement, stored, optimizer)
+            store, same = open_store(planning, arrangement, stored, optimizer)
             undo.callback(store.close)
         tiers = Tiers(
             Setting(planning.placement, arrangement.types, store, device_of(planner.model.device), ranks),
@@ -166,100 +158,6 @@ def open_tiers(
         )
         undo.pop_all()
     return tiers
-
-
-def _open_store(
-    planning: StepPrograms, arrangement: Arrangement, stored: Sequence[StoredParameter], optimizer: Optimizer
-) -> tuple[Store, frozenset[str]]:
-    """The storage of a plan, and the names of the parts there that stay in their files."""
-    options, ranks, same = planning.planner.options, planning.planner.ranks, frozenset[str]()
-    anew = optimizer.kept.begins_anew
-    looks_in = optimizer.kept.storage or (() if options.resume or anew else None)
-    agree = partial(ranks.agree, "the steps that are committed") if ranks and options.durability else None
-    if options.durability:
-        optimizer.kept.snapshot(optimizer.param_groups)  # before time is lost: it raises for what no commit can keep
-    with ExitStack() as undo:
-        store = Store(options.storage, durable=options.durability > 0, resume=looks_in, agree=agree)
-        undo.callback(store.close)
-        if anew:
-            store.former = None
-        found = store.former.step if store.former else 0
-        if optimizer.kept.step not in (None, found):
-            one, other = (f"a commit of step {step}" if step else "no commit" for step in (optimizer.kept.step, found))
-            named, here = (", ".join(map(str, each)) for each in (looks_in or (), options.storage))
-            raise ResumeError(
-                f"gs_compile.resume found {one} in {named}, but {here} has {other}: give it the directories that have "
-                "the newest commit"
-            )
-        if store.former is None and looks_in is not None and not anew:
-            words = ", ".join(map(str, looks_in or options.storage))
-            if ranks is not None:
-                _refuse_misplaced(store, ranks)
-            log.info("no durable run has left a commit in %s: a new run starts", words)
-        if store.former is not None:
-            log.info("run %s goes on from step %d (%s)", store.run, store.former.step, store.former.written)
-            check_alike(store.former, optimizer, stored, planning.placement.world, ranks.rank if ranks else 0)
-            _refuse_what_is_lost(store.former, optimizer)
-            folders = [drive.folder for drive in store.drives]
-            same = alike(store.former, planning.placement, arrangement.types, stored, folders)
-        store.reserve_check(planning.ssd_nbytes - store.nbytes_of(same))
-        undo.pop_all()
-    return store, same
-
-
-def _refuse_what_is_lost(former: Manifest, optimizer: Optimizer) -> None:
-    """Raise StepOrderError where the option ``resume`` alone goes on, and leaves what `gs_compile.resume` gives back.
-
-    The user has been told another number of steps, has a scheduler, or has handed states in.
-    """
-    if optimizer.kept.step is not None:
-        return
-    found, read = former.step - former.num_skipped, optimizer.num_steps_read
-    if read not in (None, found):
-        raise StepOrderError(
-            f"optimizer.num_steps was read as {read} before the model's first call, but run {former.run} resumes from "
-            f"{found} steps: call `run = gs_compile.resume(model, optimizer, storage=...)` before you read it, and "
-            "begin with batch run.step"
-        )
-    states = ["a scheduler"] if has_scheduler(optimizer.step) else []
-    states += [f"the commit's state of {name}" for name in sorted(former.states)]
-    if states:
-        raise StepOrderError(
-            f"run {former.run} resumes from step {former.step} by the option resume alone, and {states[0]} would not "
-            "be restored: call `run = gs_compile.resume(model, optimizer, storage=..., scheduler=scheduler)` before "
-            "the model's first call, with all objects whose states the commit has"
-        )
-
-
-def _refuse_misplaced(store: Store, ranks: Ranks) -> None:
-    """Raise `LeftoverError` on all ranks, none of which has a commit, where one has the directory of another's."""
-    pairs = ((name, drive.folder.parent) for name in ranks.names for drive in store.drives if name != ranks.name)
-    own = sorted({name for name, directory in pairs if commits_in([folder_of(directory, name)])})
-    every = dict(zip(ranks.names, ranks.agree("commits of other ranks", own), strict=True))
-    if any(every.values()):
-        having = ((name, ", ".join(map(str, each))) for name, each in every.items() if each)
-        words = "; ".join(f"rank {name} has that of rank {others}" for name, others in having)
-        what = (
-            f"no rank finds its commit, and {words}: they have come to other machines than before. Give each the "
-            "number that it had (torchrun --node-rank), or bring it the folder of its number; nothing was changed"
-        )
-        raise LeftoverError(errno.EEXIST, what, str(store.drives[0].folder.parent))
-
-
-def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: Optimizer) -> Mapping[str, Any]:
-    """What the newest commit that is to go on, if there is one, has kept of its plan.
-
-    Raises ResumeError where it is of something else, before time is lost with a plan; what else is wrong with it is
-    raised where the storage is opened.
-    """
-    goes_on = options.resume or optimizer.kept.storage
-    looks_in = dict.fromkeys((*options.storage, *optimizer.kept.storage)) if goes_on else ()
-    with suppress(StorageError):
-        newest = newest_of(commits_in(map(folder_in, looks_in)))
-        if newest is not None:
-            check_alike(newest, optimizer, stored, world=1)
-            return newest.plan
-    return {}
 
 
 def stored_parameters(call: Call, arrangement: Arrangement, optimizer: Optimizer) -> tuple[StoredParameter, ...]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gs_compile.capture.internals import attribute
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.aliases import aliases_of, refuse_overlaps
 from gs_compile.model.call import Call
@@ -35,7 +36,7 @@ from gs_compile.model.first_call import Prepared, plan_tiers
 from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
 from gs_compile.model.outputs import Gradients
-from gs_compile.model.residency import Residency, forget_gradients, is_zeroed, residency_of
+from gs_compile.model.residency import Residency, forget_gradients, is_offloaded, is_zeroed, residency_of
 from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 
@@ -133,8 +134,11 @@ class FirstStep:
         """Another engine in the place of one, with what the step has done so far.
 
         call: one of the step. num_calls: that have memory at a time; 0: all that have had no backward. accumulates:
-        updates wait. Raises `MemoryBudgetError` where there is no room for that, and leaves the engine as it is.
+        updates wait. Raises `MemoryBudgetError` where there is no room for that, `StepOrderError` where other
+        parameters are trained by now, and leaves the engine as it is.
         """
+        for each in (call, *(other for other, _ in self.done)):
+            _refuse_changed(each)
         optimizer = engine.optimizer
         assert isinstance(optimizer, TieredOptimizer)
         num_calls = num_calls or max(len(engine.open.undone), engine.num_calls)
@@ -153,7 +157,7 @@ class FirstStep:
         done, self.done = self.done, []
         found = self.begin(optimizer, call, prepared)
         if found.durable is not None:
-            found.durable.goes_on()  # random numbers do already
+            found.durable.take_random_state()  # random numbers go on already
         for other, gradients in done:
             other.move_to(found)
             other.backward(gradients)
@@ -171,3 +175,14 @@ class FirstStep:
             while self._values:
                 self._values.pop().stash = None
             trim()
+
+
+def _refuse_changed(call: Call) -> None:
+    """Raise `StepOrderError` where `requires_grad` of parameters is not what the forward of a call has found."""
+    for number, arg in enumerate(call.args):
+        if is_offloaded(arg) and attribute(arg, "requires_grad") != (number in call.trained_numbers):
+            raise StepOrderError(
+                f"requires_grad of a parameter of shape {tuple(arg.shape)} was changed between the forward and "
+                "optimizer.step(), but this first step has to begin again, because its updates have to wait: change it "
+                'before the model is called or after optimizer.step(), or give options={"accumulate": True}'
+            )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gs_compile.errors import OptimizerError
+from gs_compile.model.optimizer import Optimizer
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 
@@ -18,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class Idle:
-    """Those of one engine, by their places.
+    """The parameters of one engine that may be idle, by their places.
 
     spans, never: of all parameters, and which of them never get a gradient and are left out here, by input index.
     is_durable: nobody keeps how many steps a parameter has missed. is_shared: by several ranks, which may differ in
@@ -64,11 +65,10 @@ class Idle:
             self.refuse(record)
 
 
-def miss(optimizer: Any, record: StepRecord) -> None:
-    """What no gradient has come to has missed this step, which others have taken."""
+def count_missed(optimizer: Optimizer, record: StepRecord) -> None:
+    """A step that others have taken is one more that parameters without a gradient have missed."""
     if record.idle and not record.skipped:
-        parameters = (each for group in optimizer.param_groups for each in group["params"])
-        idle = [each for each in parameters if optimizer.engine.trained_span(each) in record.idle]
+        idle = [each for each in optimizer.group_of if optimizer.engine.trained_span(each) in record.idle]
         optimizer.missed = {**optimizer.missed, **{each: optimizer.missed.get(each, 0) + 1 for each in idle}}
         for each in idle:
             optimizer.show_state(each)

@@ -39,6 +39,11 @@ def parameters_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
     return ((place, each) for place, each in enumerate(parameters) if not is_offloaded(each))
 
 
+def trained_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
+    """Those that are trained."""
+    return ((place, each) for place, each in parameters_in_memory(groups) if each.requires_grad)
+
+
 def count(parameters: Sequence[Tensor], record: StepRecord, ranks: Ranks | None = None) -> None:
     """Have their gradients in the norm of a step, and in its clip; over ranks they are averaged."""
     if ranks is not None:
@@ -58,7 +63,7 @@ def average_late(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks:
 
     Where a step is clipped, `update` refuses that.
     """
-    beside = [parameter for _, parameter in parameters_in_memory(groups) if parameter.requires_grad]
+    beside = [parameter for _, parameter in trained_in_memory(groups)]
     if ranks is None or record.max_grad_norm is not None or not beside:
         return
     gradients = [parameter.grad for parameter in beside]

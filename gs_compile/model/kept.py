@@ -1,4 +1,4 @@
-"""kept: what the user has commits keep beside parameters and states: schedulers, loaders, values of a script."""
+"""kept: what the user has commits keep beside parameters and states, and the commit that the run is to go on from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from gs_compile.runtime.storage.manifest import check_plain
 
 @dataclass
 class Kept:
-    """states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
+    """One optimizer's.
+
+    states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
 
     storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there,
         0: none was found; ranks: by torch's numbers, those that have looked for it together.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from itertools import chain
 from typing import Any
 
@@ -27,8 +26,8 @@ from gs_compile.runtime.threads import correct_thread_count
 from gs_compile.schedules import BY_MICRO_BATCH, Schedule
 from gs_compile.version import __version__
 
-# Options that each rank may have its own of, or that are looked into
-OWN = ("storage", "group", "mesh", "progress", "report", "status", "expert")
+# Options that each rank may have its own of
+OWN = ("storage", "group", "mesh", "progress", "report", "status")
 
 
 def _optimizer_of(args: Sequence[Any]) -> TieredOptimizer | None:
@@ -111,10 +110,7 @@ Facts = Iterator[tuple[str, Any]]
 def _of_options(options: Options) -> Facts:
     yield "greedysnake's version", __version__
     yield "the number of directories of storage", len(options.storage)
-    for prefix, given in (("", options), ("expert.", options.expert)):
-        for entry in fields(given):
-            if entry.name not in OWN:
-                yield f"the option {prefix}{entry.name}", getattr(given, entry.name)
+    yield from ((f"the option {name}", value) for name, value in options.by_name.items() if name not in OWN)
 
 
 def _of_optimizer(optimizer: TieredOptimizer) -> Facts:

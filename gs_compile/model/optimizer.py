@@ -22,6 +22,7 @@ class Optimizer(Protocol):
     orthogonalizes: bool
     param_groups: list[dict[str, Any]]
     state: Any
+    engine: Any
     max_grad_norm: float | None
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
@@ -48,5 +49,6 @@ class Optimizer(Protocol):
     def matrices(
         self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False
     ) -> Matrices | None: ...
+    def show_state(self, parameter: Tensor) -> None: ...
     def begin_step(self) -> StepRecord: ...
     def as_set(self) -> StepRecord: ...

@@ -143,7 +143,7 @@ def refuse_passed_on(optimizer: Any) -> None:
     """Raise OptimizerError where the parameters of an optimizer are trained by one that was made for them later."""
     if optimizer.engine is None or not optimizer.engine.closed:
         return
-    references = (residency_of(p).optimizer for group in optimizer.param_groups for p in group["params"])
+    references = (residency_of(parameter).optimizer for parameter in optimizer.group_of)
     if any(reference is not None and reference() is not optimizer for reference in references):
         raise OptimizerError(
             "another optimizer was made for these parameters later, and has trained them since: use that one. The "
@@ -168,9 +168,8 @@ def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] |
 
 def warn_of_masters(store: ParameterStore, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
     """Warn where states have come without fp32 masters, and values are those of bf16: masters begin at these."""
-    tensors = {p: [each for key, each in state.items() if key != "step"] for p, state in states.items()}
-    given = [p for p, found in tensors.items() if found and not all(torch.is_tensor(x) and x.is_meta for x in found)]
-    places = [place for p in given if MASTER not in states[p] and (place := residency_of(p).tiered) is not None]
+    given = [p for p, state in states.items() if has_values(state) and MASTER not in state]
+    places = [place for p in given if (place := residency_of(p).tiered) is not None]
     if places and all(store.is_rounded(span) for _, span in places):
         warnings.warn(
             "the optimizer's state has no fp32 masters, and the model's values are those of bf16: the masters begin at "

@@ -1,4 +1,4 @@
-"""reporting: what a run is told of with: its record, from its plan and its tiers, and where it goes by the options."""
+"""reporting: the record of a run, made of its plan and its tiers, and the places that the options show it in."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
         parameter.grad = mark
 
 
-def end_gradient(parameter: Tensor, *, dropped: bool = False) -> None:
+def end_gradient(parameter: Tensor, *, dropped: bool) -> None:
     """After a step: what `mark_gradient_unavailable` has left stays until somebody zeroes it; dropped: it was."""
     if (mark := residency_of(parameter).gradient) is not None:
         mark.is_left, mark.is_expected = True, False

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from gs_compile.errors import OptionError, ResumeError, StepOrderError
-from gs_compile.model.commits import check_parameters
+from gs_compile.model.former_run import check_parameters
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.groups import gathered, place_of

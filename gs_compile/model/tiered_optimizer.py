@@ -29,7 +29,7 @@ from gs_compile.capture.internals import untraced
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.engine import Engine
-from gs_compile.model.idle import miss
+from gs_compile.model.idle import count_missed
 from gs_compile.model.kept import Kept
 from gs_compile.model.offloaded import StoredState
 from gs_compile.model.optimizer import Group, Tensor
@@ -202,7 +202,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 end_gradient(parameter, dropped=record.is_dropped)
             if finished is not None:  # steps of parameters in memory alone are theirs
                 self.num_skipped += record.skipped
-                miss(self, record)
+                count_missed(self, record)
                 self._count(self._num_steps + (not record.skipped))
                 if self.engine.durable is not None:
                     self.kept.end_step()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from gs_compile.placement.liveness import BEFORE, LiveRange, nbytes_alive
+from gs_compile.placement.liveness import BEFORE, LiveRange, peak
 from gs_compile.program.ir import DeviceBound
 
 User = TypeVar("User")
@@ -27,8 +27,7 @@ def bounded(ranges: Sequence[LiveRange], num_ops: int, nbytes: int) -> DeviceBou
         if live.slot.tier == "device" and live.slot.nbytes:
             takes[live.first] += live.slot.nbytes
             gives |= {at: (live.slot.key, live.slot.nbytes if at == live.last else 0) for at in live.frees}
-    peak = int(nbytes_alive(ranges, "device", num_ops).max(initial=0))
-    return DeviceBound(max(nbytes, peak), takes.pop(BEFORE, 0), takes, gives)
+    return DeviceBound(max(nbytes, peak(ranges, "device", num_ops)), takes.pop(BEFORE, 0), takes, gives)
 
 
 class DeviceMemory(Generic[User]):

@@ -18,6 +18,11 @@ class Slot(NamedTuple):
     nbytes: int
     offset: int = 0
 
+    @property
+    def is_in_slab(self) -> bool:
+        """Whether it is in the one block of host memory that `slab` plans."""
+        return self.tier == "host" and self.nbytes > 0
+
 
 class Kind(NamedTuple):
     """A row of the table.
@@ -66,21 +71,26 @@ def is_of_units(value: Value) -> bool:
     return KIND_TABLE[value.kind].of == "units"
 
 
+def _alone(value: Value, nbytes: int) -> Slot:
+    """Memory that is a value's own."""
+    return Slot(value, value.tier or "device", nbytes)
+
+
 def _none(placement: Placement, value: Value) -> Slot:
     """Memory that is not counted: a few bytes, or the caller's."""
-    return Slot(value, value.tier or "device", 0)
+    return _alone(value, 0)
 
 
 def _activation(placement: Placement, value: Value) -> Slot:
     assert value.micro_batch is not None
     known = value.micro_batch < len(placement.x_nbytes)
-    return Slot(value, value.tier or "device", at(placement.x_nbytes[value.micro_batch], value.unit) if known else 0)
+    return _alone(value, at(placement.x_nbytes[value.micro_batch], value.unit) if known else 0)
 
 
 def _saved(placement: Placement, value: Value) -> Slot:
     level = placement.level_of(value)
     assert level is not None, f"{value}: its layer saves its input alone"
-    return Slot(value, value.tier or "device", level.nbytes[value.micro_batch or 0])
+    return _alone(value, level.nbytes[value.micro_batch or 0])
 
 
 def _side(placement: Placement, value: Value) -> Slot:
@@ -89,13 +99,13 @@ def _side(placement: Placement, value: Value) -> Slot:
     if not (nbytes := layout.side_nbytes if value.kind == "side" else layout.dside_nbytes):
         return _none(placement, value)
     boundary = 0 if value.unit is None else int(value.unit) + 1
-    return Slot(value, value.tier or "device", at(nbytes[value.micro_batch or 0], boundary))
+    return _alone(value, at(nbytes[value.micro_batch or 0], boundary))
 
 
 def _part(placement: Placement, value: Value) -> Slot:
     """A part by itself; on SSD with the extents that commits take turns with."""
     nbytes = nbytes_of(placement, value) if value.unit in placement.by_unit else 0
-    return Slot(value, value.tier or "device", nbytes * (placement.num_extents(value) if value.tier == "ssd" else 1))
+    return _alone(value, nbytes * (placement.num_extents(value) if value.tier == "ssd" else 1))
 
 
 def _parameters(placement: Placement, value: Value) -> Slot:

@@ -22,9 +22,7 @@ class Range(NamedTuple):
 
 def range_of(slot: Slot, offsets: Mapping[object, int]) -> Range | None:
     """Where a slot is in host memory; None where it is elsewhere, takes nothing, or has no offset."""
-    if slot.tier != "host" or not slot.nbytes or slot.key not in offsets:
-        return None
-    return Range(slot.key, offsets[slot.key], slot.nbytes)
+    return Range(slot.key, offsets[slot.key], slot.nbytes) if slot.is_in_slab and slot.key in offsets else None
 
 
 @dataclass

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from gs_compile.placement.cut import turn
 from gs_compile.placement.device_memory import bounded
 from gs_compile.placement.kinds import Slot, slot_of
-from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
+from gs_compile.placement.liveness import LiveRange, live_ranges, peak
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import Occupants
 from gs_compile.placement.traffic import op_nbytes
-from gs_compile.program.ir import TIED, Op, Program, Tier, Value, height
+from gs_compile.program.ir import TIED, Op, Program, Value, height
 from gs_compile.program.verbs import NORMS
 
 PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
@@ -67,7 +67,7 @@ def fixed_offsets(placement: Placement) -> FixedOffsets:
     end = 0
     for value in sorted(placement.homes(late=True) | placement.homes(late=False), key=str):
         slot = slot_of(placement, value)
-        if slot.tier == "host" and slot.nbytes and slot.key not in shared and slot.key not in always:
+        if slot.is_in_slab and slot.key not in shared and slot.key not in always:
             always[slot.key] = end
             end += rounded(slot.nbytes)
     packing = _Packing(end)
@@ -122,10 +122,10 @@ def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Plac
     shared = {key: offset for key, offset in fixed.shared.items() if key not in carried}
     wanted: dict[object, tuple[int, Spans]] = {}
     for live in ranges:
-        key, nbytes = live.slot.key, live.slot.nbytes
-        if live.slot.tier == "host" and nbytes and key not in fixed.always:
+        key = live.slot.key
+        if live.slot.is_in_slab and key not in fixed.always:
             span = live.first, len(ops) if live.last is None else live.last
-            wanted[key] = rounded(nbytes), (*wanted.get(key, (0, ()))[1], span)
+            wanted[key] = rounded(live.slot.nbytes), (*wanted.get(key, (0, ()))[1], span)
     packing = _Packing(fixed.always_nbytes if updates else fixed.nbytes)
     packing.put((EVER,), fixed.nbytes, 0)
     for key in wanted.keys() & shared.keys():
@@ -139,8 +139,7 @@ def plan(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int]
     """The peak of each tier in bytes, that of the host being the smallest slab's size, and the offsets in that slab."""
     ranges = live_ranges(ops, placement)
     offsets, host_nbytes = plan_offsets(ranges, ops, placement)
-    tiers: tuple[Tier, Tier] = ("device", "ssd")
-    device, ssd = (int(nbytes_alive(ranges, tier, len(ops)).max(initial=0)) for tier in tiers)
+    device, ssd = peak(ranges, "device", len(ops)), peak(ranges, "ssd", len(ops))
     return (("device", device), ("host", host_nbytes), ("ssd", ssd)), offsets
 
 
@@ -162,7 +161,7 @@ def packed(
         return _prolonged(ranges, ops, moved, int(moved[-1] * LONGEST_LAG) * number // NUM_LAGS)
 
     def nbytes_with(number: int) -> int:
-        return int(nbytes_alive(prolonged(number), "host", len(ops)).max(initial=0))
+        return peak(prolonged(number), "host", len(ops))
 
     number = bisect_right(range(1, NUM_LAGS + 1), most, key=nbytes_with)
     while number:
@@ -176,7 +175,7 @@ def packed(
 def placed_as(program: Program, other: Program, placement: Placement) -> Program:
     """A program at the offsets of another one of the same placement, where these serve it too; else as it is."""
     slots = (live.slot for live in live_ranges(program.ops, placement))
-    known = all(slot.key in other.offsets for slot in slots if slot.tier == "host" and slot.nbytes)
+    known = all(slot.key in other.offsets for slot in slots if slot.is_in_slab)
     if not known or any(conflicts(program.ops, placement, other.offsets)):
         return program
     return replace(program, offsets=other.offsets, slab_nbytes=other.slab_nbytes)
@@ -209,7 +208,7 @@ def _is_on_a_lane(op: Op) -> bool:
 
 def conflicts(ops: Sequence[Op], placement: Placement, offsets: Mapping[object, int]) -> Iterator[tuple[Value, Value]]:
     """Values that are alive together in memory that overlaps."""
-    ranges = [r for r in live_ranges(ops, placement) if r.slot.tier == "host" and r.slot.nbytes]
+    ranges = [each for each in live_ranges(ops, placement) if each.slot.is_in_slab]
     events = [(r.first, 1, r) for r in ranges] + [(r.last, 0, r) for r in ranges if r.last is not None]
     alive: Occupants[Value] = Occupants()
     for _, begins, each in sorted(events, key=lambda event: event[:2]):

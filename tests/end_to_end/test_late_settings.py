@@ -89,6 +89,20 @@ def test_what_comes_too_late_is_refused(make, change, words, harness, tmp_path):
             optimizer.step()
 
 
+def test_a_first_step_that_begins_again_trains_what_its_forward_did(harness, tmp_path):
+    """Who freezes a layer between the backward and the step is told, and may take it back."""
+    last = harness.model.transformer.h[1].mix.weight
+    with harness.fresh(sgd, options(tmp_path)) as optimizer:
+        loss_of(harness.model, tokens(0)).backward()
+        slowed(optimizer, 0)
+        last.requires_grad_(False)
+        with pytest.raises(StepOrderError, match=r"requires_grad .* was changed .* first step has to begin again"):
+            optimizer.step()
+        last.requires_grad_(True)
+        optimizer.step()
+        assert optimizer.num_steps == 1
+
+
 # Gradients that are dropped, put there and left -----------------------------------------------------------------------
 
 

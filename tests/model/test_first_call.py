@@ -16,7 +16,14 @@ from torch import nn
 
 import gs_compile
 from gs_compile.capture.given_up import watch
-from gs_compile.errors import CaptureError, GraphBreakError, GreedySnakeError, OptimizerError, UncapturedWarning
+from gs_compile.errors import (
+    CaptureError,
+    GraphBreakError,
+    GreedySnakeError,
+    OptimizerError,
+    OptionError,
+    UncapturedWarning,
+)
 from gs_compile.model import first_call
 from gs_compile.model.residency import Residency
 
@@ -50,6 +57,29 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
         assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
         same_tensors(values(model), before)
     assert optimizer.engine is None
+
+
+def test_options_that_the_first_call_has_settled(tmp_path):
+    """Nothing would come of others, or wrong values of another precision; what is of one call alone may change."""
+    model = gpt2()
+    optimizer = adamw(list(model.parameters()))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    step(model, optimizer, tokens(0))
+    before = values(model)
+    for change, name in (
+        ({"host_memory": "90MiB"}, "host_memory"),
+        ({"alpha": 0.5}, r"expert\.alpha"),
+        ({"precision": "bf16"}, "precision"),
+    ):
+        model.compile(backend="greedysnake", options=options(tmp_path, **change))
+        with pytest.raises(OptionError, match=rf"^{name} is .* in this call, and was .* in the first call of the run"):
+            step(model, optimizer, tokens(1))
+    with torch.no_grad(), pytest.raises(OptionError, match=r"^precision is"):  # an evaluation too
+        loss_of(model, tokens(1))
+    same_tensors(values(model), before)
+    model.compile(backend="greedysnake", options=options(tmp_path, micro_batch_size=5))
+    step(model, optimizer, tokens(1))
+    assert optimizer.num_steps == 2
 
 
 @pytest.mark.parametrize("ends", [pytest.param(True, marks=pytest.mark.slow), False])

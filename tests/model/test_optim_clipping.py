@@ -118,6 +118,19 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path):
             one.train(1)
 
 
+def test_a_batch_without_labels_updates_nothing(tmp_path):
+    """Its loss is nan and its gradients are zeros, so that no norm shows it."""
+    with learner(tmp_path, alpha=0.0) as one:
+        one.train(0)
+        before = one.values()
+        one.model(input_ids=tokens(1), labels=torch.full_like(tokens(1), -100)).loss.backward()
+        with pytest.warns(
+            NonFiniteWarning, match=r"^the loss is not finite: step 2 was skipped \[non-finite-warning\]$"
+        ):
+            one.optimizer.step()
+        same_tensors(one.values(), before)
+
+
 def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(tmp_path):
     with learner(tmp_path, alpha=0.5) as one:
         one.train(0)

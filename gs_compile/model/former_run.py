@@ -1,0 +1,178 @@
+"""former_run: the durable run that this one goes on from, if any: found, and refused where it is of something else."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+from gs_compile.capture.internals import has_scheduler
+from gs_compile.codegen.layout import Arrangement
+from gs_compile.errors import LeftoverError, ResumeError, StepOrderError, StorageError
+from gs_compile.model.in_memory import trained_in_memory
+from gs_compile.model.optimizer import Optimizer
+from gs_compile.options import Options
+from gs_compile.planner.programs import StepPrograms
+from gs_compile.runtime.former import alike
+from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.storage.folder import folder_in, folder_of
+from gs_compile.runtime.storage.last_commit import commits_in, newest_of
+from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.storage.stored import Manifest, StoredParameter
+
+log = logging.getLogger(__name__)
+
+
+def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: Optimizer) -> Mapping[str, Any]:
+    """What the newest commit that is to go on, if there is one, has kept of its plan.
+
+    Raises ResumeError where it is of something else, before time is lost with a plan; what else is wrong with it is
+    raised where the storage is opened.
+    """
+    goes_on = options.resume or optimizer.kept.storage
+    looks_in = dict.fromkeys((*options.storage, *optimizer.kept.storage)) if goes_on else ()
+    with suppress(StorageError):
+        newest = newest_of(commits_in(map(folder_in, looks_in)))
+        if newest is not None:
+            check_alike(newest, optimizer, stored, world=1)
+            return newest.plan
+    return {}
+
+
+def open_store(
+    planning: StepPrograms, arrangement: Arrangement, stored: Sequence[StoredParameter], optimizer: Optimizer
+) -> tuple[Store, frozenset[str]]:
+    """The storage of a plan, and the names of the parts there that stay in their files."""
+    options, ranks, same = planning.planner.options, planning.planner.ranks, frozenset[str]()
+    anew = optimizer.kept.begins_anew
+    looks_in = optimizer.kept.storage or (() if options.resume or anew else None)
+    agree = partial(ranks.agree, "the steps that are committed") if ranks and options.durability else None
+    if options.durability:
+        optimizer.kept.snapshot(optimizer.param_groups)  # before time is lost: it raises for what no commit can keep
+    with ExitStack() as undo:
+        store = Store(options.storage, durable=options.durability > 0, resume=looks_in, agree=agree)
+        undo.callback(store.close)
+        if anew:
+            store.former = None
+        found = store.former.step if store.former else 0
+        if optimizer.kept.step not in (None, found):
+            one, other = (f"a commit of step {step}" if step else "no commit" for step in (optimizer.kept.step, found))
+            named, here = (", ".join(map(str, each)) for each in (looks_in or (), options.storage))
+            raise ResumeError(
+                f"gs_compile.resume found {one} in {named}, but {here} has {other}: give it the directories that have "
+                "the newest commit"
+            )
+        if store.former is None and looks_in is not None and not anew:
+            words = ", ".join(map(str, looks_in or options.storage))
+            if ranks is not None:
+                _refuse_misplaced(store, ranks)
+            log.info("no durable run has left a commit in %s: a new run starts", words)
+        if store.former is not None:
+            log.info("run %s goes on from step %d (%s)", store.run, store.former.step, store.former.written)
+            check_alike(store.former, optimizer, stored, planning.placement.world, ranks.rank if ranks else 0)
+            _refuse_what_is_lost(store.former, optimizer)
+            folders = [drive.folder for drive in store.drives]
+            same = alike(store.former, planning.placement, arrangement.types, stored, folders)
+        store.reserve_check(planning.ssd_nbytes - store.nbytes_of(same))
+        undo.pop_all()
+    return store, same
+
+
+def _refuse_what_is_lost(former: Manifest, optimizer: Optimizer) -> None:
+    """Raise StepOrderError where the option ``resume`` alone goes on, and leaves what `gs_compile.resume` gives back.
+
+    The user has been told another number of steps, has a scheduler, or has handed states in.
+    """
+    if optimizer.kept.step is not None:
+        return
+    found, read = former.step - former.num_skipped, optimizer.num_steps_read
+    if read not in (None, found):
+        raise StepOrderError(
+            f"optimizer.num_steps was read as {read} before the model's first call, but run {former.run} resumes from "
+            f"{found} steps: call `run = gs_compile.resume(model, optimizer, storage=...)` before you read it, and "
+            "begin with batch run.step"
+        )
+    states = ["a scheduler"] if has_scheduler(optimizer.step) else []
+    states += [f"the commit's state of {name}" for name in sorted(former.states)]
+    if states:
+        raise StepOrderError(
+            f"run {former.run} resumes from step {former.step} by the option resume alone, and {states[0]} would not "
+            "be restored: call `run = gs_compile.resume(model, optimizer, storage=..., scheduler=scheduler)` before "
+            "the model's first call, with all objects whose states the commit has"
+        )
+
+
+def _refuse_misplaced(store: Store, ranks: Ranks) -> None:
+    """Raise `LeftoverError` on all ranks, none of which has a commit, where one has the directory of another's."""
+    pairs = ((name, drive.folder.parent) for name in ranks.names for drive in store.drives if name != ranks.name)
+    own = sorted({name for name, directory in pairs if commits_in([folder_of(directory, name)])})
+    every = dict(zip(ranks.names, ranks.agree("commits of other ranks", own), strict=True))
+    if any(every.values()):
+        having = ((name, ", ".join(map(str, each))) for name, each in every.items() if each)
+        words = "; ".join(f"rank {name} has that of rank {others}" for name, others in having)
+        what = (
+            f"no rank finds its commit, and {words}: they have come to other machines than before. Give each the "
+            "number that it had (torchrun --node-rank), or bring it the folder of its number; nothing was changed"
+        )
+        raise LeftoverError(errno.EEXIST, what, str(store.drives[0].folder.parent))
+
+
+def check_alike(
+    former: Manifest, optimizer: Optimizer, parameters: Sequence[StoredParameter], world: int, rank: int = 0
+) -> None:
+    """Raise ResumeError where a commit is of another model, optimizer, number of ranks or place among them."""
+    check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
+    trained = {each.name: each.trained for each in parameters}
+    states = {each.name: tuple(each.components) for each in parameters}
+    others = [each.name for each in former.parameters if tuple(each.components) != states[each.name]]
+    changed = [each.name for each in former.parameters if each.trained != trained[each.name]]
+    here = {each.name: each for each in parameters}
+    moved = [each for each in former.parameters if each.group not in (None, here[each.name].group)]
+    late = [each for each in former.parameters if each.missed not in (None, here[each.name].missed)]
+    if changed:
+        what = f"{changed[0]} was {'frozen' if trained[changed[0]] else 'trained'} there"
+    elif (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
+        what = f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
+    elif others:
+        what = f"{others[0]} was {'no' if states[others[0]] else 'a'} matrix that updates orthogonalize there"
+    elif len(former.groups) != len(optimizer.param_groups):
+        what = f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
+    elif {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()} != {
+        str(number): tuple(each.shape) for number, each in trained_in_memory(optimizer.param_groups)
+    }:
+        what = "it has other parameters beside the compiled model"
+    elif moved:
+        what = f"{moved[0].name} was in param group {moved[0].group} there, and is in {here[moved[0].name].group} here"
+    elif late:
+        what = (
+            f"{late[0].name} took {late[0].missed} steps fewer than others there, and {here[late[0].name].missed} here "
+            "(`gs_compile.resume` takes them up, the option resume alone does not)"
+        )
+    elif former.rank != rank:
+        what = f"it is of rank {former.rank} of those that share the model, and this is rank {rank} of them"
+    elif former.world != world:
+        what = f"it is of {former.world} ranks, this run of {world}, which can load a checkpoint of state dicts"
+    else:
+        return
+    raise _other(former, what)
+
+
+def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *, is_all: bool = False) -> None:
+    """Raise ResumeError where parameters have other shapes than those of a commit; `is_all`: or there are more."""
+    stored = {each.name: tuple(each.shape) for each in former.parameters}
+    names = stored.keys() | shapes.keys() if is_all else stored.keys()
+    differ = sorted(name for name in names if stored.get(name) != shapes.get(name))
+    if differ:
+        found, wanted = (each.get(differ[0], "absent") for each in (stored, shapes))
+        what = f"{len(differ)} of {len(names)} parameters differ: {differ[0]} is {found} there, and {wanted} here"
+        raise _other(former, what)
+
+
+def _other(former: Manifest, what: str) -> ResumeError:
+    return ResumeError(
+        f"run {former.run} at step {former.step}, which is to be resumed, is not of this model and optimizer: {what}. "
+        "Build what was trained, choose another storage=, or export its values with greedysnake store export"
+    )

@@ -1,0 +1,38 @@
+"""A signal that ends a run does so wherever it comes."""
+
+from __future__ import annotations
+
+import signal
+import time
+import weakref
+
+import pytest
+
+from gs_compile.runtime.signals import end_by_exit
+
+
+class Held:
+    pass
+
+
+class Ended:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def finalized() -> None:
+    weakref.finalize(Held(), signal.raise_signal, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("collect", [finalized, Ended])
+def test_one_that_comes_into_a_finalizer_is_answered_after_it(collect):
+    """Python prints what a finalizer raises, and goes on: the process would not end."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        end_by_exit()
+        with pytest.raises(SystemExit) as ended:
+            collect()
+            time.sleep(10)
+        assert ended.value.code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
