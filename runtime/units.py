@@ -102,14 +102,16 @@ class CompiledUnits:
         self._drawn: dict[tuple[Unit, int], Any] = {}  # the random numbers after the first half of a block
 
     def count(self, batches: list[Any]) -> tuple[torch.Tensor, ...]:
-        shares = []
+        shares, specs = list[Tensors](), tuple[TensorSpec, ...]()
         for micro_batch, batch in zip(self.micro_batches, batches, strict=True):
             count = micro_batch.split.count
             assert count is not None
             reads = {"batch": batch, "w": micro_batch.counted}
             pairs = zip(count.sources, count.specs, strict=True)
             shares.append(count.module(*(_input(source, spec, micro_batch, reads) for source, spec in pairs)))
-        return tuple(torch.stack(share).sum(0) for share in zip(*shares, strict=True))
+            specs = count.result_specs
+        made = zip(zip(*shares, strict=True), specs, strict=True)
+        return tuple(torch.stack(share).sum(0).to(spec.dtype) for share, spec in made)
 
     def zeros(self, value: Value) -> Accumulator:
         return Accumulator()

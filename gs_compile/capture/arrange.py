@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from gs_compile.capture.operations import has_samples, is_mutation, mutated, operation
+from gs_compile.capture.operations import has_samples, mutated, operation
 from gs_compile.capture.residual_stream import Readers, ResidualStream, is_free, residual_streams, storage_of
 
 VMAP_BRACKETS = LOAD, ENTER, LEAVE = "lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"
@@ -34,7 +34,7 @@ def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
     nodes = [node for node in graph.nodes if node.op != "output"]
     readers = _readers(nodes)
     for node in reversed(nodes):
-        changes_a_result = is_mutation(node) and storage_of(mutated(node)) in memory
+        changes_a_result = any(storage_of(each) in memory for each in mutated(node))
         if changes_a_result or not live.isdisjoint((node, *readers[node])):
             live.update((node, *node.all_input_nodes))  # sources now: what closes a vmap comes before what is inside
     return {node: [reader for reader in readers[node] if reader in live] for node in nodes if node in live}
@@ -114,8 +114,8 @@ def _readers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     readers = {node: list(node.users) for node in nodes}
     later = defaultdict[Any, list[fx.Node]](list)  # the readers of each memory
     for node in reversed(nodes):
-        if is_mutation(node):
-            readers[node] += [user for user in later[storage_of(mutated(node))] if user is not node]
+        for target in mutated(node):
+            readers[node] += [user for user in later[storage_of(target)] if user is not node]
         for source in node.all_input_nodes:
             later[storage_of(source)].append(node)
     return readers | _inside_vmaps(nodes)

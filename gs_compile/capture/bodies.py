@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from gs_compile.capture.graph import TensorSpec, output_values
+from gs_compile.capture.graph import output_values
 from gs_compile.capture.operations import (
     ADDING,
     DIVIDING,
@@ -21,12 +21,11 @@ from gs_compile.capture.operations import (
     LINEAR,
     REGROUPING,
     SCALING,
-    SHAPING,
     has_samples,
-    is_mutation,
     maker_of,
     mutated,
     operation,
+    spec_made,
     tensor_spec,
 )
 from gs_compile.capture.residual_stream import in_memory_of
@@ -34,9 +33,8 @@ from gs_compile.capture.samples import (
     COUNTED,
     Made,
     letters_of_samples,
-    why_it_counts,
     why_it_mixes,
-    why_it_runs_along,
+    why_sizes_mix,
     why_values_mix,
 )
 
@@ -79,8 +77,8 @@ class _Body:
                     return found
                 if why := self._look_at(node):
                     return maker_of(node), why
-                if node in self.sums and is_mutation(node):
-                    self.sums |= in_memory_of(mutated(node))
+                if node in self.sums:
+                    self.sums.update(*map(in_memory_of, mutated(node)))
         return None
 
     def counted(self, body: fx.GraphModule) -> fx.Node | None:
@@ -91,23 +89,16 @@ class _Body:
     def _look_at(self, node: fx.Node) -> str:
         """Why the next operation mixes samples; empty: it does not."""
         maker = maker_of(node)
-        name, spec, read = operation(maker), node.meta.get("spec"), maker.all_input_nodes
+        name, read = operation(maker), maker.all_input_nodes
         if not self.sums.isdisjoint(read):
             self.sums.add(node)
             keeps = self._keeps_sums(node, name)
             return "" if keeps else f"`{name}` of values reduced over the batch is no sum of shares"
-        if not any(map(has_samples, read)) and self.counts.isdisjoint(read):
-            of_batch = node.meta.get("batch_numbers") and not has_samples(node) and name not in SHAPING
-            return "computes with the batch size" if of_batch else ""
-        if why := why_it_counts(node, name, spec, self.counts.__contains__):
+        reads = any(map(has_samples, read)) or not self.counts.isdisjoint(read)
+        mixes = why_it_mixes(node, self.made, self.counts.__contains__) if reads else why_sizes_mix(node, name)
+        if why := why_values_mix(node, name) or mixes:
             return why
-        if name == "setitem":
-            spec = read[0].meta["spec"]
-        if not isinstance(spec, TensorSpec):
-            return why_it_runs_along(node, name)
-        if why := why_values_mix(node, name) or why_it_mixes(maker, name, spec, self.made):
-            return why
-        if spec.batch_dims or name in FILLING:
+        if not reads or (spec := spec_made(node)) is None or spec.batch_dims or name in FILLING:
             return ""
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
             return self._reduced(node, name)

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional
@@ -43,28 +44,27 @@ from gs_compile.capture.operations import (
     FILLING,
     JOINING,
     LINEAR,
-    REGROUPING,
+    OF_ROWS,
     SCALING,
-    SHAPING,
     WEIGHTED_LOSSES,
     arguments_of,
+    draws,
     has_samples,
-    is_mutation,
     maker_of,
     mutated,
     operation,
     reduction_of,
+    spec_made,
     tensor_spec,
 )
 from gs_compile.capture.places import PAIRING
+from gs_compile.capture.residual_stream import in_memory_of
 from gs_compile.capture.samples import (
     Made,
     aligned,
-    computes_with_batch,
     picks_of_equals,
-    why_it_counts,
     why_it_mixes,
-    why_it_runs_along,
+    why_sizes_mix,
     why_values_mix,
 )
 from gs_compile.capture.shares import Kind, Shares, State
@@ -128,8 +128,8 @@ class _Separation:
         for node in [node for node in self.module.graph.nodes if node not in (output, self.shares.fraction)]:
             self.made.follow(node)
             self.states[node] = self._state(node)
-            if is_mutation(node):
-                self._change(node)
+            for target in mutated(node):
+                self._change(node, target)
         outputs = _kept(self.module, kept)  # only now: a loss has its shares in its place
         made = tuple(self._output(value, output) if isinstance(value, fx.Node) else value for value in outputs)
         output.args = (made,)
@@ -163,7 +163,8 @@ class _Separation:
 
     def _state(self, node: fx.Node) -> State:
         if node.op in ("placeholder", "get_attr"):
-            is_data = node.op == "get_attr" or node.name in self.data
+            spec = tensor_spec(node)
+            is_data = node.op == "get_attr" or (node.name in self.data and not (spec and spec.requires_grad))
             kind: Kind = "local" if node.name in self.batch else "same"
             return State(kind, from_inputs=is_data, source="inputs" if is_data else "")
         if node.meta.get(OF_A_CHECK):
@@ -180,11 +181,12 @@ class _Separation:
         from_inputs = all(self.states[source].from_inputs for source in node.all_input_nodes)
         if block_of(node) is not None:
             made_from = "taps" if state.kind == "local" and is_of_samples(node) else ""
-        return replace(state, from_inputs=from_inputs and block_of(node) is None, source=made_from)
+        is_known = from_inputs and block_of(node) is None and not draws(node)
+        return replace(state, from_inputs=is_known, source=made_from)
 
     def _source(self, node: fx.Node) -> Literal["", "inputs", "taps"]:
         sources = {self.states[source].source for source in node.all_input_nodes}
-        if block_of(node) is not None or "" in sources:
+        if block_of(node) is not None or draws(node) or "" in sources:
             return ""
         return "taps" if "taps" in sources else "inputs"
 
@@ -194,20 +196,17 @@ class _Separation:
         is_fit = isinstance(spec, TensorSpec) and not spec.batch_dims and spec.is_sized
         return self.layer_major and is_fit and self.states[node].source == "taps"
 
-    def _change(self, node: fx.Node) -> None:
+    def _change(self, node: fx.Node, target: fx.Node) -> None:
         """After a change in place of one class by another, the old names of the memory stand for neither."""
-        target, state = mutated(node), self.states[node]
-        if self.states[target].kind == state.kind != "mixed":
-            return
-        changed = state if state.kind == "mixed" else _mixed(node, "is changed in place and read by its old name")
-        storage = target.meta.get("storage")
-        for other in [target, *(known for known in self.states if storage is not None)]:
-            if other is target or (other is not node and other.meta.get("storage") == storage):
-                self.states[other] = changed
+        state, known = self.states[node], self.states[target].kind
+        mixed = _mixed(node, "is changed in place and read by its old name") if state.kind != known else None
+        mixed = state if state.kind == "mixed" else mixed
+        for other in in_memory_of(target) & self.states.keys() - {node}:
+            own = replace(self.states[other], from_inputs=state.from_inputs, source=state.source)
+            self.states[other] = mixed or own
 
     def _rule(self, node: fx.Node) -> State:
-        name, spec = operation(node), node.meta.get("spec")
-        kinds = self._kinds(node)
+        name, kinds = operation(node), self._kinds(node)
         if mixes := why_values_mix(node, name):
             return _mixed(node, mixes)
         if name in COUNTED_LOSSES or name in AVERAGED_LOSSES:
@@ -217,16 +216,12 @@ class _Separation:
         if found := why_bodies_mix(node):
             return _mixed(*found)
         if "local" not in kinds:
-            return _made_from_sizes(node, name)
-        if counts := why_it_counts(node, name, spec, self._is_count):
-            return _mixed(node, counts)
-        if name == "setitem":
-            spec = mutated(node).meta["spec"]
-        if not isinstance(spec, TensorSpec):
-            return _mixed(node, along) if (along := why_it_runs_along(node, name)) else State("local")
-        maker = maker_of(node)
-        if mixes := why_it_mixes(maker, operation(maker), spec, self.made):
-            return _mixed(maker, mixes)
+            mixes = why_sizes_mix(node, name)
+            return _mixed(node, mixes) if mixes else State("local" if has_samples(node) else "same")
+        if mixes := why_it_mixes(node, self.made, self._is_count):
+            return _mixed(maker_of(node), mixes)
+        if (spec := spec_made(node)) is None:
+            return State("local")
         if name.startswith("masked_scatter"):
             self.shares.checked_places(node)
         inside = block_of(node) is not None
@@ -234,7 +229,7 @@ class _Separation:
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
         if name in FILLING or picks_of_equals(node, name):
             return State("same")  # x.new_ones(()): takes from x its kind alone
-        if name in ("sum", "mean", "count_nonzero"):
+        if name in ("sum", "mean", "count_nonzero") and not node.all_input_nodes[0].meta.get("uneven"):
             return State("mean" if name == "mean" else "sum")
         return _mixed(node, "reduces over the samples of the batch")
 
@@ -268,7 +263,7 @@ class _Separation:
         if not isinstance(before, TensorSpec) or not isinstance(after, TensorSpec) or after.batch_dims:
             return None
         rounds = before.dtype.is_floating_point and not after.dtype.is_floating_point
-        return None if rounds else self.states[source]
+        return None if rounds or after.dtype is torch.bool else self.states[source]
 
     def _scale(self, node: fx.Node, left: Any, right: Any, *, commutes: bool) -> State | None:
         """same * sum = sum; sum / B = mean; mean * B = sum; and a sum of the inputs alone becomes a total, the same."""
@@ -298,8 +293,9 @@ class _Separation:
     def _add(self, node: fx.Node, *, joins: bool) -> State | None:
         """Add or join values: means and what is the same give a mean; with a sum among them all become shares."""
         kinds = {self._kind(operand, node) for operand in (node.all_input_nodes if joins else node.args)}
-        if kinds & {"local", "batch"}:
-            return None
+        spec = tensor_spec(node)
+        if kinds & {"local", "batch"} or (kinds != {"sum"} and spec and not spec.dtype.is_floating_point):
+            return None  # no integers are shares of what is the same
         if kinds <= {"mean", "same"}:
             return State("mean")
 
@@ -320,8 +316,12 @@ class _Separation:
         arguments = arguments_of(node)
         reduction, target = reduction_of(arguments), arguments.get("target")
         is_of_values = isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point
-        if is_of_values and name in AVERAGED_LOSSES and not aligned(arguments.get("input"), target):
+        if name in AVERAGED_LOSSES and not aligned(
+            *(arguments[each] for each in arguments if each != OF_ROWS.get(name))
+        ):
             return _mixed(node, PAIRING)
+        if reduction == "batchmean" and 0 not in arguments["input"].meta["spec"].batch_dims:
+            return State("sum")  # divided by as many as another dimension has
         if reduction in ("none", "sum"):
             return State("local" if reduction == "none" else "sum")
         weight = arguments.get("weight")
@@ -347,18 +347,6 @@ class _Separation:
 
 def _kept(module: fx.GraphModule, kept: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(value if keep else None for value, keep in zip(output_values(module), kept, strict=True))
-
-
-def _made_from_sizes(node: fx.Node, name: str) -> State:
-    """A value made of numbers and parameters alone."""
-    spec = node.meta.get("spec")
-    grows = isinstance(spec, TensorSpec) and bool(spec.batch_dims)
-    if node.meta.get("uneven") and name in REGROUPING:
-        return _mixed(node, "deals the rows of a tensor without samples out to those of the batch: give each its own")
-    is_computed = computes_with_batch(node, name) if grows else node.meta.get("batch_numbers") and name not in SHAPING
-    if is_computed:
-        return _mixed(node, "computes with the batch size")
-    return State("local" if grows else "same")
 
 
 def _mixed(node: fx.Node, why: str) -> State:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
 
 from gs_compile.capture.graph import TensorSpec, packet_of
+from gs_compile.capture.internals import tree_leaves
 
 LINEAR = frozenset(
     "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
@@ -34,6 +35,7 @@ ARITHMETIC = (
     | frozenset("pow ipow float_power rsub floordiv floor_divide mod remainder fmod".split())
     | frozenset("clamp clamp_min clamp_max clip fill masked_fill full_like where".split())
 )
+COMPARING = frozenset("eq ne lt le gt ge equal not_equal less less_equal greater greater_equal".split())
 REGROUPING = frozenset("view reshape flatten unflatten ravel view_as reshape_as".split())
 # These write to places in a tensor, and keep its others as they are.
 WRITING = frozenset(
@@ -59,8 +61,14 @@ AVERAGED_LOSSES = frozenset(
     "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss "
     "multilabel_soft_margin_loss".split()
 )
+# The argument of a loss that has one entry for each row of the others.
+OF_ROWS = {"multi_margin_loss": "target", "cosine_embedding_loss": "target", "gaussian_nll_loss": "var"}
 WEIGHTED_LOSSES = frozenset("mse_loss l1_loss".split())  # whose mean is over their `weight`, where one is given
 AVERAGING = AVERAGED_LOSSES | COUNTED_LOSSES | {"mean"}
+RANDOM = frozenset(
+    "rand randn randint rand_like randn_like randint_like randperm bernoulli multinomial normal uniform random "
+    "exponential geometric cauchy log_normal poisson gumbel_softmax rrelu".split()
+)
 # These name places in a tensor's memory, which begins elsewhere where the tensor is a part of more.
 IN_MEMORY = frozenset("as_strided as_strided_copy as_strided_scatter".split())
 IN_PLACE_OPERATORS = frozenset(
@@ -95,30 +103,39 @@ def reduction_of(arguments: Mapping[str, Any]) -> str:
 # Changes in place -----------------------------------------------------------------------------------------------------
 
 
-def is_mutation(node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place: ``x.add_``, ``x[i] = y``, ``x += y``, ``out=``, running statistics."""
+def mutated(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors a node changes in place, as ``x.add_``, ``x[i] = y``, ``x += y`` and ``out=`` do."""
     if node.op not in ("call_method", "call_function"):
-        return False
-    name = _name(node)
-    ends = name.split(".")[0].endswith("_") and not name.startswith("_")
-    in_place = ends and not iskeyword(name[:-1])  # ``x & y`` is operator.and_
-    named = in_place or name in IN_PLACE_OPERATORS or "out" in node.kwargs
-    return named or bool(arguments_of(node).get("inplace")) or _tracks_statistics(node)
+        return []
+    name, arguments = _name(node), arguments_of(node)
+    ends = name.split(".")[0].endswith("_") and not name.endswith("__") and not iskeyword(name[:-1])  # operator.and_
+    changed: Any
+    if (written := _written(node)) is not None:
+        changed = written
+    elif node.target in (functional.batch_norm, functional.instance_norm):  # running statistics, in training
+        is_measured = arguments.get("training", arguments.get("use_input_stats"))
+        changed = [arguments["running_mean"], arguments["running_var"]] if is_measured else []
+    elif node.target in (functional.embedding, functional.embedding_bag):  # rows that are longer
+        changed = arguments["weight"] if arguments["max_norm"] is not None else []
+    elif ends or name in IN_PLACE_OPERATORS or arguments.get("inplace"):
+        changed = [*node.args, *node.kwargs.values()][0]
+    else:
+        changed = node.kwargs.get("out")
+    return [each for each in tree_leaves(changed) if isinstance(each, fx.Node)]
 
 
-def mutated(node: fx.Node) -> fx.Node:
-    """The node whose tensor a mutation changes."""
-    name = "running_mean" if _tracks_statistics(node) else "out"
-    target = arguments_of(node).get(name, [*node.args, *node.kwargs.values()][0])
-    assert isinstance(target, fx.Node)
-    return target
+def _written(node: fx.Node) -> list[Any] | None:
+    """The arguments that an operator of a library writes to, as its schema says; None: it says of none."""
+    schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return None
+    given = {**dict(zip((each.name for each in schema.arguments), node.args, strict=False)), **node.kwargs}
+    return [given.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write]
 
 
-def _tracks_statistics(node: fx.Node) -> bool:
-    """Normalisation in training changes its running statistics, where it has them."""
-    arguments = arguments_of(node) if node.target in (functional.batch_norm, functional.instance_norm) else {}
-    is_measured = bool(arguments.get("training", arguments.get("use_input_stats")))
-    return is_measured and isinstance(arguments["running_mean"], fx.Node)
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, which are others where it runs again elsewhere."""
+    return (name := operation(node)) in RANDOM or "dropout" in name
 
 
 def normalises_by_batch(node: fx.Node) -> bool:
@@ -135,6 +152,11 @@ def tensor_spec(value: Any) -> TensorSpec | None:
     """Of a node that gives one tensor; None for all others, and for what is no node."""
     spec = value.meta.get("spec") if isinstance(value, fx.Node) else None
     return spec if isinstance(spec, TensorSpec) else None
+
+
+def spec_made(node: fx.Node) -> TensorSpec | None:
+    """Of what an operation makes; ``x[i] = y`` makes `x`."""
+    return tensor_spec(node.args[0] if operation(node) == "setitem" else node)
 
 
 def is_sized(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import fx
 
 from gs_compile.capture.graph import OutputSpec, TensorSpec, UnitGraph, output_values
-from gs_compile.capture.operations import is_mutation
+from gs_compile.capture.operations import mutated
 from gs_compile.program.ir import Unit
 
 
@@ -47,7 +47,7 @@ def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]]) -> list[bool]
     results, found = output_values(unit.module), set[fx.Node]()
     places = [(kind, unit.results[:at].count(kind)) for at, kind in enumerate(unit.results)]
     ahead = [node for node, place in zip(results, places, strict=True) if place in wanted]
-    ahead += filter(is_mutation, unit.module.graph.nodes) if ahead else []
+    ahead += filter(mutated, unit.module.graph.nodes) if ahead else []
     while ahead:
         node = ahead.pop()
         spec = node.meta.get("spec")

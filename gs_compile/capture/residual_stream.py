@@ -23,7 +23,7 @@ from itertools import accumulate, chain
 from torch import fx
 
 from gs_compile.capture.graph import TensorSpec, block_of, source_line
-from gs_compile.capture.operations import has_samples, is_mutation, mutated, operation
+from gs_compile.capture.operations import has_samples, mutated, operation
 from gs_compile.capture.stacks import Stack, stacks
 from gs_compile.errors import UniformityError
 
@@ -100,7 +100,7 @@ def in_memory_of(value: fx.Node) -> Set[fx.Node]:
 
 def changed(nodes: Iterable[fx.Node]) -> Set[int | None]:
     """The memory that operations among these change in place, as `storage_of` numbers it."""
-    return {storage_of(mutated(node)) for node in nodes if is_mutation(node)} - {None}
+    return {storage_of(each) for node in nodes for each in mutated(node)} - {None}
 
 
 class _Search:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,16 +23,19 @@ from gs_compile.capture.operations import (
     ARITHMETIC,
     AVERAGING,
     CASTING,
+    COMPARING,
     FILLING,
     PICKING,
+    REGROUPING,
+    SHAPING,
     arguments_of,
     has_samples,
-    is_mutation,
     is_sized,
     maker_of,
     mutated,
     normalises_by_batch,
     operation,
+    spec_made,
     tensor_spec,
 )
 from gs_compile.capture.places import PAIRING, PART, index_along
@@ -92,6 +96,7 @@ _FIRST = (slice(None, 1), slice(0, 1), slice(None, 1, 1), slice(0, 1, 1))
 ALONG_SAMPLES = "runs along the batch dimension"
 TO_FLOATS = frozenset("to type type_as float double half bfloat16".split())
 COUNTED = "computes with what is counted over the samples"
+SIZE = "computes with the batch size"
 
 
 class Made:
@@ -110,7 +115,7 @@ class Made:
         takes_kind = name in FILLING or name.endswith("_like") or name.startswith("new_")
         decide = [] if takes_kind else read[: 1 if name in CASTING or name.endswith("_as") else None]
         if (node.op == "placeholder" and has_samples(node)) or not self.data.isdisjoint(decide):
-            self.data |= {node, *(in_memory_of(mutated(node)) if is_mutation(node) else ())}
+            self.data |= {node, *chain.from_iterable(map(in_memory_of, mutated(node)))}
         read = read[: 1 if _picks(name) else None]
         follows = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point and not self.ranks.isdisjoint(read)
         if follows or _is_order(node, name):
@@ -123,8 +128,21 @@ class Made:
         return name in NUMBERING or (bool(made_from) and all(source in self.numbers for source in made_from))
 
 
-def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str:
-    """Why an operation on samples mixes them; empty where it keeps them apart."""
+def why_it_mixes(node: fx.Node, made: Made, is_count: Callable[[fx.Node], bool]) -> str:
+    """Why an operation on samples mixes them; empty where it keeps them apart.
+
+    is_count: whether a value is one for all samples of a micro-batch, and depends on them.
+    """
+    maker, spec = maker_of(node), spec_made(node)
+    name = operation(maker)
+    computes = name in ARITHMETIC and spec is not None and spec.dtype.is_floating_point
+    counted = node.args[:1] if name == "cond" else node.all_input_nodes if computes else ()
+    if any(isinstance(each, fx.Node) and is_count(each) for each in counted):
+        return COUNTED
+    return why_it_runs_along(node, name) if spec is None else _why_rows_mix(maker, name, spec, made)
+
+
+def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str:
     read = node.all_input_nodes
     if normalises_by_batch(node):
         return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
@@ -140,8 +158,9 @@ def why_it_mixes(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str:
         return "deals the entries of a tensor without samples out to those of the batch, one after another"
     if node.meta.get("uneven"):
         return PART
-    if computes_with_batch(node, name) and spec.dtype.is_floating_point:
-        return "computes with the batch size"
+    of_floats = spec.dtype.is_floating_point or (name in COMPARING and any(map(_is_of_floats, read)))
+    if of_floats and computes_with_batch(node, name):
+        return SIZE
     given = [source for source in read if source in made.numbers and node not in made.numbers]
     if given and (not all(map(_is_in_order, given)) if _picks(name) else spec.dtype.is_floating_point):
         return "computes with the numbers of the samples, which every micro-batch counts from 0"
@@ -164,23 +183,31 @@ def why_values_mix(node: fx.Node, name: str) -> str:
     return ""
 
 
-def why_it_counts(node: fx.Node, name: str, spec: Any, is_count: Callable[[fx.Node], bool]) -> str:
-    """Why an operation mixes samples by what is counted over them, one value for all of a micro-batch; else empty."""
-    computes = name in ARITHMETIC and isinstance(spec, TensorSpec) and spec.dtype.is_floating_point
-    read = node.args[:1] if name == "cond" else node.all_input_nodes if computes else ()
-    return COUNTED if any(isinstance(each, fx.Node) and is_count(each) for each in read) else ""
+def why_sizes_mix(node: fx.Node, name: str) -> str:
+    """Why a value that is made of numbers and parameters alone is another one for a micro-batch; else empty."""
+    if node.meta.get("uneven") and name in REGROUPING:
+        return "deals the rows of a tensor without samples out to those of the batch: give each its own"
+    grows, numbers = has_samples(node), node.meta.get("batch_numbers")
+    is_of_size = computes_with_batch(node, name) if grows else numbers and name not in SHAPING
+    return SIZE if is_of_size else ""
 
 
 def computes_with_batch(node: fx.Node, name: str) -> bool:
     """Whether an operation computes with a number that follows from the batch size, where others take it as a shape."""
     numbers = node.meta.get("batch_numbers", {})
     is_filled = name in ("full", "new_full") and node.meta.get("is_filled_with_batch", False)
-    return bool(numbers) and (name in ARITHMETIC or is_filled or any(isinstance(each, float) for each in numbers))
+    return bool(numbers) and (
+        name in ARITHMETIC | COMPARING or is_filled or any(isinstance(each, float) for each in numbers)
+    )
 
 
-def aligned(one: Any, other: Any) -> bool:
-    """Whether two values that are broadcast together have their samples in the same dimension."""
-    specs = [each.meta["spec"] for each in (one, other) if isinstance(each, fx.Node) and has_samples(each)]
+def _is_of_floats(node: fx.Node) -> bool:
+    return (spec := tensor_spec(node)) is not None and spec.dtype.is_floating_point
+
+
+def aligned(*values: Any) -> bool:
+    """Whether values that are broadcast together have their samples in the same dimension."""
+    specs = [each.meta["spec"] for each in values if isinstance(each, fx.Node) and has_samples(each)]
     return len({tuple(dim - len(spec.shape) for dim in spec.batch_dims) for spec in specs}) < 2
 
 

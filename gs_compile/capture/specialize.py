@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -21,7 +21,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, graph_module, source_line
-from gs_compile.capture.operations import CHOOSING, operation
+from gs_compile.capture.operations import CHOOSING, mutated, operation, tensor_spec
 from gs_compile.capture.places import is_in_turns, place
 from gs_compile.errors import GROUPED, CaptureError
 
@@ -255,15 +255,28 @@ class _Copy:
         return free
 
     def _detached(self, node: fx.Node) -> fx.Node:
-        """Under no_grad a result has no gradient, whatever it was made from."""
-        spec = node.meta["spec"]
-        made_from = [source.meta.get("spec") for source in node.all_input_nodes]
-        tracked = any(isinstance(source, TensorSpec) and source.requires_grad for source in made_from)
-        if not isinstance(spec, TensorSpec) or not tracked or spec.requires_grad:
+        """Under no_grad a result has no gradient, whatever it was made from; what is changed in place keeps its own."""
+        tracked = [source for source in node.all_input_nodes if _has_gradient(source)]
+        if tracked and (changed := mutated(node)):
+            for source in tracked:
+                with self.graph.inserting_before(node):
+                    detached = self.graph.call_method("detach", (source,))
+                detached.meta = {**node.meta, "spec": replace(source.meta["spec"], requires_grad=False)}
+                detached.meta |= {
+                    key: source.meta[key] for key in ("storage", "run", "is_in_turns") if key in source.meta
+                }
+                node.replace_input_with(source, detached)
+            same = [each for each in changed if each.meta["storage"] == node.meta["storage"] is not None]
+            return same[0] if same else node
+        if not tracked or tensor_spec(node) is None or _has_gradient(node):
             return node
         detached = self.graph.call_method("detach", (node,))
         detached.meta = dict(node.meta)
         return detached
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    return (spec := tensor_spec(node)) is not None and spec.requires_grad
 
 
 def _of_one(squeeze: fx.Node) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ from gs_compile.capture.graph import (
     source_line,
 )
 from gs_compile.capture.loss import Separated
-from gs_compile.capture.operations import is_mutation, mutated, operation
+from gs_compile.capture.operations import mutated, operation
 from gs_compile.capture.reached import reached_from
 from gs_compile.capture.residual_stream import is_free, is_like, storage_of
 from gs_compile.capture.stacks import stacks
@@ -314,17 +314,22 @@ class _Cut:
 
     def _refuse_shared_memory(self, crossing: dict[fx.Node, set[int]]) -> None:
         """A unit may change its own values in place, and copies of what it reads, never what others still read."""
-        free = {storage_of(node): node for node in self.readers if is_free(node)}
-        for change in filter(is_mutation, self.readers):
-            storage, at = storage_of(mutated(change)), self.at[change]
+        free = {storage_of(node): node for node in self.graph.nodes if is_free(node)}
+        changes = [(node, storage_of(target)) for node in self.graph.nodes for target in mutated(node)]
+        for change, storage in changes:
             place = source_line(change) or operation(change)
             if storage is None:
                 continue
-            if storage in free:
+            if storage in free:  # also where nothing that is returned needs it
                 raise MutationError(
                     f"the model changes its input or buffer `{free[storage].name}` in place ({place}): micro-batches "
                     "and recomputation would do it again; make it a result of forward, or freeze it (eval mode)"
                 )
+            if operation(change).startswith("_foreach"):  # of which torch's trace loses gradients
+                raise MutationError(f"the model changes several tensors in place at once ({place}): do so one by one")
+            if change not in self.readers:
+                continue
+            at = self.at[change]
             for value in self.wanted:
                 if storage_of(value) == storage and self.at[value] != at:
                     raise MutationError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -44,29 +44,20 @@ T = TypeVar("T")
 
 @dataclass
 class SharedCode:
-    """What units that differ in lengths alone have in common."""
+    """What units that differ in lengths alone have in common.
+
+    parts: of those that run on some tokens at a time (`codegen.pieces`), by what they compute.
+    """
 
     codes: list[Differentiated] = field(default_factory=list)  # whose functions begin with the lengths
     refusal: str = ""  # why torch can make none
     draws_random: bool | None = None
-    pieces: SharedPieces | None = None
+    parts: dict[Hashable, SharedCode] = field(default_factory=dict)
     taking: dict[tuple[int, ...], SharedCode] = field(default_factory=dict)
 
     def of(self, taken: tuple[int, ...]) -> SharedCode:
         """The same of their code whose backward takes the gradients of these results alone."""
         return self.taking.setdefault(taken, SharedCode())
-
-
-@dataclass
-class SharedPieces:
-    """The same of the parts of a unit that run on some tokens at a time (`codegen.pieces`), by their place.
-
-    num_tokens: the most of a piece; None: the unit runs whole, and `reason` says why, if pieces were wanted.
-    """
-
-    num_tokens: int | None = None
-    reason: str = ""
-    parts: dict[int, SharedCode] = field(default_factory=dict)
 
 
 class Cuts(NamedTuple):

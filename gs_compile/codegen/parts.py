@@ -8,7 +8,7 @@ is to be kept. Gradients of what all pieces read, such as a weight, are summed i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -21,6 +21,7 @@ from gs_compile.capture.gradients import tensors_of
 from gs_compile.capture.graph import TensorSpec, output_values
 from gs_compile.capture.inductor import Generator, memory_of
 from gs_compile.capture.memory import peak_nbytes
+from gs_compile.capture.uniform import structure
 from gs_compile.codegen.costs import Costs
 from gs_compile.codegen.differentiate import Differentiated, SharedCode
 from gs_compile.codegen.levels import subgraph
@@ -170,11 +171,14 @@ class _Pulled:
 
 
 class PartInPieces:
-    """A part that runs on `size` tokens at a time, at most; pieces share their code by `common`."""
+    """A part that runs on `size` tokens at a time, at most; pieces that compute the same share their code in `shared`.
 
-    def __init__(self, part: TokenPart, size: int, generator: Generator, common: SharedCode) -> None:
+    A number that follows from the length, as where each token's loss is divided by it, is a constant of a piece.
+    """
+
+    def __init__(self, part: TokenPart, size: int, generator: Generator, shared: dict[Hashable, SharedCode]) -> None:
         self.tokens = part
-        self._generator, self._common = generator, common
+        self._generator, self._shared = generator, shared
         self._pieces: dict[tuple[int, tuple[int, ...] | None], tuple[Part, Differentiated]] = {}
         self.is_ahead, self.saved_nbytes = False, 0
         number = -(-part.num_tokens // size)  # of two sizes at most, as even as can be
@@ -272,7 +276,7 @@ class PartInPieces:
         taken = None if taken and taken == self.part.graph.differentiated else taken
         if (size, taken) not in self._pieces:
             part = self.tokens.of(size) if taken is None else self._piece(size)[0].taking(taken)
-            common = self._common if taken is None else self._common.of(taken)
+            common = self._shared.setdefault(structure(part.graph), SharedCode())
             self._pieces[size, taken] = part, Differentiated(part.graph, self._generator, common)
         return self._pieces[size, taken]
 

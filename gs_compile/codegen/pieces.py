@@ -6,7 +6,7 @@ all tokens, such as the logits, is never in memory.
 
 A head whose loss is a sum over tokens runs once: the gradient of that sum does not follow from its value, so the pieces
 run forward and backward together. A piece is as large as the memory that the code of other units takes anyway allows,
-and has `LEAST` tokens at least.
+and has `LEAST` tokens at least, on any device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.costs import Cost
-from gs_compile.codegen.differentiate import Cuts, Differentiated, Function, SharedCode, SharedPieces
+from gs_compile.codegen.differentiate import Cuts, Differentiated, Function, SharedCode
 from gs_compile.codegen.parts import Gradients, PartInPieces, Values, WholePart
 from gs_compile.codegen.token_forms import NotInPiecesError
 from gs_compile.codegen.token_wise import Chain, Part, TokenPart, chain
@@ -53,6 +53,7 @@ class InPieces(Differentiated):
     ) -> None:
         super().__init__(unit, generator, common)
         self._beside, self._asked = beside, num_tokens
+        self.whole_reason = ""  # why it cannot run in pieces, where that was wanted
         self._in_pieces: dict[str, Function] = {}
         self._taking: dict[tuple[int, ...], InPieces] = {}
         self._taken: dict[frozenset[str], list[tuple[int, ...]]] = {}
@@ -97,22 +98,15 @@ class InPieces(Differentiated):
         twice = [part for part in self._parts if isinstance(part, PartInPieces) and part.is_ahead and name != "forward"]
         return Cost(whole.flops + sum(part.forward_flops for part in twice), self._nbytes(name, self._parts))
 
-    @property
+    @cached_property
     def tokens_per_piece(self) -> int | None:
-        """The most tokens of a piece; None: it runs whole. What the first length has is for all."""
-        if self.common.pieces is None:
-            self.common.pieces = SharedPieces()
-            try:
-                self.common.pieces.num_tokens = self._chosen()
-            except Exception as error:  # noqa: BLE001 (of any kind, from any of torch's operations)
-                self.common.pieces.reason = shorten(str(error), 200) or type(error).__name__
-                log.info("unit %s runs on all tokens at a time: %s", self.unit.unit, self.common.pieces.reason)
-        return self.common.pieces.num_tokens
-
-    @property
-    def whole_reason(self) -> str:
-        """Why it cannot run in pieces, where that was wanted; "" where it can."""
-        return self.common.pieces.reason if self.common.pieces else ""
+        """The most tokens of a piece, for this length; None: it runs whole. Pieces of all lengths share their code."""
+        try:
+            return self._chosen()
+        except Exception as error:  # noqa: BLE001 (of any kind, from any of torch's operations)
+            self.whole_reason = shorten(str(error), 200) or type(error).__name__
+            log.info("unit %s runs on all tokens at a time: %s", self.unit.unit, self.whole_reason)
+        return None
 
     @property
     def on_all(self) -> tuple[str, ...]:
@@ -132,14 +126,13 @@ class InPieces(Differentiated):
             raise NotInPiecesError("nothing in it acts on tokens one by one")
         if self._asked:
             return self._asked
-        if self.unit.device_type == "cpu":
-            if (number := num_tokens // LEAST) < 2:
-                return None
-            size = -(-num_tokens // number)  # so that no piece has less
-        else:
-            size = LEAST
+        size, most = LEAST, num_tokens // LEAST  # of pieces, so that none has less
+        if most > 1 and self.unit.device_type != "cpu":
             one, two = (self._nbytes(name, self._parts_of(size)) for size in (LEAST, 2 * LEAST))
             size += max(int((room - one) / max((two - one) / LEAST, 1.0)) // STEP * STEP, 0)
+        if (number := min(-(-num_tokens // size), most)) < 2:
+            return None
+        size = -(-num_tokens // number)
         return size if self._nbytes(name, self._parts_of(size)) < super().cost(name).nbytes else None
 
     # Its parts -------------------------------------------------------------------------------------------------------
@@ -159,13 +152,12 @@ class InPieces(Differentiated):
         return self._by_size[size]
 
     def _made_of(self, size: int) -> list[WholePart | PartInPieces]:
-        assert self.common.pieces is not None
-        common, found = self.common.pieces.parts, list[WholePart | PartInPieces]()
+        found = list[WholePart | PartInPieces]()
         for place, part in enumerate(self.chain.parts):
             if isinstance(part, Part):
                 found.append(WholePart(part))
             else:
-                found.append(some := PartInPieces(part, size, self._generator, common.setdefault(place, SharedCode())))
+                found.append(some := PartInPieces(part, size, self._generator, self.common.parts))
                 if self.costs:
                     some.know(self.costs, place)
         read = set[str]()

@@ -59,6 +59,10 @@ FORMS = {
     "mse_loss against a constant": lambda p, y: functional.mse_loss(p.mean(-1).mean(-1), p.new_zeros(p.shape[0])),
     "binary_cross_entropy_with_logits": lambda p, y: functional.binary_cross_entropy_with_logits(p, classes(y)),
     "kl_div batchmean": lambda p, y: functional.kl_div(p.log_softmax(-1), classes(y), reduction="batchmean"),
+    "kl_div batchmean, tokens before samples": lambda p, y: functional.kl_div(
+        p.transpose(0, 1).log_softmax(-1), classes(y).transpose(0, 1), reduction="batchmean"
+    ),
+    "a count as a truth": lambda p, y: cross_entropy(p, y) * (y != -100).sum().to(torch.bool),
     "mean": lambda p, y: p.mean(),
     "sum": lambda p, y: p.pow(2).sum(),
     "loss / batch size": lambda p, y: cross_entropy(p, y, reduction="sum") / p.shape[0],
@@ -99,6 +103,15 @@ def test_number_of_labels_given_by_the_trainer(given_as):
 
     torch.manual_seed(0)
     assert_same_step(Trained(), *batch(5), given_as(12), tolerance=EXACT)
+
+
+def test_weights_that_have_a_gradient_are_no_count():
+    class Weighted(Tiny):
+        def forward(self, ids, labels, weights):
+            return (self.head(self.embed(ids)).sum(-1) * weights).sum() / weights.sum()
+
+    with pytest.raises(SeparationError, match="`truediv` of values reduced over the batch"):
+        captured(Weighted(), *batch(4), torch.rand(4, TOKENS, requires_grad=True)).separated(2)
 
 
 def test_no_label_at_all_is_nan_as_in_plain_pytorch():

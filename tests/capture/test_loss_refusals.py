@@ -79,6 +79,10 @@ REFUSALS = {
         lambda p, y: functional.cross_entropy(p.flatten(0, 1), p.argmax(-1).flatten()),
         "(cross_entropy) averages over labels that the model makes itself",
     ),
+    "labels that are drawn": (
+        lambda p, y: cross_entropy(p, torch.where(torch.rand(y.shape) < 0.5, y, -100)),
+        "(cross_entropy) averages over labels that the model makes itself",
+    ),
     "unbiased mean": (lambda p, y: p.pow(2).sum() / (p.shape[0] - 1), "`truediv` of values reduced over the batch"),
     "batch size as a value": (lambda p, y: p.sum() + p.shape[0], "computes with the batch size"),
     "mean joined with samples": (
@@ -115,8 +119,19 @@ def test_refusal_names_the_operation_and_the_line(name):
     assert any(place in message for place in places), message
 
 
+def known_then_changed(logits, labels):
+    """By what the model makes."""
+    weights = mask_of(labels)
+    weights.mul_(logits.detach().mean(-1).sigmoid())
+    return (logits.sum(-1) * weights).sum() / weights.sum()
+
+
 # What mixes samples, or counts them, in ways that are easy to overlook: every one must be refused or right.
 SILENT = {
+    "signs of one dimension less": lambda p, y: functional.hinge_embedding_loss(p[:, 0, :1], 2 * (y[:, 0] > 3) - 1),
+    "one more than samples": lambda p, y: p.sum() / torch.ones(p.shape[0] + 1).sum(),
+    "compared with their number": lambda p, y: torch.where(p * 10 > p.shape[0], p, -p).sum(),
+    "known once, then changed": known_then_changed,
     "samples shifted": lambda p, y: (p[1:] - p[:-1]).pow(2).mean(),
     "samples halved": lambda p, y: (p[: p.shape[0] // 2] * p[-(p.shape[0] // 2) :]).sum(),
     "samples differenced": lambda p, y: torch.diff(p, dim=0).pow(2).sum(),

@@ -38,6 +38,12 @@ class Standardised(Centred):
         return (x - torch.var_mean(x, 0)[1]) / 2.0
 
 
+class Sized(Centred):
+    @staticmethod
+    def forward(ctx, x):
+        return x * torch.full((x.shape[0], 1, 1), x.shape[0])
+
+
 class Nested(Centred):
     """Where gradients are on, the other function is one of its own in the graph."""
 
@@ -309,6 +315,7 @@ MIXES = {
     "a gradient of no sample": (partial(Scaling, Shrinking.apply), "the same for all micro-batches"),
     "a gradient of a sum in place": (partial(Scaling, AddedAndDivided.apply), "`norm` " + NO_SUM),
     "a gradient of a parameter": (partial(Scaling, lambda x, scale: x * Clamped.apply(scale)), "`clamp` " + NO_SUM),
+    "the batch size in a function": (lambda x: Sized.apply(x), SIZE),
     "what is scanned with": (
         lambda x: decayed(x, 1, lambda carry, row: 0.5 * carry + row - row.mean(0)),
         "(mean) reduces over the samples",

@@ -105,6 +105,26 @@ def test_no_grad_becomes_detach():
     torch.testing.assert_close(ours, torch.autograd.grad(model(*args), parameters))
 
 
+def test_changes_in_place_under_no_grad_have_no_gradient():
+    """What they change keeps its own, as in PyTorch."""
+
+    def criterion(logits, labels):
+        scores = logits * 2
+        with torch.no_grad():
+            scores.mul_(logits.exp())
+            scores[..., 0] = 0
+            scores += logits
+        return functional.mse_loss(scores, logits)
+
+    torch.manual_seed(0)
+    model, args = Tiny(criterion), batch(4)
+    case = captured(model, *args)
+    found, expected = run(case.specialized(4), case.named())[0], model(*args)
+    torch.testing.assert_close(found, expected)
+    ours, plain = (torch.autograd.grad(loss, list(model.parameters())) for loss in (found, expected))
+    torch.testing.assert_close(ours, plain)
+
+
 def test_autocast_regions_are_recorded():
     def criterion(logits, labels):
         with torch.autocast("cpu", torch.bfloat16):

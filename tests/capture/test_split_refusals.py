@@ -84,18 +84,20 @@ def test_no_repeated_block(blocks, found):
 
 
 class Buffered(Block):
-    def __init__(self, change):
+    def __init__(self, change, *, is_read=True):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
-        self.change = change
+        self.change, self.is_read = change, is_read
 
     def forward(self, x):
         self.change(self)
-        return super().forward(x) + self.calls
+        return super().forward(x) + self.calls if self.is_read else super().forward(x)
 
 
-def test_a_buffer_changed_in_place():
-    blocks = [Buffered(lambda block: block.calls.add_(1)) for _ in range(2)]
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_buffer_changed_in_place(is_read):
+    """Also where it counts, and nothing that is returned follows from it."""
+    blocks = [Buffered(lambda block: block.calls.add_(1), is_read=is_read) for _ in range(2)]
     message = refused(MutationError, Tiny(blocks=blocks))
     assert message.startswith(
         "the model changes its input or buffer `l_self_modules_blocks_modules_0_buffers_calls_` in place ("
@@ -116,6 +118,17 @@ def test_batch_norm_changes_its_statistics():
     case = captured(Tiny(blocks=[Normed(), Normed()]), *batch(4))
     with pytest.raises(MutationError, match="changes its input or buffer"):
         case.split(4, alone=True)
+
+
+def test_several_tensors_changed_in_place_at_once():
+    blocks = [Buffered(lambda _: torch._foreach_add_([torch.zeros(2), torch.ones(2)], 1)) for _ in range(2)]
+    assert "changes several tensors in place at once" in refused(MutationError, Tiny(blocks=blocks))
+
+
+def test_a_table_that_renorms_its_rows():
+    model = Tiny()
+    model.embed.max_norm = 0.5
+    assert "changes its input or buffer `l_self_modules_embed_parameters_weight_`" in refused(MutationError, model)
 
 
 def test_a_side_input_changed_in_place():
@@ -141,6 +154,27 @@ def test_a_layers_input_changed_in_place():
 
     torch.manual_seed(0)
     assert_units_equal_the_model(Tiny(lambda p, y: p, [Changing(), Changing()]), *batch(4))
+
+
+@torch.library.custom_op("greedysnake_tests::put_doubled", mutates_args=("out",))
+def put_doubled(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(2 * x)
+
+
+@put_doubled.register_fake
+def _(x: torch.Tensor, out: torch.Tensor) -> None:
+    return None
+
+
+def test_an_operator_that_writes_to_what_it_is_given_is_no_dead_code():
+    class Writing(Block):
+        def forward(self, x):
+            out = torch.zeros_like(x)
+            put_doubled(x.detach(), out)
+            return super().forward(x) + out
+
+    torch.manual_seed(0)
+    assert_units_equal_the_model(Tiny(lambda p, y: p, [Writing(), Writing()]), *batch(4))
 
 
 def test_a_returned_layer_input_changed_in_place():

@@ -31,6 +31,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.pieces import UNITS, code_of
 from benchmarks.pieces import inputs_of as drawn
+from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.parts import PartInPieces
 from gs_compile.codegen.pieces import LEAST, InPieces
 from gs_compile.hf.fused_head import log_probabilities
@@ -249,9 +250,31 @@ def test_a_length_that_is_new_is_no_new_code():
     pieces = (part for part in made._parts if isinstance(part, PartInPieces))
     assert {end - begin for part in pieces for begin, end in part._ranges} == {4, 5}
     made.function("both")
-    assert made.common.pieces is not None
-    (common,) = made.common.pieces.parts.values()
+    (common,) = made.common.parts.values()
     assert len(common.codes) == 1
+
+
+def of_the_length(model, x, ids, labels, mask, teacher):
+    """A loss of each token that is divided by their number."""
+    each = flat_loss(model.words(x), labels, reduction="none")
+    return (each / x.shape[1]).sum()
+
+
+@cache
+def unit_at(num_tokens, head=moved_labels):
+    torch.manual_seed(0)
+    model, ids = Model(head), torch.randint(WORDS, (2, num_tokens))
+    return captured(model, ids, ids, torch.rand(ids.shape), torch.randn(*ids.shape, WORDS)).split(1).units[-1]
+
+
+def test_what_follows_from_a_length_is_that_length_s():
+    """Also where lengths share the code of their pieces."""
+    common = None
+    for num_tokens in (4 * PIECE, 7 * PIECE):
+        unit = unit_at(num_tokens, of_the_length)
+        code = InPieces(unit, EAGER, common, (), PIECE)
+        equal(*code_and_autograd(unit, EAGER, "both", most=WORDS, code=code))
+        common = code.common
 
 
 def dropped(model, x, ids, labels, mask, teacher):
@@ -281,14 +304,8 @@ class Room:
         self.workspace_nbytes = nbytes
 
 
-def whole_of(num_tokens):
-    torch.manual_seed(0)
-    model, ids = Model(moved_labels), torch.randint(WORDS, (2, num_tokens))
-    return captured(model, ids, ids, torch.rand(ids.shape), torch.randn(*ids.shape, WORDS)).split(1).units[-1]
-
-
 def test_it_runs_in_pieces_where_it_needs_more_memory_than_another_unit():
-    unit = whole_of(4 * LEAST)
+    unit = unit_at(4 * LEAST)
     whole = InPieces(unit, EAGER, None, (), 0).cost("both").nbytes
     assert InPieces(unit, EAGER, None, [Room(whole)], None).tokens_per_piece is None
     code = InPieces(unit, EAGER, None, [Room(whole - 1), Room(7)], None)
@@ -296,9 +313,20 @@ def test_it_runs_in_pieces_where_it_needs_more_memory_than_another_unit():
     assert code.cost("both").nbytes < whole / 3
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("num_tokens", "size"), [(2 * LEAST - 1, None), (3 * LEAST - 2, 3 * LEAST // 2 - 1)])
-def test_no_piece_is_smaller_than_products_need(num_tokens, size):
-    assert InPieces(whole_of(num_tokens), EAGER, None, [Room(0)], None).tokens_per_piece == size
+def test_no_piece_is_smaller_than_products_need(num_tokens, size, device, monkeypatch):
+    """Whatever the memory of a device."""
+    monkeypatch.setattr(UnitGraph, "device_type", device)
+    assert InPieces(unit_at(num_tokens), EAGER, None, [Room(0)], None).tokens_per_piece == size
+
+
+def test_each_length_has_its_own_pieces():
+    """Behind a first one that is short, and runs whole, too."""
+    short = InPieces(unit_at(LEAST), EAGER, None, [Room(0)], None)
+    assert short.tokens_per_piece is None
+    assert InPieces(unit_at(4 * LEAST), EAGER, short.common, [Room(0)], None).tokens_per_piece == LEAST
+    assert short.tokens_per_piece is None
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
