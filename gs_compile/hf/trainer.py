@@ -231,9 +231,8 @@ class TrainerMixin(DurableTrainer):
                 f"the create_optimizer of this Trainer has made a {type(optimizer).__name__}, which has no equivalent "
                 "here: let it return one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or AdamW, Adam or SGD of torch"
             )
-        followed = {"decoupled_weight_decay": False} if kind is AdamW else {}  # it is what AdamW does
         for group in optimizer.param_groups:
-            refuse_other_rules(kind.__name__, group | followed)
+            refuse_other_rules(kind.__name__, group)
         kept = ("params", *_SETTINGS)
         groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
         found: TieredOptimizer = kind(groups, max_grad_norm=_bound(self.args))  # type: ignore[call-arg]
@@ -319,7 +318,7 @@ def _check(trainer: Any, options: Mapping[str, Any]) -> None:
         "activation_offloading=True: leave it out, the inputs of layers are stored anyway": getattr(
             args, "activation_offloading", False
         ),
-        f"durability with {kind.__name__}, which makes batches of its own while it trains: a commit does not have them, "
+        f"durability with {kind.__name__}, which makes its batches while it trains: a commit does not have them, "
         "so use Trainer's checkpoints (save_steps) instead": options.get("durability", "off") != "off"
         and kind._prepare_inputs is not Trainer._prepare_inputs,
         "use_adaptive_entropy=True with gradient_accumulation_steps above 1: all batches of a step have the last one's "

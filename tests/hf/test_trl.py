@@ -237,7 +237,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
-        ({}, {"durability": "step"}, "durability with GRPOTrainer, which makes batches of its own"),
+        ({}, {"durability": "step"}, "durability with GRPOTrainer, which makes its batches"),
         ({"use_adaptive_entropy": True}, {}, "use_adaptive_entropy=True with gradient_accumulation_steps above 1"),
     ],
 )
