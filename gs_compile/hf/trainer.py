@@ -7,7 +7,7 @@ of them to the model at once; the backend cuts them into micro-batches again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -83,7 +83,7 @@ class TrainerMixin(DurableTrainer):
         import transformers
 
         args = self.args
-        _check(self)
+        _check(self, options)
         self._asked, self._asked_optimizer = {"reference": reference, **options}, self.optimizer_cls_and_kwargs
         if self.optimizer is not None and not isinstance(self.optimizer, TieredOptimizer):
             raise OptionError(
@@ -231,9 +231,8 @@ class TrainerMixin(DurableTrainer):
                 f"the create_optimizer of this Trainer has made a {type(optimizer).__name__}, which has no equivalent "
                 "here: let it return one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or AdamW, Adam or SGD of torch"
             )
-        followed = {"decoupled_weight_decay": False} if kind is AdamW else {}  # it is what AdamW does
         for group in optimizer.param_groups:
-            refuse_other_rules(kind.__name__, group | followed)
+            refuse_other_rules(kind.__name__, group)
         kept = ("params", *_SETTINGS)
         groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
         found: TieredOptimizer = kind(groups, max_grad_norm=_bound(self.args))  # type: ignore[call-arg]
@@ -250,12 +249,17 @@ class _Gathering(_Trainer):  # type: ignore[misc]
     _batches: list[Any]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Gather a batch; with the last of a step, run them all. The losses of a step add up to its own."""
-        self._batches.append(inputs)
+        """Gather a batch; with the last of a step, run them all. The losses of a step add up to its own.
+
+        Each batch is prepared when it comes: trainers of TRL's that generate texts do so there, and count batches.
+        """
+        model.train()
+        with self._smaller_if_too_large():
+            self._batches.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._batches = self._batches, []
-        with self._smaller_if_too_large(), self._under_way():
+        with self._smaller_if_too_large(), self._under_way(), _replaced(self, _prepare_inputs=lambda batch: batch):
             if self._has_own_loss and len(batches) > 1:
                 return self._own_training_step(model, batches, num_items_in_batch)
             batch = gathered(batches, self._pad_token_id)
@@ -274,11 +278,19 @@ class _Gathering(_Trainer):  # type: ignore[misc]
             losses = [partial(loss_of, model, batch, **kwargs) for batch in batches]
             return torch.stack(strands.run(losses, partial(answered, pad_token_id=self._pad_token_id))).sum()
 
-        self.compute_loss = loss_of_all
-        try:
+        with _replaced(self, compute_loss=loss_of_all):
             return super().training_step(model, batches, num_items_in_batch)  # type: ignore[no-any-return]
-        finally:
-            del self.compute_loss
+
+
+@contextmanager
+def _replaced(trainer: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """While the context lasts, these are the trainer's methods of these names."""
+    vars(trainer).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(trainer)[name]
 
 
 def _gathers(kind: type) -> type:
@@ -294,11 +306,11 @@ def _bound(args: Any) -> float | None:
     return args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
 
 
-def _check(trainer: Any) -> None:
+def _check(trainer: Any, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be followed, before anything is compiled."""
     from transformers import Trainer
 
-    args = trainer.args
+    args, kind = trainer.args, type(trainer)
     reasons = {
         "deepspeed: leave it out, the backend replaces it": args.deepspeed is not None,
         "fsdp: leave it out, the backend replaces it": bool(args.fsdp),
@@ -306,8 +318,14 @@ def _check(trainer: Any) -> None:
         "activation_offloading=True: leave it out, the inputs of layers are stored anyway": getattr(
             args, "activation_offloading", False
         ),
-        f"{type(trainer).__name__} makes batches of its own while it trains: the batches of a step cannot be put "
-        "together": type(trainer)._prepare_inputs is not Trainer._prepare_inputs,
+        f"durability with {kind.__name__}, which makes its batches while it trains: a commit does not have them, "
+        "so use Trainer's checkpoints (save_steps) instead": options.get("durability", "off") != "off"
+        and kind._prepare_inputs is not Trainer._prepare_inputs,
+        "use_adaptive_entropy=True with gradient_accumulation_steps above 1: all batches of a step have the last one's "
+        "place in it, by which the coefficient is set: raise per_device_train_batch_size instead": getattr(
+            args, "use_adaptive_entropy", False
+        )
+        and args.gradient_accumulation_steps > 1,
         "auto_find_batch_size on several ranks, of which each would choose for itself: choose "
         "per_device_train_batch_size": args.auto_find_batch_size and args.world_size > 1,
         f"{args.n_gpu} devices in one process: start a process for each, with torchrun": args.n_gpu > 1,

@@ -33,6 +33,7 @@ _LOOKS = frozenset(
 _ASKS = ("is_", "_is_")
 _MAKES = frozenset("empty_like full_like ones_like rand_like randn_like zeros_like".split())
 _ASSIGNS = frozenset("__set__ __setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__".split())
+_VALUES = frozenset("item tolist numpy __array__ __bool__ __float__ __int__ __contains__ equal allclose".split())
 _GET_DATA: Any = cast(Any, Tensor.data).__get__
 _VIEWS = frozenset("data T mT H mH real imag".split())  # attributes that show values; all others look
 _CONVERSIONS = frozenset("to cpu cuda float double half bfloat16 type".split())
@@ -329,8 +330,8 @@ class UnavailableGradient(Tensor):
         raise ReleasedParameterError(
             f"{name}: gradients of parameters that live on the tiers cannot be clipped or used from outside, because "
             "they are never in p.grad. Leave this call out. Use max_grad_norm= of the gs_compile optimizer, which "
-            "clips by the same global norm (math.inf clips nothing), read optimizer.grad_norm, or scale the loss "
-            "before its backward"
+            "clips by the same global norm (math.inf clips nothing), read optimizer.grad_norm, scale the loss before "
+            "its backward, or use a torch.optim optimizer, which leaves parameters in memory and gradients in p.grad"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -341,7 +342,8 @@ class StoredState(Tensor):
     """What `optimizer.state` shows of a tensor on the tiers: on the meta device, and nowhere else, wherever it is sent.
 
     Trainers send states to the model's device, which are where they have to be. Raises `ReleasedParameterError` for a
-    change in place, of which the tiers would not learn.
+    change in place, of which the tiers would not learn, and where what is computed of it is read, as in
+    ``state["exp_avg"].norm().item()``.
     """
 
     @classmethod
@@ -353,7 +355,12 @@ class StoredState(Tensor):
             raise ReleasedParameterError(
                 f"{name}: optimizer.state only shows a state that lives on the tiers. {CHANGE_STATE}"
             )
-        return nn.Parameter.__torch_function__(function, (), args, kwargs or {})
+        if name in _VALUES:
+            raise ReleasedParameterError(
+                f"{name}: optimizer.state only shows a state that lives on the tiers: read it in optimizer.state_dict()"
+            )
+        found = nn.Parameter.__torch_function__(function, (), args, kwargs or {})
+        return tree_map_only(Tensor, lambda each: each.as_subclass(cls) if each.is_meta else each, found)
 
 
 @dataclass(frozen=True)

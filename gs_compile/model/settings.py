@@ -15,6 +15,7 @@ from gs_compile.runtime.formats import StateType
 
 HOW_TORCH_COMPUTES = ("foreach", "fused", "capturable")
 OTHER_RULES = ("amsgrad", "differentiable", "decoupled_weight_decay")  # of torch's optimizers, where they are true
+FOLLOWED = {("AdamW", "decoupled_weight_decay")}  # param groups of torch's AdamW have it
 
 
 def check_torch_settings(name: str, given: Mapping[str, Any]) -> None:
@@ -69,7 +70,7 @@ def check_groups(now: Mapping[torch.Tensor, int], before: Mapping[torch.Tensor, 
 def refuse_other_rules(name: str, given: Mapping[str, Any]) -> None:
     """Raise OptimizerError for settings that change what torch's optimizer computes, and that none here follows."""
     for key in OTHER_RULES:
-        if given.get(key):
+        if given.get(key) and (name, key) not in FOLLOWED:
             raise OptimizerError(f"{name}: {key} is not supported by greedysnake's optimizers; leave it out")
 
 

@@ -20,7 +20,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from zoo import VOCAB, configuration, small
 
 import gs_compile
@@ -113,6 +113,18 @@ def reward(folder, **changes):
         LlamaForSequenceClassification(configuration("llama", num_hidden_layers=2, num_labels=1)),
         args=settings(RewardConfig, folder, bf16=False, **changes),
         train_dataset=rows("prompt", "chosen", "rejected", lengths=(4, 5, 3)),
+        processing_class=tokenizer(),
+    )
+
+
+def grpo(folder, **changes):
+    """Texts are sampled from the model that is trained, four for two steps."""
+    return GRPOTrainer(
+        small("llama"),
+        reward_funcs=lambda completions, **_: [float(sum(map(ord, text)) % 7) for text in completions],
+        args=settings(GRPOConfig, folder, num_generations=2, max_completion_length=5, bf16=False, **changes),
+        train_dataset=rows("prompt", lengths=(4,)),
+        eval_dataset=rows("prompt", lengths=(4,)).select(range(2)),
         processing_class=tokenizer(),
     )
 
@@ -220,15 +232,33 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
     trainer.args.activation_offloading = True
     with pytest.raises(OptionError, match="the inputs of layers are stored anyway"):
         gs_compile.hf.attach(trainer, storage=tmp_path)
-    trainer.args.activation_offloading = False
-    trainer.__class__ = type("Sampled", (SFTTrainer,), {"_prepare_inputs": lambda self, inputs: inputs})
-    with pytest.raises(OptionError, match="Sampled makes batches of its own while it trains"):
-        gs_compile.hf.attach(trainer, storage=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({}, {"durability": "step"}, "durability with GRPOTrainer, which makes its batches"),
+        ({"use_adaptive_entropy": True}, {}, "use_adaptive_entropy=True with gradient_accumulation_steps above 1"),
+    ],
+)
+def test_what_sampled_batches_would_lose_is_refused(changes, options, words, tmp_path):
+    with pytest.raises(OptionError, match=words):
+        gs_compile.hf.attach(grpo(tmp_path, **changes), storage=tmp_path, **options)
 
 
 def test_pairs_stay_pairs(tmp_path):
     """A batch is its chosen samples and then its rejected ones: the batches of a step cannot be one batch."""
     assert_alike(*both(reward, tmp_path), ("loss", "grad_norm"), 1e-5)
+
+
+def test_texts_that_are_sampled_while_it_trains(tmp_path):
+    """For two steps at a time, with an evaluation between; the texts have different lengths."""
+    changes = {"steps_per_generation": 4, "learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 2}
+    mine, theirs = both(grpo, tmp_path, per_device_eval_batch_size=2, **changes)
+    assert_alike(mine, theirs, ("loss", "grad_norm", "entropy"), 1e-5)
+    for key in ("reward", "eval_reward", "completions/mean_length"):
+        assert curve(mine, key) == curve(theirs, key)
+    assert len(curve(mine, "reward")) == 2
 
 
 def test_arguments_that_adapters_hand_on_have_names(tmp_path):

@@ -148,6 +148,8 @@ def test_settings_of_torch_that_change_nothing_are_passed_over():
     for make in (gs_compile.AdamW, gs_compile.Adam, gs_compile.SGD):
         optimizer = make(gpt2().parameters(), lr=0.1, fused=True, foreach=None, capturable=False, differentiable=False)
         assert not {"fused", "foreach"} & optimizer.param_groups[0].keys()
+    groups = torch.optim.AdamW(gpt2().parameters(), lr=0.1).param_groups
+    assert gs_compile.AdamW(groups).param_groups[0]["lr"] == 0.1
     with pytest.raises(OptimizerError, match="AdamW: amsgrad is not supported"):
         gs_compile.AdamW(gpt2().parameters(), amsgrad=True)
     with pytest.raises(OptimizerError, match="Adam: decoupled_weight_decay is not supported"):

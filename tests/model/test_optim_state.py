@@ -199,6 +199,15 @@ def test_a_change_of_what_the_state_shows_is_refused(change):
         change(next(iter(optimizer.state.values()))["exp_avg"])
 
 
+@pytest.mark.parametrize(
+    "read", [lambda shown: shown.norm().item(), lambda shown: float(shown.square().sum()), torch.Tensor.tolist]
+)
+def test_a_value_is_not_read_off_what_the_state_shows(read):
+    optimizer = gs_compile.AdamW(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ReleasedParameterError, match=r"read it in optimizer\.state_dict\(\)"):
+        read(next(iter(optimizer.state.values()))["exp_avg"])
+
+
 def test_a_state_that_is_replaced_is_refused(tmp_path):
     """As by scripts that begin moments anew. The remedy of the message works."""
 
