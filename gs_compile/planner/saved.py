@@ -3,10 +3,13 @@
     without levels      the plan whose backward runs every layer's forward again
     with levels         the linear program has their shares, too; its solution is placed and simulated as any other
 
-    at the turn         the topmost layers save what memory has room for until gradients and states come
+    at the turn         the topmost layers save what memory has room for until gradients and states come, or a part of
+                        that
 
 Of these the fastest by the simulator is taken, so that a step is never slower for what it saves, as far as can be
-known before a run. Where not even a backward without recomputation would be faster, levels are not made at all.
+known before a run. Where not even a backward without recomputation would be faster, levels are not made at all. The
+linear program alone cannot know that: it holds a drive that is slow for slower than it is once data stays in memory
+between two uses, so that a step that computes nearly all the time has levels, too.
 """
 
 from __future__ import annotations
