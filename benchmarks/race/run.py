@@ -32,7 +32,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses against plain PyTorch's, r
 DRIFT = 10.0  # times as much for the steps that are timed: rounding grows as training goes on
 START_SECONDS = 1800.0  # a start may build operators in C++
 STEP_SECONDS = 1800.0
-PREDICT_SECONDS = 60.0  # that a prediction may take, which times the code anew
+PREDICTIONS = 3
+PREDICT_SECONDS = 60.0  # that one may take, which times the code anew
 HEADROOM = 1.25  # memory that has to be free for the next start, in peaks of the largest so far
 
 
@@ -180,7 +181,7 @@ class Run:
             if not runner.entry.is_ours:
                 continue
             runner.result |= self._ask(runner, runners, "waits") or {}
-            if self.settings.machine is not None and self.settings.left > PREDICT_SECONDS:
+            if self.settings.machine is not None and self.settings.left > PREDICTIONS * PREDICT_SECONDS:
                 self._predict(runner, runners, self.settings.machine)
         for runner in runners:
             if runner is not plain and plain in runners:
@@ -196,12 +197,18 @@ class Run:
             print(f"  {runner.entry.name}: {found['seconds'] / count:.3g} s a step", flush=True)
 
     def _predict(self, runner: Runner, runners: list[Runner], machine: Path) -> None:
-        """What the simulator says of its step, with the drive's rates of these rounds and its code timed soon."""
-        self.speed.wait_until_usual()
+        """What the simulator says of its step, with the drive's rates of these rounds and its code timed soon.
+
+        The median of a few: whoever disturbs the machine for some seconds has doubled what the code seemed to take.
+        """
         path = self.drive.storage.with_name("machine.json")
         replace(Profile.load(machine), **self.drive.median).save(path)
-        if found := self._ask(runner, runners, f"predict {path}"):
-            runner.result["predicted_seconds"] = found["predict"]
+        found = []
+        for _ in range(PREDICTIONS):
+            self.speed.wait_until_usual()
+            found.append(self._ask(runner, runners, f"predict {path}"))
+        if all(found):
+            runner.result["predicted_seconds"] = statistics.median(each["predict"] for each in found)
 
     def _ask(self, runner: Runner, runners: list[Runner], question: str) -> dict[str, Any] | None:
         """The answer; whoever fails is out from then on."""
