@@ -27,6 +27,7 @@ class Optimizer(Protocol):
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
     kept: Kept
+    missed: Mapping[Tensor, int]
     num_skipped: int
     num_steps_read: int | None
     accumulates: bool
@@ -40,8 +41,6 @@ class Optimizer(Protocol):
     def group_of(self) -> Mapping[Tensor, int]: ...
     @property
     def hypers(self) -> list[dict[str, Any]]: ...
-    @property
-    def missed(self) -> Mapping[Tensor, int]: ...
     @property
     def components(self) -> tuple[str, ...]: ...
     @property
