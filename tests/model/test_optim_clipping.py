@@ -124,7 +124,9 @@ def test_a_batch_without_labels_updates_nothing(tmp_path):
         one.train(0)
         before = one.values()
         one.model(input_ids=tokens(1), labels=torch.full_like(tokens(1), -100)).loss.backward()
-        with pytest.warns(NonFiniteWarning, match=r"^the loss is not finite: step 2 was skipped \[non-finite-warning\]$"):
+        with pytest.warns(
+            NonFiniteWarning, match=r"^the loss is not finite: step 2 was skipped \[non-finite-warning\]$"
+        ):
             one.optimizer.step()
         same_tensors(one.values(), before)
 
