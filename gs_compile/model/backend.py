@@ -74,8 +74,7 @@ def greedysnake(
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
         begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = partial(_begin, compilation)
     except GreedySnakeError as error:
-        guard_memory()
-        begin = partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
+        begin = _refusing(error)
 
     def run(*args: Any) -> list[Any]:
         with turn(args), told(ranks := meet(args, checked, compilation)), deterministic(checked.deterministic):
@@ -124,6 +123,12 @@ def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
             UncapturedWarning,
             stacklevel=2,
         )
+
+
+def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None], NoReturn]:
+    """What raises the error of a capture in each call, whose parameters may be on the tiers already."""
+    guard_memory()
+    return partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
 
 
 def _refuse(kind: type[GreedySnakeError], message: str, args: Sequence[Any], ranks: Ranks | None) -> NoReturn:
@@ -263,7 +268,7 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
 
 
 def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
-    """Raise `OptionError` for a run captured with other options than in its first call: nothing would come of them.
+    """Raise `OptionError` where a run is captured with other options than its first call had: they would not count.
 
     The run of an optimizer that was made since then is planned anew.
     """

@@ -10,7 +10,7 @@ from tiers import SIDE_NBYTES, Options, options, place, tiered_steps
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement import boundaries
-from gs_compile.placement.liveness import live_ranges, peak
+from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.shards import QUANTUM, owned, pieces, place_of
 from gs_compile.program.ir import Value
@@ -82,8 +82,7 @@ def test_peaks_of_updates_alone():
 def _check_peaks(program, placement, late):
     """In host memory there may be gaps between what is alive, and pages that are not filled."""
     alive, planned = _recount(program, placement, late), dict(program.peaks)
-    ranges = live_ranges(program.ops, placement)
-    assert alive == {tier: peak(ranges, tier, len(program.ops)) for tier in alive}
+    assert alive == peaks(program.ops, placement)
     assert {tier: planned[tier] for tier in ("device", "ssd")} == {tier: alive[tier] for tier in ("device", "ssd")}
     assert planned["host"] >= alive["host"]
 

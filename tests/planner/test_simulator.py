@@ -16,14 +16,14 @@ from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.placement.liveness import live_ranges, peak
+from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.event_loop import Rule
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.simulate.simulator import simulate as simulated
-from gs_compile.program.ir import DRAIN, FILL, TIERS, Op, Program, Stage, StepShape, Value
+from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, StepShape, Value
 
 ALL_ON_SSD = Options()  # and a device of its own
 LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu")
@@ -131,8 +131,8 @@ def test_if_nothing_takes_time_the_planned_peaks_are_true(step, options, inline)
     programs = steady(num_layers, num_micro_batches, placement, shape)
     nothing = [[0.0] * len(program.ops) for program in programs]
     found = simulate(programs, nothing, placement=placement, inline=inline, op_seconds=1.0)
-    ops = programs[-1].ops
-    assert all(found.peaks[tier] == peak(live_ranges(ops, placement), tier, len(ops)) for tier in TIERS)
+    planned = peaks(programs[-1].ops, placement)
+    assert {tier: found.peaks[tier] for tier in planned} == planned
 
 
 # Closed forms --------------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ def test_one_that_comes_into_a_finalizer_is_answered_after_it(collect):
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         end_by_exit()
-        with pytest.raises(SystemExit) as ended:  # noqa: PT012  (it is answered in what follows)
-            collect()
+        collect()
+        with pytest.raises(SystemExit) as ended:
             time.sleep(10)
         assert ended.value.code == 128 + signal.SIGTERM
     finally:
