@@ -319,13 +319,13 @@ class Kept:
         """
         others = {name: each for name, each in self.states.items() if name not in self.positions}
         states = {name: _plain(each.state_dict()) for name, each in others.items()} | self.positions
-        found = {"states": states, "user": self.user, "groups": tuple(map(settings_of, groups))}
+        live = {"user": self.user, "groups": tuple(map(settings_of, groups))}
         try:
-            for name, each in found.items():
+            for name, each in {"states": states, **live}.items():
                 check_plain(each, name)
         except ValueError as error:
             raise OptimizerError(f"a commit cannot keep this: {error}") from None
-        return deepcopy(found)
+        return {"states": states, **deepcopy(live)}
 
     def give_back(self, found: Mapping[str, Any]) -> None:
         """Have each object take up its state of a snapshot, where that has one.
@@ -344,7 +344,9 @@ _PAIRS, _COUNTED = "greedysnake.pairs", "greedysnake.counted"
 
 
 def _plain(value: Any) -> Any:
-    """A copy as JSON has it."""
+    """A copy as JSON has it. Loaders may have a hundred thousand numbers, and each step asks for their state."""
+    if value is None or isinstance(value, int | float | str):
+        return value
     if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
         name = _COUNTED if isinstance(value, Counter) else _PAIRS
         return {name: [[_plain(key), _plain(each)] for key, each in value.items()]}

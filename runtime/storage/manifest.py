@@ -47,6 +47,7 @@ MAX_ENTRIES = 1 << 20  # objects, lists, their elements, escaped letters: each t
 MAX_DEPTH = 100
 MAX_KEYS = 10_000  # of an object
 MAX_DIGITS = 50  # of a number: 128 bits have 39
+LARGEST = 10 ** (MAX_DIGITS - 1)
 MAX_WORDS = 300  # letters of a file's own that an error shows
 
 
@@ -121,9 +122,7 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
             check_plain(each, where, depth + 1)
     elif isinstance(value, str):
         value.encode()  # half of a pair of surrogates is no letter
-    elif isinstance(value, int) and abs(value) < 10 ** (MAX_DIGITS - 1):
-        return
-    elif not (value is None or isinstance(value, float)):
+    elif not (value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST)):
         raise ValueError(f"{where}: {type(value).__name__}: not of JSON, or too large")
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.utils.data import Sampler
 
 from gs_compile.errors import OptimizerError
 from gs_compile.model.commits import Kept
@@ -57,3 +58,27 @@ def test_a_scheduler_goes_on(name):
 def test_what_json_cannot_hold_is_refused_by_name():
     with pytest.raises(OptimizerError, match=r"a commit cannot keep this: user\.mean: Tensor"):
         Kept(user={"mean": torch.zeros(1)}).snapshot([])
+
+
+def test_the_states_of_loaders_are_copied_once():
+    """They may have a hundred thousand numbers, and each step took them twice."""
+
+    class Word(str):
+        __slots__ = ()
+
+        def __deepcopy__(self, memo):
+            pytest.fail("it is copied again")
+
+    class Batches(Sampler):
+        def state_dict(self):
+            return {"taken": [1, 2], "order": Word("shuffled")}
+
+    kept = Kept({"batches": Batches()}, user=(user := [1]))
+    kept.end_step()
+    found = kept.snapshot([{"lr": 0.1}])
+    user.append(2)
+    assert found == {
+        "states": {"batches": {"taken": [1, 2], "order": "shuffled"}},
+        "user": [1],
+        "groups": ({"lr": 0.1},),
+    }
