@@ -8,7 +8,7 @@ import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Total
 from gs_compile.status import runs
-from gs_compile.status.file import free_name, process_space, process_start
+from gs_compile.status.file import free_name, in_turn, process_space, process_start
 from gs_compile.status.form import About
 from gs_compile.status.record import RunRecord
 from gs_compile.status.reporter import Outlets, Reporter
@@ -45,17 +45,18 @@ def report_on(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> Repo
 
     Of several ranks each has its status file, and the first one has the bar and the page.
     """
-    outlets = _outlets(planning, tiers)
-    if outlets[:3] == (None, None, None):
-        return None
-    store = tiers.setting.store
+    store, directory = tiers.setting.store, planning.run.options.status
     folders = [drive.folder for drive in store.drives] if store is not None else []
     about = _about(planning, tiers, num_parameters)
     resting = Counter[str]()
     for nbytes_by_tier in about.homes.values():
         resting.update(nbytes_by_tier)
     measure = partial(_measure, tiers.slab, resting, folders)
-    reporter = Reporter(RunRecord(about, tiers.trace, measure), outlets, partial(_why, tiers.failure))
+    with nullcontext() if directory is None else in_turn(directory):
+        outlets = _outlets(planning, tiers)
+        if outlets[:3] == (None, None, None):
+            return None
+        reporter = Reporter(RunRecord(about, tiers.trace, measure), outlets, partial(_why, tiers.failure))
     tiers.followers.append(reporter.close)
     return reporter
 
@@ -82,8 +83,6 @@ def _outlets(planning: StepPrograms, tiers: Tiers) -> Outlets:
     has_line = is_first and (line.is_terminal if options.progress is None else options.progress)
     status, entry = None, runs.entry()
     if options.status is not None:
-        with suppress(OSError):  # the reporter says that it cannot write there, and the run goes on
-            options.status.mkdir(parents=True, exist_ok=True)
         status = free_name(options.status)
     elif store is not None:
         status = store.drives[0].folder / STATUS
@@ -109,7 +108,10 @@ def _measure(
     slab: Slab, resting: Mapping[str, int], folders: list[Path]
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Bytes in use by tier, and free by drive."""
-    free = {str(folder.parent): free_storage(folder) for folder in folders if folder.exists()}
+    free = dict[str, int]()
+    for folder in folders:
+        with suppress(OSError):  # of a run that has ended, or a drive that does not answer
+            free[str(folder.parent)] = free_storage(folder)
     return {**resting, "host": slab.nbytes}, free
 
 

@@ -8,12 +8,14 @@ Each rank and each model of a process has its own, by the name of its folder.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 MOST_NBYTES = 4 << 20
 STALE_SECONDS = 5.0  # a run writes once a second; a drive that is busy may take some
 UNSEEN_SECONDS = 60.0  # without a word, of a process that cannot be looked at
+TURN_SECONDS = 2.0  # that a run waits for another one which begins there, and then begins all the same
 
 
 # Written --------------------------------------------------------------------------------------------------------------
@@ -63,6 +66,29 @@ def plain(value: Any) -> Any:
     if is_dataclass(value):
         value = vars(value)
     return {key: plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value
+
+
+@contextmanager
+def in_turn(directory: Path) -> Iterator[None]:
+    """Make a directory; who finds a free name in it and writes there does so inside, one run after the other."""
+    with ExitStack() as opened:
+        with suppress(OSError):  # the reporter says that it cannot write there; some networks lock no directories
+            directory.mkdir(parents=True, exist_ok=True)
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, fd)
+            _lock(fd)
+        yield
+
+
+def _lock(fd: int) -> None:
+    until = time.monotonic() + TURN_SECONDS
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.005)
 
 
 def free_name(directory: Path) -> Path:

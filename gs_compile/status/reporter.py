@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +52,9 @@ class Reporter:
         self._pid = os.getpid()
         self._over = threading.Event()
         self._on_line = threading.Lock()
-        self._failed: set[Path] = set()
+        self._failed: set[Path] = set()  # of which that was said
+        if outlets.status is not None:  # at once: its name is taken
+            self._write(outlets.status, None, record.status())
         self._thread = threading.Thread(target=self._report, name="greedysnake status", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # ahead of the storage's own end, which was registered before
@@ -77,12 +80,14 @@ class Reporter:
         reason = self._failure()
         status = self.record.status("failed" if reason else "ended", reason)
         self._write(self.outlets.page, page, status)
-        if self.outlets.status is not None and not self.outlets.keeps():
-            self.outlets.status.unlink(missing_ok=True)
-        else:
+        gone = [self.outlets.entry]
+        if self.outlets.keeps():
             self._write(self.outlets.status, None, status)
-        if self.outlets.entry is not None:
-            self.outlets.entry.unlink(missing_ok=True)
+        else:
+            gone.append(self.outlets.status)
+        for path in filter(None, gone):
+            with suppress(OSError):  # of a file system that takes no more changes, as the run has told by then
+                path.unlink()
 
     def _report(self) -> None:
         seconds = 0
@@ -108,7 +113,7 @@ class Reporter:
             self.outlets.line.show(words)
 
     def _write(self, path: Path | None, draw: Callable[[Status], str] | None, status: Status) -> None:
-        if path is None or path in self._failed:
+        if path is None:
             return
         try:
             if draw is None:
@@ -116,5 +121,6 @@ class Reporter:
             else:
                 file.replace(path, draw(status))
         except OSError as error:
+            if path not in self._failed:
+                log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror)
             self._failed.add(path)
-            log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror)

@@ -8,6 +8,8 @@ import math
 import os
 import subprocess
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -106,6 +108,29 @@ def test_no_file_and_no_file_of_its_own(tmp_path):
     for name, words in (("pipe", "no file, or too large"), ("none", "No such file")):
         with pytest.raises(StatusError, match=words):
             file.read(tmp_path / name)
+
+
+def test_runs_that_begin_at_once_have_names_of_their_own(tmp_path):
+    """Two took one name, and each wrote over the other's status."""
+    directory = tmp_path / "status"
+    alive = replace(told.ABOUT, pid=os.getpid(), process_start=file.process_start(os.getpid()))
+
+    def begin(_):
+        with file.in_turn(directory):
+            path = file.free_name(directory)
+            time.sleep(0.002)
+            file.write(path, told.status(about=alive))
+        return path
+
+    with ThreadPoolExecutor(8) as runs:
+        paths = list(runs.map(begin, range(8)))
+    assert len(set(paths)) == 8
+
+
+def test_a_run_does_not_wait_for_a_turn_that_never_comes(tmp_path, monkeypatch):
+    monkeypatch.setattr(file, "TURN_SECONDS", 0.0)
+    with file.in_turn(tmp_path), file.in_turn(tmp_path):
+        assert file.free_name(tmp_path).parent == tmp_path
 
 
 def test_files_are_found_by_rank_and_model(tmp_path):

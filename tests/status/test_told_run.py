@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from learner import learner
@@ -21,6 +22,7 @@ from told import ABOUT, LAST
 import gs_compile
 from gs_compile.cli.stored.runs import found_in
 from gs_compile.errors import OptionError
+from gs_compile.model import reporting as reporting_module
 from gs_compile.options import Options
 from gs_compile.progress import CLEAR, Line
 from gs_compile.runtime.storage.folder import STATUS
@@ -188,6 +190,45 @@ def test_a_file_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path
         f"{nowhere / FOLDER}.json cannot be written: Not a directory; the run goes on without it",
         f"{page} cannot be written: No such file or directory; the run goes on without it",
     ]
+
+
+def reporting(tmp_path, **outlets):
+    """A reporter of a run that measures nothing."""
+    record = RunRecord(ABOUT, Trace(), lambda: ({}, {}))
+    return reporter.Reporter(record, reporter.Outlets(status=tmp_path / "status.json", **outlets))
+
+
+def test_a_status_is_there_as_the_run_begins_and_comes_back_with_its_drive(tmp_path, monkeypatch, caplog):
+    """The name of its file is free for others until it is there; a drive that is full now may have room later."""
+    monkeypatch.setattr(reporter, "SECONDS", 600.0)
+    one = reporting(tmp_path)
+    assert file.read(tmp_path / "status.json").last is None
+    one.note(LAST)
+    with monkeypatch.context() as patched:
+        patched.setattr(file, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        one._tick(1)
+        one._tick(2)
+    one._tick(3)
+    assert file.read(tmp_path / "status.json").last == LAST
+    one.close()
+    assert [each for each in caplog.messages if "No space" in each] == [
+        f"{tmp_path / 'status.json'} cannot be written: No space left on device; the run goes on without it"
+    ]
+
+
+def test_a_status_that_cannot_be_removed_hides_no_error(tmp_path, monkeypatch):
+    """A file system that has failed takes no more changes: the run ends by what has failed, not by this."""
+    one = reporting(tmp_path, keeps=lambda: False, entry=tmp_path / "entry.json")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+        one.close()
+    assert threads() == []
+
+
+def test_a_drive_that_does_not_answer_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(reporting_module, "free_storage", lambda _: (_ for _ in ()).throw(OSError(5, "gone")))
+    _, free = reporting_module._measure(SimpleNamespace(nbytes=7), {}, [tmp_path])
+    assert free == {}
 
 
 class Terminal(io.StringIO):
