@@ -33,13 +33,16 @@ class Line:
         self._is_there = False
 
     def show(self, words: str) -> None:
-        """Write this; empty: nothing is left of what was there."""
-        if self.is_terminal and (words or self._is_there):
-            self._is_there = bool(words)
-            sys.stderr.write(f"{CLEAR}greedysnake: {words}" if words else CLEAR)
-            sys.stderr.flush()
-        elif self._always and words:
-            sys.stderr.write(f"greedysnake: {words}\n")
+        """Write this; empty: nothing is left of what was there. Once the terminal is gone, nothing is written."""
+        try:
+            if self.is_terminal and (words or self._is_there):
+                self._is_there = bool(words)
+                sys.stderr.write(f"{CLEAR}greedysnake: {words}" if words else CLEAR)
+                sys.stderr.flush()
+            elif self._always and words:
+                sys.stderr.write(f"greedysnake: {words}\n")
+        except (OSError, ValueError):  # of a terminal that is closed; of a file that is
+            self.is_terminal = self._always = False
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def test_a_first_step(stream, measured, tmp_path, monkeypatch, caplog):
     compiled to be timed is not compiled again.
     """
     monkeypatch.setattr(progress, "LOGGED_SECONDS", 0.0)
-    monkeypatch.setattr(compiled, "_codes", {})  # nothing is compiled
+    monkeypatch.setattr(compiled, "_codes", compiled.Codes())  # nothing is compiled
     monkeypatch.setattr(sys, "stderr", shown := stream())
     model = Tiny()
     optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
@@ -67,3 +67,18 @@ def test_a_stage_that_fails_leaves_no_line(monkeypatch):
     with pytest.raises(ZeroDivisionError), progress.stage("dividing"):
         torch.tensor(1 / 0)
     assert shown.getvalue() == f"{progress.CLEAR}greedysnake: dividing ...{progress.CLEAR}"
+
+
+def test_a_terminal_that_is_gone_costs_no_step(monkeypatch):
+    """Its session has ended, and the run goes on."""
+
+    class Gone(Terminal):
+        def write(self, words):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    line = progress.Line()
+    line.show("step 1")
+    assert not line.is_terminal
+    line.show("step 2")
+    line.show("")
