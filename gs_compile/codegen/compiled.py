@@ -6,6 +6,7 @@ captured --specialize--> --loss--> --split--> --uniform--> --differentiate-->  u
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
@@ -30,6 +31,7 @@ from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.capture.uniform import Uniform, structure, uniform
 from gs_compile.codegen.costs import AllSizes
+from gs_compile.codegen.differentiate import SharedCode
 from gs_compile.codegen.levels import SavedLevel
 from gs_compile.codegen.pieces import InPieces
 from gs_compile.codegen.side_by_side import Wanted, compile_all
@@ -49,11 +51,30 @@ from gs_compile.version import __version__
 # For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
 
-# Equal layers of all captures share their code: of each, by its lengths.
-_codes: dict[Hashable, dict[tuple[int, ...], InPieces]] = {}
 MOST_CODES = 512  # a model has three for each size of the micro-batch
 MOST_MODELS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
 MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and in evaluation
+
+
+class Codes:
+    """The code that equal layers of all captures share: of each, by its lengths. Any thread may ask for some."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, dict[tuple[int, ...], InPieces]] = {}
+        self._guard = threading.Lock()
+
+    def get(self, key: Hashable, lengths: tuple[int, ...], make: Callable[[SharedCode | None], InPieces]) -> InPieces:
+        """The code at some lengths; made where there is none, with what it has in common with those of others."""
+        with self._guard:
+            codes = self._found[key] = self._found.pop(key, {})  # the latest last
+            let_oldest_go(self._found, MOST_CODES)
+            if lengths not in codes:
+                codes[lengths] = make(next(iter(codes.values())).common if codes else None)
+                let_oldest_go(codes, MOST_MODELS)
+            return codes[lengths]
+
+
+_codes = Codes()
 
 
 @dataclass(frozen=True)
@@ -374,16 +395,9 @@ def _code(
         size = expert.layer_tokens or 0
     others = (frozenset(beside), expert.layer_tokens) if beside else None
     full_key = (key, generator, _global_settings(), size, others, unit.is_meta)
-    codes = _codes.pop(full_key, {})
-    _codes[full_key] = codes  # the latest last
-    let_oldest_go(_codes, MOST_CODES)
+    distinct = {id(code): code for code in (beside or {}).values()}.values()
     lengths = tuple(unit.symbols.values())
-    if lengths not in codes:
-        common = next(iter(codes.values())).common if codes else None
-        distinct = {id(code): code for code in (beside or {}).values()}.values()
-        codes[lengths] = InPieces(unit, generator, common, distinct, size)
-        let_oldest_go(codes, MOST_MODELS)
-    return codes[lengths]
+    return _codes.get(full_key, lengths, lambda common: InPieces(unit, generator, common, distinct, size))
 
 
 def let_oldest_go(found: dict[Any, Any], most: int) -> None:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,7 +201,7 @@ def test_compiled_once_for_all_layers(monkeypatch):
         return compiled_function(self, name, graph)
 
     monkeypatch.setattr(differentiate_module.Differentiated, "_compiled", counting)
-    monkeypatch.setattr(compilation, "_codes", {})
+    monkeypatch.setattr(compilation, "_codes", compilation.Codes())
     args = batch(4)
     run = compiled(Tiny(blocks=[Block() for _ in range(6)]))
     loss = run(*args)
@@ -207,3 +211,18 @@ def test_compiled_once_for_all_layers(monkeypatch):
     run(*args).backward()
     compiled(Tiny(blocks=[Block() for _ in range(9)]))(*args).backward()
     assert made == once
+
+
+def test_threads_that_ask_for_code_at_once_share_it():
+    codes, together = compilation.Codes(), threading.Barrier(4)
+
+    def make(common):
+        time.sleep(0.01)
+        return SimpleNamespace(common=common or object())
+
+    def ask(_):
+        together.wait(60)
+        return codes.get("a layer", (1,), make)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(map(id, pool.map(ask, range(4))))) == 1

@@ -93,7 +93,7 @@ def test_programs_of_many_sizes_are_not_kept_for_ever(monkeypatch):
 def no_codes(monkeypatch):
     """No capture and no code is there already, from another test of the process."""
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "_codes", {})
+    monkeypatch.setattr(compiled, "_codes", compiled.Codes())
 
 
 @pytest.mark.usefixtures("no_codes")

@@ -37,11 +37,11 @@ def counted(name, sizes, **settings):
     ],
 )
 def test_costs_are_those_of_each_sizes_own_graphs(name, settings, monkeypatch):
-    monkeypatch.setattr(compiled, "_codes", {})
+    monkeypatch.setattr(compiled, "_codes", compiled.Codes())
     found, units = counted(name, SIZES, **settings)
     graphs = [code.graphs for each in (units, units.in_pieces(PIECE)) for code in each.counted.values()]
     assert not any(graphs), "none was traced"
-    monkeypatch.setattr(compiled, "_codes", {})
+    monkeypatch.setattr(compiled, "_codes", compiled.Codes())
     assert found == counted(name, SIZES[-1:], **settings)[0]
 
 
