@@ -230,10 +230,10 @@ class Lane:
                 time.sleep(LONGEST_PAUSE)
 
     def _work(self) -> None:
-        if self._num_threads:
-            limit_threads(self._num_threads)
-        if self._device is not None:
-            self._device.enter()
+        try:
+            self._enter()
+        except BaseException as error:  # noqa: BLE001  of a system without threads, say: all that is submitted fails
+            self._finish(Ticket(f"the start of lane {self.name}"), without_frames(error))
         while (task := self._tasks.get()) is not None:
             ticket, failed = task.ticket, None
             try:
@@ -245,6 +245,12 @@ class Lane:
             self._finish(ticket, failed)
             with self._submitting:
                 self._num_queued -= 1
+
+    def _enter(self) -> None:
+        if self._num_threads:
+            limit_threads(self._num_threads)
+        if self._device is not None:
+            self._device.enter()
 
     def _launch(self, task: _Task) -> None:
         """Carry a task out on the thread that submits it, which raises its error at once.
@@ -261,9 +267,11 @@ class Lane:
         self._finish(task.ticket, None)
 
     def _finish(self, ticket: Ticket, failed: BaseException | None) -> None:
-        if failed is not None:
-            self._failure.note(ticket, failed)  # before any that fails because of it
-        ticket.finish(failed)
+        try:
+            if failed is not None:
+                self._failure.note(ticket, failed)  # before any that fails because of it
+        finally:  # also where the user interrupts it: others wait for the ticket
+            ticket.finish(failed)
 
     def _carry_out(self, task: _Task) -> None:
         join_all(task.after, self._stream)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gs_compile.errors import LaneError
+from gs_compile.runtime import lanes as lanes_module
 from gs_compile.runtime.lanes import Failure, Lane, Ticket
 from gs_compile.runtime.trace import Trace
 
@@ -113,6 +114,37 @@ def test_an_error_without_words_is_named(lanes):
     ticket.finish(KeyboardInterrupt())
     with pytest.raises(LaneError, match=r"^the step: KeyboardInterrupt \[lane\]$"):
         ticket.wait()
+
+
+def test_a_lane_that_cannot_start_fails_what_is_submitted(monkeypatch):
+    """Its thread ended without a word, and who waited for it waited for ever."""
+
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(lanes_module, "limit_threads", refused)
+    lane, done = Lane("cpu", Failure(), Trace(), num_threads=1), []
+    ticket = lane.submit("update w3", lambda: done.append(1))
+    lane.close()
+    assert ticket.done
+    with pytest.raises(LaneError, match="the start of lane cpu: RuntimeError: can't start new thread"):
+        ticket.wait()
+    assert done == []
+
+
+def test_a_ticket_is_finished_also_where_its_error_cannot_be_told(monkeypatch):
+    """Others wait for it without end otherwise."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    failure = Failure()
+    monkeypatch.setattr(failure, "note", interrupted)
+    lane, ticket = Lane("h2d", failure, Trace()), Ticket("h2d w1")
+    with pytest.raises(KeyboardInterrupt):
+        lane._finish(ticket, OSError(5, "gone"))
+    assert ticket.done
+    lane.close()
 
 
 def test_closing_finishes_what_was_submitted(lanes):
