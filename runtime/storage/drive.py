@@ -104,12 +104,13 @@ class Drive:
         return file
 
     def leave(self, file: File) -> None:
-        """Close a file and, unless it is among those that stay, remove it."""
+        """Close a file and, unless it is among those that stay, remove it. Never fails."""
         if file.path.name not in self.lasting:
             self.remove(file)
             return
         self._files.remove(file)
-        os.close(file.fd)
+        with contextlib.suppress(OSError):  # what a commit names is on the medium
+            os.close(file.fd)
 
     def remove(self, file: File) -> None:
         """Never fails: it runs where something else may have failed."""

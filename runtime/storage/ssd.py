@@ -80,8 +80,15 @@ class Transfer:
     blocks: Sequence[Future[None]]
 
     def wait(self) -> None:
-        """Return when every byte has arrived; raises the StorageError of the first block that failed."""
-        wait_for(self.blocks, return_when=FIRST_EXCEPTION)
+        """Return when every byte has arrived; raises the StorageError of the first block that failed.
+
+        Nothing moves any more when it raises, also where the user has interrupted it.
+        """
+        try:
+            wait_for(self.blocks, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            self.settle()
+            raise
         ended = (block for block in self.blocks if block.done() and not block.cancelled())
         broken = next((block for block in ended if block.exception() is not None), None)
         if broken is not None:

@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -126,6 +127,23 @@ def test_of_a_transfer_that_fails_what_has_not_begun_is_left_out():
             with pytest.raises(StorageError, match="broken"):
                 transfer.wait()
     assert not done
+
+
+def test_a_wait_that_is_interrupted_ends_when_nothing_moves_any_more(monkeypatch):
+    """The caller takes back the memory, which a thread would still be reading from."""
+    real, interruptions = ssd.wait_for, iter([KeyboardInterrupt])
+
+    def interrupted(*arguments, **keywords):
+        for each in interruptions:
+            raise each
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(ssd, "wait_for", interrupted)
+    with ThreadPoolExecutor(1) as pool:
+        transfer = Transfer([pool.submit(time.sleep, 0.1)])
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()
+        assert transfer.blocks[0].done()
 
 
 @given(st.integers(1, 100 << 20), st.none() | st.integers(100, 5000).map(PAGE.__mul__), st.data())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -113,6 +114,25 @@ def test_closing_leaves_no_file_no_thread_and_no_descriptor(tmp_path):
     assert set(threading.enumerate()) == threads
     assert open_files() == files
     assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["a", "b", "theirs"]
+
+
+def test_a_file_that_fails_as_it_is_closed_leaves_no_other_open(tmp_path, monkeypatch):
+    """As one on a network may, whose last writes have failed."""
+    files, real = open_files(), os.close
+    store = Store([tmp_path], durable=True)
+    first, second = (store.allocate(name, 1) for name in ("w3", "s3"))
+    store.drives[0].lasting = {first.files[0].path.name}
+
+    def close(fd):
+        real(fd)
+        if fd == first.files[0].fd:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", close)
+    store.close()
+    assert open_files() == files
+    assert first.files[0].path.exists()
+    assert not second.files[0].path.exists()
 
 
 def test_a_store_closes_when_the_interpreter_ends(tmp_path):
