@@ -206,7 +206,7 @@ class Tiers(Homes):
         try:
             self._finalizer()
         finally:  # also where the user has interrupted it
-            self.values = ValueTable()
+            self.values.close()
             self.held.let_go()
             self.parameters.close()
             self.optimizer.close()

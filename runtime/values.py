@@ -154,6 +154,11 @@ class ValueTable:
         self.places: dict[Value, Place] = {}  # of those in the slab
         self.users: Users[Value, Ticket] = Users(unfinished)
 
+    def close(self) -> None:
+        """Let go of all memory, for all who have this table."""
+        self.contents.clear()
+        self.places.clear()
+
     def define(self, value: Value, content: Any, tickets: Sequence[Ticket] = (), *, place: Place | None = None) -> None:
         """A new value, ready when all of `tickets` are done."""
         self.contents[value] = content

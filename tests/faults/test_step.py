@@ -189,21 +189,21 @@ def none_left(*_, **__):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "cause"),
-    [(OptimizerStep, "update", broken), (OptimizerStep, "gradient", broken), (OptimizerStep, "gradient", none_left)],
-    ids=["a lane", "the walker", "out of memory"],
+    ("name", "cause", "durability"),
+    [("update", broken, 0), ("update", broken, 1), ("gradient", broken, 0), ("gradient", none_left, 0)],
+    ids=["a lane", "a lane, in a durable run", "the walker", "out of memory"],
 )
-def test_a_run_that_failed_gives_all_memory_back(monkeypatch, tmp_path, owner, name, cause):
+def test_a_run_that_failed_gives_all_memory_back(monkeypatch, tmp_path, name, cause, durability):
     """At once, but for what the frames of an error hold that is the user's code's; and it is collected with its model."""
     mapped = weakref.WeakSet()
     monkeypatch.setattr(slab, "Pages", lambda *given: mapped.add(found := Pages(*given)) or found)
     model = gpt2()
     optimizer = adamw(two_groups(model))
-    model.compile(backend="greedysnake", options=options(tmp_path))
+    model.compile(backend="greedysnake", options=options(tmp_path, durability=durability))
     step(model, optimizer, tokens(0))
     engine = weakref.ref(optimizer.engine)
     with monkeypatch.context() as patched:
-        patched.setattr(owner, name, cause)
+        patched.setattr(OptimizerStep, name, cause)
         with pytest.raises((LaneError, ZeroDivisionError, MemoryBudgetError)) as caught:
             whole_steps(model, optimizer, 1)
     gc.collect()
