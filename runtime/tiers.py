@@ -232,14 +232,10 @@ def _close(
         given = pid, lanes, store, ranks, followers
         threading.Thread(target=_close, args=given, name="closing greedysnake").start()
         return
-    with contextlib.ExitStack() as ended:  # each of them, last one first, also where the user interrupts a wait
-        if ranks is not None:
-            ended.callback(ranks.close)
-        if store is not None:
-            ended.callback(store.close)
-        for lane in lanes.values():
-            ended.callback(lane.close)
-        for follower in followers:
-            ended.callback(follower)
+    closes = [*followers, *(lane.close for lane in lanes.values())]
+    closes += [each.close for each in (store, ranks) if each is not None]
+    with contextlib.ExitStack() as ended:  # all of them, and again what the user interrupts before it has begun
+        for close in reversed(closes * 2):
+            ended.callback(close)
     lanes.clear()
     followers.clear()

@@ -49,7 +49,7 @@ def replace(path: Path, text: str) -> None:
     beside = path.with_name(NEXT_STATUS if path.name == STATUS else f".{path.name}.next")
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
+        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:  # a reason is any text
             file.write(text)
         beside.replace(path)
     except OSError:

@@ -276,12 +276,15 @@ def test_a_step_whose_backward_failed_is_not_closed(harness, monkeypatch, tmp_pa
                 use()
 
 
-def test_an_interrupt_in_the_clean_up_does_not_stop_it(harness, monkeypatch, tmp_path):
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_interrupt_in_the_clean_up_does_not_stop_it(harness, monkeypatch, tmp_path, has_begun):
     real, number = Lane.close, count()
 
     def close(lane):
-        real(lane)
-        if next(number) == 0:
+        is_first = next(number) == 0
+        if has_begun or not is_first:
+            real(lane)
+        if is_first:
             raise KeyboardInterrupt
 
     with harness.fresh(adamw, options(tmp_path)) as optimizer:

@@ -66,6 +66,12 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
         writer.join()
 
 
+def test_letters_that_are_none_hide_no_error(tmp_path):
+    """The page of a run that failed by a file of such a name: writing it raised over the cause."""
+    file.replace(path := tmp_path / "page.html", "no file \udcff")
+    assert path.read_text() == "no file \\udcff"
+
+
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     file.write(path, told.status(num_steps=1))
