@@ -93,7 +93,7 @@ class Planner:
         if spec.batch_like is None:
             return self.of_any_batch()
         ratios = replace(request.ratios, gradient=None)
-        other = replace(self, request=replace(request, schedule=spec.batch_like, ratios=ratios))
+        other = self.asked(schedule=spec.batch_like, ratios=ratios)
         if spec.whole_batch:
             return self.of_whole_batch(*other.searched()[0])
         try:
@@ -101,14 +101,13 @@ class Planner:
         except NoFitError:
             return self.of_any_batch()
         size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
-        same = replace(request, batch_size=None, micro_batch_size=size, num_micro_batches=number)
-        return replace(self, request=same).of_any_batch()
+        return self.asked(batch_size=None, micro_batch_size=size, num_micro_batches=number).of_any_batch()
 
     def problem(self, size: int, counted: Counted | None = None, masters: Masters | None = None) -> Problem:
         """That of micro-batches of `size` samples, for no number of them yet."""
         workloads, request, profile = self.workloads, self.request, self.profile
         layer_tokens = self.layer_tokens or request.layer_tokens
-        workload = workloads.workload(size, request.schedule, masters, layer_tokens)
+        workload = workloads.workload(size, masters, layer_tokens)
         workload = replace(workload, sizes=with_products(workload.sizes, profile))
         budgets = request.budgets(profile)
         if counted and not counted.is_of(workload):
@@ -123,7 +122,7 @@ class Planner:
             code=lambda: workload,
             host_nbytes=budgets.host_nbytes - beside_slab(workload.sizes),
             device_nbytes=budgets.device_nbytes or None,
-            saving=None if layer_tokens else Levelled(cache(lambda: workloads.levelled(workload, request.schedule))),
+            saving=None if layer_tokens else Levelled(cache(lambda: workloads.levelled(workload))),
             whole_masters=partial(self.problem, size, masters="whole") if may_be_whole else None,
             in_pieces={each: partial(self.cut(each).problem, size, masters=masters) for each in self._pieces(size)},
             layer_tokens=self.layer_tokens,
@@ -231,7 +230,7 @@ class Planner:
         for states in every[every.index(request.states) + 1 :]:
             with suppress(PlanError):  # Muon has no states of 8 bits
                 workloads, pieces = self.asked(states=states).workloads, problem.layer_tokens or request.layer_tokens
-                found = workloads.workload(own.micro_batch_size, request.schedule, own.masters, pieces)
+                found = workloads.workload(own.micro_batch_size, own.masters, pieces)
                 yield states, problem.resized(with_products(found.sizes, self.profile))
 
     def decided(self, problem: Problem, number: int, found: Search | None = None) -> StepPlan:

@@ -1,7 +1,7 @@
 """workloads: what one rank's share of a model has to place, move and compute, at any micro-batch size.
 
-a name, a config, a module      captured without its weights, once for all requests that ask for the same code
-a `Workload`                    as it is given, scaled to the size
+A name, a config or a module is captured without its weights, once for all requests that ask for the same code. A
+`Workload` is what it is, scaled to the size.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class CapturedWorkloads:
         self.code = [asked[name] for name in OF_CODE]
         like = (each.captured for each in known if isinstance(each, CapturedWorkloads) and each.code == self.code)
         self.captured: Callable[[Schedule], ModelSpec] = next(like, cache(self._captured))
+        cut = SCHEDULES[request.schedule].block_cut
+        self._schedule = next(name for name, spec in SCHEDULES.items() if spec.block_cut is cut)  # it cuts blocks alike
 
     def asked(self, request: Request) -> CapturedWorkloads:
         """Those of the same model for another request."""
@@ -62,22 +64,19 @@ class CapturedWorkloads:
 
         return ModelSpec.of(self.model, schedule=schedule, **dict(zip(OF_CODE, self.code, strict=True)))
 
-    def _spec(self, schedule: Schedule) -> ModelSpec:
-        return replace(self.captured(schedule), **{name: getattr(self.request, name) for name in OF_LAYOUT})
+    def _spec(self) -> ModelSpec:
+        layout = {name: getattr(self.request, name) for name in OF_LAYOUT}
+        return replace(self.captured(self._schedule), **layout)
 
-    def workload(
-        self, size: int, schedule: Schedule, masters: Masters | None = None, layer_tokens: int | None = None
-    ) -> Workload:
+    def workload(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Workload:
         """With layers that save their inputs alone."""
-        like, world = _cutting(schedule), self.request.ranks
-        key = like, size, masters, layer_tokens, world
-        return self._kept.get_or(key, lambda: self._spec(like).workload(size, masters, layer_tokens, world))
+        own = size, masters, layer_tokens, self.request.ranks
+        return self._kept.get_or((self._schedule, *own), lambda: self._spec().workload(*own))
 
-    def levelled(self, workload: Workload, schedule: Schedule) -> Workload:
+    def levelled(self, workload: Workload) -> Workload:
         """One of `workload`s with the levels of its layers."""
-        like = _cutting(schedule)
-        key = like, workload.micro_batch_size, "levels"
-        return replace(workload, costs=self._kept.get_or(key, lambda: self._spec(like).levelled(workload)).costs)
+        key = self._schedule, workload.micro_batch_size, "levels"
+        return replace(workload, costs=self._kept.get_or(key, lambda: self._spec().levelled(workload)).costs)
 
 
 class GivenWorkloads:
@@ -86,7 +85,7 @@ class GivenWorkloads:
     has_pieces: ClassVar = False
 
     def __init__(self, model: Workload, request: Request) -> None:
-        self.model, self.world = model, request.ranks
+        self.model, self.request = model, request
         for what, names in IN_A_WORKLOAD.items():
             if any(getattr(request, name) != ITSELF[name] for name in names):
                 leave = " and ".join(", ".join(names).rsplit(", ", 1))
@@ -96,20 +95,18 @@ class GivenWorkloads:
         """Those of the same workload for another request."""
         return GivenWorkloads(self.model, request)
 
-    def workload(
-        self, size: int, schedule: Schedule, masters: Masters | None = None, layer_tokens: int | None = None
-    ) -> Workload:
+    def workload(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Workload:
         """With layers that save their inputs alone."""
-        return shared(self._scaled(size, schedule).bare(), self.world)
+        return shared(self._scaled(size).bare(), self.request.ranks)
 
-    def levelled(self, workload: Workload, schedule: Schedule) -> Workload:
+    def levelled(self, workload: Workload) -> Workload:
         """One of `workload`s with the levels of its layers."""
-        return shared(self._scaled(workload.micro_batch_size, schedule), self.world)
+        return shared(self._scaled(workload.micro_batch_size), self.request.ranks)
 
-    def _scaled(self, size: int, schedule: Schedule) -> Workload:
-        if cut := SCHEDULES[schedule].block_cut:
+    def _scaled(self, size: int) -> Workload:
+        if cut := SCHEDULES[self.request.schedule].block_cut:
             raise PlanError(
-                f"the {schedule} schedule cuts each block in {cut.parts}, and the numbers of the workload "
+                f"the {self.request.schedule} schedule cuts each block in {cut.parts}, and the numbers of the workload "
                 f"{self.model.name} do not tell where: give the model by name, as a config or as a module"
             )
         times = size / self.model.micro_batch_size
@@ -150,9 +147,3 @@ class Levelled:
 
     def reasons(self) -> str:
         return ""
-
-
-def _cutting(schedule: Schedule) -> Schedule:
-    """The schedule whose capture serves this one: it cuts blocks as this one does."""
-    cut = SCHEDULES[schedule].block_cut
-    return next(name for name, spec in SCHEDULES.items() if spec.block_cut is cut)

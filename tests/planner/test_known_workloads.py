@@ -45,12 +45,12 @@ def known(model, request=ASKED, keeps=True):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelSpec, "of", refused)
         planner = planner_of(model, request, keeps=keeps)
-        return planner.problem(2).workload, planner.workloads.levelled(planner.problem(2).workload, "vertical")
+        return planner.problem(2).workload, planner.workloads.levelled(planner.problem(2).workload)
 
 
 def test_a_workload_is_taken_from_where_it_was_kept(model, monkeypatch):
     planner = planner_of(model, ASKED, keeps=True)
-    made = planner.problem(2).workload, planner.workloads.levelled(planner.problem(2).workload, "vertical")
+    made = planner.problem(2).workload, planner.workloads.levelled(planner.problem(2).workload)
     (kept,) = files(model)
     assert known(model) == made
     assert made[1].num_levels
