@@ -18,6 +18,7 @@ Tensor = torch.Tensor
 _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_KEPT = "logits_to_keep"  # of how many last tokens a model gives logits; 0: of all
 _CHOSEN = {"start_positions", "end_positions"}  # labels that are chosen among all tokens, those of padding included
 # Of a model: without tokens where they are (samples, ...), of any width.
 _OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")
@@ -43,8 +44,10 @@ def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> Mapping
     joined = {
         name: _joined(name, [batch[name] for batch in batches], padding.get(name, 0), first, pad_token_id)
         for name in first
-        if name not in _OFFSETS
+        if name not in (*_OFFSETS, _KEPT)
     }
+    if _KEPT in first:
+        joined[_KEPT] = _to_keep(batches)
     if not isinstance(first, MutableMapping):
         return joined
     found = copy.copy(first)  # as tokenizers give, with a `to(device)` and attributes that loops use
@@ -58,7 +61,8 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
     """What a model has made of the gathered batches, for each of them.
 
     Tensors are (samples, tokens, ...) or (samples, ...). A loss is that of all batches, and each gets its share: the
-    whole where it is a mean, which Trainer divides by the number of batches.
+    whole where it is a mean, which Trainer divides by the number of batches. Of logits, each has those of as many last
+    tokens of its own as it has asked for.
     """
     named = outputs if isinstance(outputs, Mapping) else {}
     of_samples = [named.get(name) for name in _OF_SAMPLES]
@@ -66,10 +70,13 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
     longest = max(length for _, length in sizes)
     lengths = (longest, longest - 1)  # which a shifted label leaves
 
-    def part(start: int, number: int, missing: int, whole: Tensor) -> Tensor:
+    def part(start: int, number: int, missing: int, kept: int, whole: Tensor) -> Tensor:
         if not whole.dim():
             return whole if batches[0].get("num_items_in_batch") is None else whole / len(batches)
         rows = whole[start : start + number]
+        if kept and whole is of_samples[0]:
+            end = whole.shape[1] - missing
+            return rows[:, max(end - kept, 0) : end]
         if whole.dim() == 2:
             has_tokens = whole.shape[1] in lengths and all(whole is not each for each in of_samples)
         else:
@@ -77,10 +84,22 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         return rows[:, : whole.shape[1] - missing] if has_tokens and missing else rows
 
     starts = itertools.accumulate((number for number, _ in sizes), initial=0)
+    kept = [batch.get(_KEPT, 0) if len(batches) > 1 else 0 for batch in batches]
     return [
-        tree_map_only(Tensor, partial(part, start, number, longest - length), outputs)
-        for start, (number, length) in zip(starts, sizes, strict=False)
+        tree_map_only(Tensor, partial(part, start, number, longest - length, to_keep), outputs)
+        for start, (number, length), to_keep in zip(starts, sizes, kept, strict=False)
     ]
+
+
+def _to_keep(batches: Sequence[Mapping[str, Any]]) -> Any:
+    """The last tokens of the gathered batch, among which are those whose logits each batch asks for."""
+    numbers, lengths = [batch[_KEPT] for batch in batches], [_size(batch)[1] for batch in batches]
+    if len(batches) == 1:
+        return numbers[0]
+    if not all(isinstance(number, int) for number in numbers):
+        raise OptionError(f"{_KEPT!r} has places, which differ between the batches of a step: give a number, or none")
+    missing = (max(lengths) - length for length in lengths)
+    return max(map(sum, zip(numbers, missing, strict=True))) if all(numbers) else 0
 
 
 def _size(batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -318,6 +318,8 @@ def _check(trainer: Any, options: Mapping[str, Any]) -> None:
         "activation_offloading=True: leave it out, the inputs of layers are stored anyway": getattr(
             args, "activation_offloading", False
         ),
+        f"{kind.__name__} calls parts of its model, and the whole is compiled: use GKDTrainer, or a compute_loss that "
+        "calls the model": hasattr(trainer, "_forward_redirection"),
         f"durability with {kind.__name__}, which makes its batches while it trains: a commit does not have them, "
         "so use Trainer's checkpoints (save_steps) instead": options.get("durability", "off") != "off"
         and kind._prepare_inputs is not Trainer._prepare_inputs,

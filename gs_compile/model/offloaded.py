@@ -356,9 +356,7 @@ class StoredState(Tensor):
                 f"{name}: optimizer.state only shows a state that lives on the tiers. {CHANGE_STATE}"
             )
         if name in _VALUES:
-            raise ReleasedParameterError(
-                f"{name}: optimizer.state only shows a state that lives on the tiers: read it in optimizer.state_dict()"
-            )
+            raise ReleasedParameterError(f"{name}: optimizer.state shows no values: read it in optimizer.state_dict()")
         found = nn.Parameter.__torch_function__(function, (), args, kwargs or {})
         return tree_map_only(Tensor, lambda each: each.as_subclass(cls) if each.is_meta else each, found)
 

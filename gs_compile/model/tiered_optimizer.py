@@ -81,10 +81,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, before the first step."""
         if self.engine is not None:
-            raise OptimizerError(
-                "parameters cannot be added after the model's first call: add them before it, and freeze them until "
-                "they are trained (requires_grad_(False)), or make another optimizer with the new groups"
-            )
+            raise OptimizerError("parameters cannot be added after the first call: make another optimizer with them")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check(group)

@@ -31,6 +31,29 @@ def test_answers_chosen_among_all_tokens_are_not_padded():
         gathered(batches, 0)
 
 
+@pytest.mark.parametrize(("numbers", "whole"), [((2, 2), 4), ((3, 1), 5), ((0, 2), 0), ((9, 1), 11)])
+def test_logits_that_are_kept_are_each_batchs_own(numbers, whole):
+    """The last ones, also of a batch that was padded at its end."""
+    lengths = (3, 5)
+    batches = [
+        {"input_ids": torch.full((2, n), n), "attention_mask": torch.ones(2, n), "logits_to_keep": number}
+        for n, number in zip(lengths, numbers, strict=True)
+    ]
+    assert gathered(batches, 0)["logits_to_keep"] == whole
+    places = torch.arange(5).expand(4, 5)[..., None]
+    made = {"logits": places[:, -whole:], "hidden": places}
+    for length, number, found in zip(lengths, numbers, parted(made, batches), strict=True):
+        assert found["logits"][0, :, 0].tolist() == [*range(length)][-number:]
+        assert found["hidden"].shape == (2, length, 1)
+
+
+def test_places_of_logits_that_are_kept_are_no_places_of_a_step():
+    batch = {"input_ids": torch.zeros(2, 3), "attention_mask": torch.ones(2, 3), "logits_to_keep": torch.tensor([1])}
+    assert gathered([batch], 0)["logits_to_keep"].tolist() == [1]
+    with pytest.raises(OptionError, match="'logits_to_keep' has places"):
+        gathered([batch, batch], 0)
+
+
 def test_a_batch_within_a_batch_is_joined_and_parted():
     """As sentence-transformers' models take one, and return it with what they have made."""
     batches = [{"input": {"input_ids": torch.full((2, n), n), "attention_mask": torch.ones(2, n)}} for n in (3, 4)]

@@ -232,6 +232,9 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
     trainer.args.activation_offloading = True
     with pytest.raises(OptionError, match="the inputs of layers are stored anyway"):
         gs_compile.hf.attach(trainer, storage=tmp_path)
+    trainer.args.activation_offloading, trainer._forward_redirection = False, None  # as DistillationTrainer has
+    with pytest.raises(OptionError, match="SFTTrainer calls parts of its model"):
+        gs_compile.hf.attach(trainer, storage=tmp_path)
 
 
 @pytest.mark.parametrize(
