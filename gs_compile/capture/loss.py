@@ -33,7 +33,7 @@ from torch.nn import functional
 from gs_compile.capture.bodies import why_bodies_mix
 from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
 from gs_compile.capture.dealing import refuse_dealing_by_index
-from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
+from gs_compile.capture.graph import Captured, LossTerm, block_of, output_values, source_line
 from gs_compile.capture.operations import (
     ADDING,
     AVERAGED_LOSSES,
@@ -192,8 +192,8 @@ class _Separation:
 
     def _is_of_whole(self, node: fx.Node) -> bool:
         """Whether a value that does not separate can be made of all samples at once, before the head runs."""
-        spec = node.meta.get("spec")
-        is_fit = isinstance(spec, TensorSpec) and not spec.batch_dims and spec.is_sized
+        spec = tensor_spec(node)
+        is_fit = spec is not None and not spec.batch_dims and spec.is_sized
         return self.layer_major and is_fit and self.states[node].source == "taps"
 
     def _change(self, node: fx.Node, target: fx.Node) -> None:
@@ -259,8 +259,8 @@ class _Separation:
 
     def _linear(self, node: fx.Node) -> State | None:
         source = node.all_input_nodes[0]
-        before, after = source.meta.get("spec"), node.meta.get("spec")
-        if not isinstance(before, TensorSpec) or not isinstance(after, TensorSpec) or after.batch_dims:
+        before, after = tensor_spec(source), tensor_spec(node)
+        if before is None or after is None or after.batch_dims:
             return None
         rounds = before.dtype.is_floating_point and not after.dtype.is_floating_point
         return None if rounds or after.dtype is torch.bool else self.states[source]
