@@ -198,9 +198,11 @@ class _Separation:
 
     def _change(self, node: fx.Node, target: fx.Node) -> None:
         """After a change in place of one class by another, the old names of the memory stand for neither."""
-        state, known = self.states[node], self.states[target].kind
-        mixed = _mixed(node, "is changed in place and read by its old name") if state.kind != known else None
-        mixed = state if state.kind == "mixed" else mixed
+        state, mixed = self.states[node], None
+        if state.kind == "mixed":
+            mixed = state
+        elif state.kind != self.states[target].kind:
+            mixed = _mixed(node, "is changed in place and read by its old name")
         for other in in_memory_of(target) & self.states.keys() - {node}:
             own = replace(self.states[other], from_inputs=state.from_inputs, source=state.source)
             self.states[other] = mixed or own
@@ -316,9 +318,8 @@ class _Separation:
         arguments = arguments_of(node)
         reduction, target = reduction_of(arguments), arguments.get("target")
         is_of_values = isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point
-        if name in AVERAGED_LOSSES and not aligned(
-            *(arguments[each] for each in arguments if each != OF_ROWS.get(name))
-        ):
+        alike = [value for key, value in arguments.items() if key != OF_ROWS.get(name)]
+        if name in AVERAGED_LOSSES and not aligned(*alike):
             return _mixed(node, PAIRING)
         if reduction == "batchmean" and 0 not in arguments["input"].meta["spec"].batch_dims:
             return State("sum")  # divided by as many as another dimension has

@@ -62,7 +62,7 @@ AVERAGED_LOSSES = frozenset(
     "multilabel_soft_margin_loss".split()
 )
 # The argument of a loss that has one entry for each row of the others.
-OF_ROWS = {"multi_margin_loss": "target", "cosine_embedding_loss": "target", "gaussian_nll_loss": "var"}
+OF_ROWS = {"multi_margin_loss": "target", "cosine_embedding_loss": "target"}
 WEIGHTED_LOSSES = frozenset("mse_loss l1_loss".split())  # whose mean is over their `weight`, where one is given
 AVERAGING = AVERAGED_LOSSES | COUNTED_LOSSES | {"mean"}
 RANDOM = frozenset(

@@ -116,7 +116,7 @@ def test_totals_have_the_dtype_that_the_head_is_compiled_for():
 
     case = captured(short(criterion), *batch(5))
     cuts, starts = [case.split(2), case.split(2), case.split(1)], (0, 2, 4)
-    batches = [{place: arg[start : start + 2] for place, arg in enumerate(case.args)} for start in starts]
+    batches = [dict(enumerate(case.named(start, 2).values())) for start in starts]
     parts = [MicroBatch(cut, {}, {}, torch.tensor(0.4), {}) for cut in cuts]
     head = cuts[0].units[-1]
     wanted = [spec.dtype for source, spec in zip(head.sources, head.specs, strict=True) if source.kind == "total"]
