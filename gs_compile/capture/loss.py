@@ -33,7 +33,7 @@ from torch.nn import functional
 from gs_compile.capture.bodies import why_bodies_mix
 from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
 from gs_compile.capture.dealing import refuse_dealing_by_index
-from gs_compile.capture.graph import Captured, LossTerm, TensorSpec, block_of, output_values, source_line
+from gs_compile.capture.graph import Captured, LossTerm, block_of, output_values, source_line
 from gs_compile.capture.operations import (
     ADDING,
     AVERAGED_LOSSES,
@@ -192,15 +192,17 @@ class _Separation:
 
     def _is_of_whole(self, node: fx.Node) -> bool:
         """Whether a value that does not separate can be made of all samples at once, before the head runs."""
-        spec = node.meta.get("spec")
-        is_fit = isinstance(spec, TensorSpec) and not spec.batch_dims and spec.is_sized
+        spec = tensor_spec(node)
+        is_fit = spec is not None and not spec.batch_dims and spec.is_sized
         return self.layer_major and is_fit and self.states[node].source == "taps"
 
     def _change(self, node: fx.Node, target: fx.Node) -> None:
         """After a change in place of one class by another, the old names of the memory stand for neither."""
-        state, known = self.states[node], self.states[target].kind
-        mixed = _mixed(node, "is changed in place and read by its old name") if state.kind != known else None
-        mixed = state if state.kind == "mixed" else mixed
+        state, mixed = self.states[node], None
+        if state.kind == "mixed":
+            mixed = state
+        elif state.kind != self.states[target].kind:
+            mixed = _mixed(node, "is changed in place and read by its old name")
         for other in in_memory_of(target) & self.states.keys() - {node}:
             own = replace(self.states[other], from_inputs=state.from_inputs, source=state.source)
             self.states[other] = mixed or own
@@ -259,8 +261,8 @@ class _Separation:
 
     def _linear(self, node: fx.Node) -> State | None:
         source = node.all_input_nodes[0]
-        before, after = source.meta.get("spec"), node.meta.get("spec")
-        if not isinstance(before, TensorSpec) or not isinstance(after, TensorSpec) or after.batch_dims:
+        before, after = tensor_spec(source), tensor_spec(node)
+        if before is None or after is None or after.batch_dims:
             return None
         rounds = before.dtype.is_floating_point and not after.dtype.is_floating_point
         return None if rounds or after.dtype is torch.bool else self.states[source]
@@ -316,9 +318,8 @@ class _Separation:
         arguments = arguments_of(node)
         reduction, target = reduction_of(arguments), arguments.get("target")
         is_of_values = isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point
-        if name in AVERAGED_LOSSES and not aligned(
-            *(arguments[each] for each in arguments if each != OF_ROWS.get(name))
-        ):
+        alike = [value for key, value in arguments.items() if key != OF_ROWS.get(name)]
+        if name in AVERAGED_LOSSES and not aligned(*alike):
             return _mixed(node, PAIRING)
         if reduction == "batchmean" and 0 not in arguments["input"].meta["spec"].batch_dims:
             return State("sum")  # divided by as many as another dimension has

@@ -62,7 +62,7 @@ AVERAGED_LOSSES = frozenset(
     "multilabel_soft_margin_loss".split()
 )
 # The argument of a loss that has one entry for each row of the others.
-OF_ROWS = {"multi_margin_loss": "target", "cosine_embedding_loss": "target", "gaussian_nll_loss": "var"}
+OF_ROWS = {"multi_margin_loss": "target", "cosine_embedding_loss": "target"}
 WEIGHTED_LOSSES = frozenset("mse_loss l1_loss".split())  # whose mean is over their `weight`, where one is given
 AVERAGING = AVERAGED_LOSSES | COUNTED_LOSSES | {"mean"}
 RANDOM = frozenset(
@@ -121,7 +121,7 @@ def mutated(node: fx.Node) -> list[fx.Node]:
         changed = [*node.args, *node.kwargs.values()][0]
     else:
         changed = node.kwargs.get("out")
-    return [each for each in tree_leaves(changed) if isinstance(each, fx.Node)]
+    return [each for each in tree_leaves(changed) if isinstance(each, fx.Node)] if changed else []
 
 
 def _written(node: fx.Node) -> list[Any] | None:
@@ -135,7 +135,9 @@ def _written(node: fx.Node) -> list[Any] | None:
 
 def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers, which are others where it runs again elsewhere."""
-    return (name := operation(node)) in RANDOM or "dropout" in name
+    name, arguments = operation(node), arguments_of(node)
+    drops = "dropout" in name and arguments.get("training", True) and arguments.get("p") != 0
+    return name in RANDOM or bool(drops)
 
 
 def normalises_by_batch(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import fx
 
 from gs_compile.capture.graph import OutputSpec, TensorSpec, UnitGraph, output_values
-from gs_compile.capture.operations import mutated
+from gs_compile.capture.operations import FUNCTION, mutated, operation
 from gs_compile.program.ir import Unit
 
 
@@ -53,8 +53,17 @@ def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]]) -> list[bool]
         spec = node.meta.get("spec")
         if node not in found and (not isinstance(spec, TensorSpec) or spec.requires_grad):
             found.add(node)
-            ahead += node.all_input_nodes
+            ahead += _led_to(node)
     return [node in found for node in unit.module.graph.nodes if node.op == "placeholder"]
+
+
+def _led_to(node: fx.Node) -> list[fx.Node]:
+    """What a gradient of an operation goes on to; a function of the model's own may give None for some inputs."""
+    if operation(node) != FUNCTION:
+        return node.all_input_nodes
+    made = output_values(node.meta["bodies"][1])
+    pairs = zip(node.args[2:], made, strict=False)
+    return [each for each, gradient in pairs if isinstance(each, fx.Node) and gradient is not None]
 
 
 def made_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -261,10 +261,8 @@ class _Copy:
             for source in tracked:
                 with self.graph.inserting_before(node):
                     detached = self.graph.call_method("detach", (source,))
-                detached.meta = {**node.meta, "spec": replace(source.meta["spec"], requires_grad=False)}
-                detached.meta |= {
-                    key: source.meta[key] for key in ("storage", "run", "is_in_turns") if key in source.meta
-                }
+                at = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+                detached.meta = source.meta | at | {"spec": replace(source.meta["spec"], requires_grad=False)}
                 node.replace_input_with(source, detached)
             same = [each for each in changed if each.meta["storage"] == node.meta["storage"] is not None]
             return same[0] if same else node

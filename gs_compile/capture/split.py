@@ -315,8 +315,7 @@ class _Cut:
     def _refuse_shared_memory(self, crossing: dict[fx.Node, set[int]]) -> None:
         """A unit may change its own values in place, and copies of what it reads, never what others still read."""
         free = {storage_of(node): node for node in self.graph.nodes if is_free(node)}
-        changes = [(node, storage_of(target)) for node in self.graph.nodes for target in mutated(node)]
-        for change, storage in changes:
+        for change, storage in ((node, storage_of(each)) for node in self.graph.nodes for each in mutated(node)):
             place = source_line(change) or operation(change)
             if storage is None:
                 continue

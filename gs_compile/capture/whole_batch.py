@@ -16,7 +16,8 @@ from torch import fx
 
 from gs_compile.capture.arrange import needed_by
 from gs_compile.capture.extract import extract
-from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
+from gs_compile.capture.graph import Source, UnitGraph
+from gs_compile.capture.operations import tensor_spec
 from gs_compile.capture.residual_stream import changed, is_free, storage_of
 from gs_compile.program.ir import EPILOGUE
 
@@ -82,5 +83,5 @@ def is_changed(value: fx.Node) -> bool:
 
 def is_of_samples(node: fx.Node) -> bool:
     """Whether a value is a tensor with one dimension of samples, along which micro-batches are put together."""
-    spec, is_in_turns = node.meta.get("spec"), node.meta.get("is_in_turns", False)
-    return isinstance(spec, TensorSpec) and spec.is_sized and len(spec.batch_dims) == 1 and not is_in_turns
+    spec, is_in_turns = tensor_spec(node), node.meta.get("is_in_turns", False)
+    return spec is not None and spec.is_sized and len(spec.batch_dims) == 1 and not is_in_turns

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from gs_compile.errors import SeparationError
+from gs_compile.runtime.units import CompiledUnits, MicroBatch
 
 
 def weights(labels):
@@ -103,6 +104,25 @@ def test_number_of_labels_given_by_the_trainer(given_as):
 
     torch.manual_seed(0)
     assert_same_step(Trained(), *batch(5), given_as(12), tolerance=EXACT)
+
+
+def test_totals_have_the_dtype_that_the_head_is_compiled_for():
+    """Sums of them have others, if nobody says so, of truths and of narrow integers."""
+
+    def criterion(p, y):
+        known = y != -100
+        counts = functional.one_hot(y.clamp(min=0), WORDS).sum((0, 1), dtype=torch.int32)
+        return p.sum() / known.bfloat16().mean() * known.sum().to(torch.int8) + (p.sum((0, 1)) / counts.clamp(1)).sum()
+
+    case = captured(short(criterion), *batch(5))
+    cuts, starts = [case.split(2), case.split(2), case.split(1)], (0, 2, 4)
+    batches = [dict(enumerate(case.named(start, 2).values())) for start in starts]
+    parts = [MicroBatch(cut, {}, {}, torch.tensor(0.4), {}) for cut in cuts]
+    head = cuts[0].units[-1]
+    wanted = [spec.dtype for source, spec in zip(head.sources, head.specs, strict=True) if source.kind == "total"]
+    assert sorted(map(str, wanted)) == ["torch.bfloat16", "torch.int32", "torch.int8"]
+    totals = CompiledUnits(parts, None).count(batches)
+    assert [total.dtype for total in totals] == wanted
 
 
 def test_weights_that_have_a_gradient_are_no_count():

@@ -80,7 +80,7 @@ REFUSALS = {
         "(cross_entropy) averages over labels that the model makes itself",
     ),
     "labels that are drawn": (
-        lambda p, y: cross_entropy(p, torch.where(torch.rand(y.shape) < 0.5, y, -100)),
+        lambda p, y: functional.cross_entropy(p.transpose(1, 2), torch.where(torch.rand(y.shape) < 0.5, y, -100)),
         "(cross_entropy) averages over labels that the model makes itself",
     ),
     "unbiased mean": (lambda p, y: p.pow(2).sum() / (p.shape[0] - 1), "`truediv` of values reduced over the batch"),

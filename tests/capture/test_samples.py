@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from captured import TOKENS, WIDTH, Tiny, assert_same_step, batch, captured, run
+from captured import TOKENS, WIDTH, Tiny, assert_same_step, batch, captured, compiled, run
 from torch import nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
@@ -110,6 +110,12 @@ class Shrinking(Scaled):
     def backward(ctx, gradient):
         _, scale = ctx.saved_tensors
         return gradient * scale, 0.1 * scale.sign()
+
+
+class OfSamplesAlone(Scaled):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[1], None
 
 
 class AddedAndDivided(Scaled):
@@ -398,6 +404,17 @@ def test_what_keeps_samples_apart_is_right():
     parts = zip(*(run(module, case.named(start, 2)) for start in (0, 2)), strict=True)
     for name, found, whole in zip(KEEPS, parts, run(case.specialized(4), case.named()), strict=True):
         torch.testing.assert_close(torch.cat(found), whole, msg=lambda words, name=name: f"{name}: {words}")
+
+
+def test_a_function_that_gives_a_parameter_no_gradient_leaves_it_none():
+    """Which optimizers pass over, where zeros would have it decay."""
+    torch.manual_seed(0)
+    model = Tiny(blocks=[Scaling(OfSamplesAlone.apply) for _ in range(2)])
+    compiled(model)(*batch(4)).backward()
+    assert [name for name, each in model.named_parameters() if each.grad is None] == [
+        "blocks.0.scale",
+        "blocks.1.scale",
+    ]
 
 
 def test_a_scan_over_the_sequence_trains():

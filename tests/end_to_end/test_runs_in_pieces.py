@@ -63,14 +63,16 @@ def test_the_losses_and_gradients_of_whole_units(storage):
 
 @pytest.mark.parametrize("outputs", ["loss", "all"])
 def test_a_large_vocabulary_is_in_pieces_unasked(outputs, storage):
-    """Also where the logits are results; of lengths that change the second has the same code."""
+    """Also where the logits are results; all lengths from the second on have the same code."""
     torch.manual_seed(0)
     model = Long()
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-3)
     model.compile(backend="greedysnake", options={**options(storage), "outputs": outputs})
-    for length in (256, 300):
-        step(model, optimizer, tokens(0, BATCH).repeat(1, 40)[:, :length])
+    for length in (256, 300, 340):
+        step(model, optimizer, tokens(0, BATCH).repeat(1, 48)[:, :length])
     codes = [each.codes["h"] for c in compilations_of[next(model.parameters())] for each in c.models.values()]
+    *_, second, third = [code for code in codes if code.tokens_per_piece]
+    assert second.common is third.common
     sizes = {code.tokens_per_piece for code in codes}
     assert sizes >= {256, None}  # micro-batches of two samples of 256, and the last, of one
     assert sizes - {None} >= {
@@ -78,4 +80,6 @@ def test_a_large_vocabulary_is_in_pieces_unasked(outputs, storage):
     }
     parts = {id(common): common for code in codes for common in code.common.parts.values()}.values()
     assert {len(common.codes) for common in parts if common.codes} == {1}
+    numbers = [sum(bool(common.codes) for common in code.common.parts.values()) for code in (codes[0], second)]
+    assert numbers[0] == numbers[1]  # of parts
     optimizer.engine.tiers.close()
