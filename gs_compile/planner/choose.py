@@ -120,6 +120,7 @@ def _with_boundary(steps: Problem, chosen: Candidate, *, is_small: bool) -> Simu
         placed = simulation.placed
         deep = deeper(placed)
         simulation = fastest(steps, simulation, (*each_of(deep), *map(holding, (placed, *deep))), chosen.spare)
+        return fastest(steps, simulation, each_of(earlier(simulation.placed)), chosen.spare)
     return fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
 
 
