@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from captured import TOKENS, WIDTH
 
 
 class Centred(torch.autograd.Function):
