@@ -16,6 +16,7 @@ from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import LevelCost
+from gs_compile.planner import saved
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.choose import choose
 from gs_compile.planner.lp.counting import WIDTH
@@ -174,6 +175,24 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
     assert {(share.tier, share.is_topmost) for share in found.placement.shares} == {("host", True), ("ssd", False)}
     assert without.seconds / found.seconds > 1.05  # copies to where it is saved take turns with the computation
     assert dict(found.program.peaks)["host"] <= host_nbytes
+
+
+def test_a_step_that_computes_nearly_all_the_time_saves_however_slow_the_linear_program_holds_drives(monkeypatch):
+    """By the linear program drives take as long with less to compute: what stays in memory between two uses it does not
+    know.
+    """
+    workload = levelled(gpt(8, 512, sequence=256, vocabulary=20000), 512)
+    rates = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
+    slow = replace(CPU, matmul_flops_per_second={"bf16": 2e11}, **dict.fromkeys(rates, 4e8))
+    request = Request(alpha=0.0, ratios=ratios(0.0, 0.0, 0.0))
+    given = problem(workload, slow, 4, request=request, bare=True, host_nbytes=GB)
+    without = choose(given, given.search(4))
+    assert without.simulation.busy["compute"] > 0.9
+    found = with_saved(given, without)
+    assert without.seconds / found.seconds > 1.05
+    assert found.placement.shares
+    monkeypatch.setattr(saved, "MOST_COMPUTED", 1.0)
+    assert with_saved(given, without) is without
 
 
 @pytest.mark.parametrize(
