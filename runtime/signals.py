@@ -72,7 +72,7 @@ class Ending:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self.pid and _is_in_finalizer(frame):
-            again = threading.Timer(SOON_SECONDS, signal.raise_signal, [number])
+            again = threading.Timer(SOON_SECONDS, signal.pthread_kill, [threading.main_thread().ident, number])
             again.daemon = True
             again.start()
             return

@@ -182,6 +182,10 @@ LIMITS: dict[str, list[Case]] = {
         ("end_to_end/test_balanced_experts.py", "test_what_is_made_for_the_head_is_refused", "cannot be computed from"),
         ("end_to_end/test_balanced_experts.py", "test_micro_batch_by_micro_batch_it_is_refused", "reduces over the"),
     ],
+    "Losses that are divided by a count": [
+        ("capture/test_loss_refusals.py", "", '"labels that are drawn": ('),
+        ("capture/test_loss.py", "", "requires_grad=True"),
+    ],
     "A tensor without a batch dimension": [
         ("capture/test_loss_refusals.py", "", "deals the entries of a tensor without samples out"),
         ("end_to_end/test_dealing.py", "test_images_go_to_their_places_or_are_refused", "places .* for 32 entries"),

@@ -186,9 +186,11 @@ class _Separation:
 
     def _source(self, node: fx.Node) -> Literal["", "inputs", "taps"]:
         sources = {self.states[source].source for source in node.all_input_nodes}
-        if block_of(node) is not None or draws(node) or "" in sources:
+        if block_of(node) is not None or "" in sources:
             return ""
-        return "taps" if "taps" in sources else "inputs"
+        if "taps" in sources:
+            return "taps"
+        return "" if draws(node) else "inputs"
 
     def _is_of_whole(self, node: fx.Node) -> bool:
         """Whether a value that does not separate can be made of all samples at once, before the head runs."""

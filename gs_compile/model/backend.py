@@ -272,8 +272,8 @@ def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
 
     The run of an optimizer that was made since then is planned anew.
     """
-    places = (residency_of(parameter).tiered for parameter in parameters)
-    for engine in {place[0] for place in places if place is not None}:
+    places = [residency_of(parameter).tiered for parameter in parameters]
+    for engine in {place[0] for place in places if place is not None} if None not in places else ():
         assert isinstance(engine, Engine)
         settled, now = engine.options.by_name, options.by_name
         is_planned_anew = next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer

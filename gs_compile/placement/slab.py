@@ -40,7 +40,7 @@ PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
 READ_AHEAD = 3  # stages, at most, that parameters come before the backward of their unit
 LONGEST_LAG = 3 / 10  # of what a step moves: no step that was simulated has waited less with more
-NUM_LAGS = 64  # that are tried: of a hundred layers the least is about what one of them moves
+NUM_LAGS = 96  # that are tried: of a hundred layers the least is about what one of them moves
 
 Spans = tuple[tuple[int, int], ...]  # of time: from the first to before the second
 

@@ -176,7 +176,7 @@ LINES = [  # each by itself; of what only the computation is behind, which is sy
     (Ticket, "join", "stream.wait_event(self.event)"),
     (Ticket, "join", "wait_for(self.event, self._check)"),
     (Ticket, "join", "self._wait_for_launch()"),
-    (Lane, "_work", "self._device.enter()"),
+    (Lane, "_enter", "self._device.enter()"),
     (Lane, "_carry_out", "join_all(task.after, self._stream)"),
     (Lane, "_carry_out", "task.ticket.event = self._device.record(self._stream)"),
     (TieredExecutor, "_compute", "join_all(self._awaited(op.reads, op.into), stream)"),

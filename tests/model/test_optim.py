@@ -181,7 +181,7 @@ def test_all_that_is_trained_needs_an_optimizer_before_the_first_step(tmp_path):
             one.train(0)
         one.optimizer.add_param_group(two_groups(one.model)[1])
         one.train(0)
-        with pytest.raises(OptimizerError, match="cannot be added after the model's first call"):
+        with pytest.raises(OptimizerError, match="cannot be added after the first call"):
             one.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
 
 

@@ -258,7 +258,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(pair, tmp_path):
         assert (skipped, words) == second[name][:2]
         assert skipped == [number in SPOILED for number in range(6)]
         assert [text.split(" is not finite: step ")[0] for text in words] == ["a gradient", "a gradient", "the loss"]
-        assert all(text.endswith("was skipped [non-finite-warning]") for text in words) == (name != "early")
+        assert all(text.endswith("was skipped [non-finite-warning]") for text in words)
         assert (differences, second[name][2]) == ([], [])
         assert (len(losses), len(second[name][3])) == (6, 5)
 
