@@ -170,9 +170,7 @@ LIMITS: dict[str, list[Case]] = {
     "A function in the forward that is wrapped in `torch.compiler.disable`": [
         (HERE, "test_a_disabled_function_in_the_forward", "torch.compiler.disable"),
     ],
-    "Batches along another dimension than 0": [
-        ("capture/test_loss_refusals.py", "", "pairs the samples of the batch"),
-    ],
+    "Batches along another dimension than 0": [("capture/test_loss_refusals.py", "", "pairs the samples of the batch")],
     "Embeddings with `sparse=True`": [
         ("faults/test_setups.py", "sparse_gradients", "leave sparse=True out"),
         ("capture/test_loss_refusals.py", "", "leave scale_grad_by_freq=True out"),
@@ -182,10 +180,7 @@ LIMITS: dict[str, list[Case]] = {
         ("end_to_end/test_balanced_experts.py", "test_what_is_made_for_the_head_is_refused", "cannot be computed from"),
         ("end_to_end/test_balanced_experts.py", "test_micro_batch_by_micro_batch_it_is_refused", "reduces over the"),
     ],
-    "Losses that are divided by a count": [
-        ("capture/test_loss_refusals.py", "", '"labels that are drawn": ('),
-        ("capture/test_loss.py", "", "requires_grad=True"),
-    ],
+    "Losses that are divided by a count": [("capture/test_loss_refusals.py", "", '"labels that are drawn": (')],
     "A tensor without a batch dimension": [
         ("capture/test_loss_refusals.py", "", "deals the entries of a tensor without samples out"),
         ("end_to_end/test_dealing.py", "test_images_go_to_their_places_or_are_refused", "places .* for 32 entries"),

@@ -188,9 +188,7 @@ class _Separation:
         sources = {self.states[source].source for source in node.all_input_nodes}
         if block_of(node) is not None or "" in sources:
             return ""
-        if "taps" in sources:
-            return "taps"
-        return "" if draws(node) else "inputs"
+        return "taps" if "taps" in sources else "" if draws(node) else "inputs"
 
     def _is_of_whole(self, node: fx.Node) -> bool:
         """Whether a value that does not separate can be made of all samples at once, before the head runs."""
