@@ -41,17 +41,15 @@ class MachineSpeed:
 
     def sample(self) -> float:
         """Time the product now; the first call also warms up."""
-        matrix = torch.full((ROWS, ROWS), 0.5)
         if not self.seconds:
-            _product(matrix)
-        self.seconds.append(_product(matrix))
+            _product()
+        self.seconds.append(_product())
         return self.seconds[-1]
 
     def wait_until_usual(self) -> None:
         """For a moment in which the machine is as fast as in most of the race, as far as one comes within a minute."""
-        matrix = torch.full((ROWS, ROWS), 0.5)
         for _ in range(MOST_LOOKS):
-            if _product(matrix) <= USUAL * self.median:
+            if _product() <= USUAL * self.median:
                 return
             time.sleep(LOOK_SECONDS)
 
@@ -98,7 +96,9 @@ class DriveSpeed:
         return {name: statistics.mean(sample[name] for sample in last) for name in (last[0] if last else ())}
 
 
-def _product(matrix: torch.Tensor) -> float:
+def _product() -> float:
+    """Seconds of the fixed product."""
+    matrix = torch.full((ROWS, ROWS), 0.5)
     start = time.perf_counter()
     for _ in range(REPEATS):
         matrix @ matrix

@@ -270,10 +270,13 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
 def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
     """Raise `OptionError` where a run is captured with other options than its first call had: they would not count.
 
-    The run of an optimizer that was made since then is planned anew.
+    The run of an optimizer that was made since then is planned anew. A call that reads parameters of the user's as well
+    is one of another model.
     """
-    places = [residency_of(parameter).tiered for parameter in parameters]
-    for engine in {place[0] for place in places if place is not None} if None not in places else ():
+    places = [place for parameter in parameters if (place := residency_of(parameter).tiered) is not None]
+    if len(places) < len(parameters):
+        return
+    for engine in {engine for engine, *_ in places}:
         assert isinstance(engine, Engine)
         settled, now = engine.options.by_name, options.by_name
         is_planned_anew = next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer

@@ -161,7 +161,8 @@ def fastest(
     spare: by tier, bytes that are left free.
     """
     found = (highest(ladder, lambda each: problem.fitting(each, spare)) for ladder in ladders)
-    return min([plain, *(problem.predicted(*each) for each in found if each)], key=lambda each: each.seconds)
+    programs = dict(each for each in found if each)  # where memory is short, ladders end at the same placement
+    return min([plain, *(problem.predicted(*each) for each in programs.items())], key=lambda each: each.seconds)
 
 
 def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple[str, ...]:

@@ -109,12 +109,13 @@ def computed(workload: Workload, shares: Shares) -> float:
 
 def _may_pay(problem: Problem, plan: StepPlan) -> bool:
     """Whether the step would be faster if nothing were computed again, and nothing saved for that."""
+    if plan.simulation.busy["compute"] > MOST_COMPUTED:
+        return True
     workload = problem.workload
     layers = range(workload.num_layers)
     costs = {unit: cost.without_recomputation() if unit in layers else cost for unit, cost in workload.costs.items()}
     found = problem.of(replace(workload, costs=costs)).solved(plan.num_micro_batches)
-    computes = plan.simulation.busy["compute"] > MOST_COMPUTED
-    return found is not None and (computes or found.seconds * WORTH < plan.bound_seconds)
+    return found is not None and found.seconds * WORTH < plan.bound_seconds
 
 
 # What is said of it ---------------------------------------------------------------------------------------------------
