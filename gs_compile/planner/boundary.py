@@ -30,7 +30,6 @@ from gs_compile.program.ir import PROLOGUE, TIED, Unit, Value
 
 Ladder = Sequence[Placement]
 
-MOST_LOOKAHEAD = 4  # stages
 FIRST: tuple[Unit, ...] = (TIED, PROLOGUE, 0, 1)  # read before the first layers have hidden anything
 BOUNDARY: Mapping[str, Any] = {**dict.fromkeys(UNITS, ()), "ahead": 0, "lookahead": 0}  # of a decision: none
 
@@ -57,10 +56,11 @@ def earlier(plain: Placement) -> Ladder:
 
 
 def deeper(plain: Placement) -> Ladder:
-    """With all that is read from SSD read earlier and earlier."""
+    """With all that is read from SSD read earlier and earlier: 1, 2, 4 stages, up to those of a step."""
     if plain.layer_updates > 1:
         return ()
-    return [plain.decided(lookahead=stages) for stages in range(1, MOST_LOOKAHEAD + 1)]
+    most = 2 * plain.num_layers  # a forward and a backward
+    return [plain.decided(lookahead=1 << power) for power in range(most.bit_length())]
 
 
 def holding(plain: Placement) -> Ladder:

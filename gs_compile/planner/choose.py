@@ -51,7 +51,7 @@ MOST_ROUNDS = 8  # of solving again with less: each takes off what the program b
 SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tried as long as that is faster
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
 SMALL = 400  # computations of a forward
-FASTER = 0.999  # than without so much left free: the rest is nothing
+FASTER = 0.999  # of the time with more memory left free: less is nothing
 GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
 
 
@@ -119,7 +119,8 @@ def _with_boundary(steps: Problem, chosen: Candidate, *, is_small: bool) -> Simu
         simulation = fastest(steps, simulation, [retaining(simulation.placed)], chosen.spare)
         placed = simulation.placed
         deep = deeper(placed)
-        simulation = fastest(steps, simulation, (*each_of(deep), *map(holding, (placed, *deep))), chosen.spare)
+        ladders = *each_of(deep), *map(holding, (placed, *deep))
+        simulation = fastest(steps, simulation, ladders, chosen.spare, FASTER)  # the deeper, the more memory
         return fastest(steps, simulation, each_of(earlier(simulation.placed)), chosen.spare)
     return fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
 
@@ -154,15 +155,21 @@ def highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> tuple[P
 
 
 def fastest(
-    problem: Problem, plain: Simulation, ladders: Iterable[Ladder], spare: Mapping[str, int] = NOTHING
+    problem: Problem,
+    plain: Simulation,
+    ladders: Iterable[Ladder],
+    spare: Mapping[str, int] = NOTHING,
+    part: float = 1.0,
 ) -> Simulation:
-    """The fastest step of what ladders propose and `plain`, which is taken where none is faster.
+    """The first step of `plain` and what ladders propose of whose time the fastest takes at least this part.
 
     spare: by tier, bytes that are left free.
     """
     found = (highest(ladder, lambda each: problem.fitting(each, spare)) for ladder in ladders)
     programs = dict(each for each in found if each)  # where memory is short, ladders end at the same placement
-    return min([plain, *(problem.predicted(*each) for each in programs.items())], key=lambda each: each.seconds)
+    simulations = [plain, *(problem.predicted(*each) for each in programs.items())]
+    least = min(each.seconds for each in simulations)
+    return next(each for each in simulations if part * each.seconds <= least)
 
 
 def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Decision
 from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, holding, retaining
 from gs_compile.planner.builder import StepBuilder, peak
-from gs_compile.planner.choose import _with_boundary, each_of, fastest
+from gs_compile.planner.choose import FASTER, _with_boundary, each_of, fastest
 from gs_compile.planner.decide import _boundary_for_free, decide
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import as_before, facts_of
@@ -133,6 +133,23 @@ def test_reads_go_on_beside_a_head_that_computes_for_long():
     assert found.moved_nbytes == before.moved_nbytes
     assert fastest(given, before, each_of(every), {"host": 2 * peaks[-1], "device": 0}) is before
     assert not deeper(plain.decided(layer_updates=2))
+
+
+def test_states_are_read_for_as_long_as_the_drive_needs():
+    """Beside parameters in memory for a third of a step, until computing is all that a step waits for; and not earlier
+    than is of use.
+    """
+    workload = gpt(8, 256, vocabulary=20000)
+    inside = Decision(ratios=(ratios(0.0, 1.0, 0.0),))
+    every = deeper(StepBuilder.of(workload, 2, separate=False).placement(inside))
+    assert [each.decision.lookahead for each in every] == [1, 2, 4, 8, 16]
+    for flops, busiest, lookahead in ((4e12, "compute", 8), (1e14, "ssd_write", 0)):
+        given = problem(workload, replace(CPU, matmul_flops_per_second={"bf16": flops}), 2, host_nbytes=10**12)
+        before = given.predicted(every[0].decided(lookahead=0))
+        found = fastest(given, before, each_of(every), part=FASTER)
+        assert found.placed.decision.lookahead == lookahead
+        assert found.busy[busiest] > 0.96
+        assert not lookahead or found.seconds < 0.92 * before.seconds
 
 
 def test_a_schedule_as_others_publish_it_moves_what_is_said_of_it():
