@@ -122,8 +122,8 @@ class Alarm:
             try:
                 said, place = _line(connection).split()
                 if secrets.compare_digest(said, secret) and int(place) not in found:
-                    found[int(place)] = _kept_alive(connection)
                     connection.sendall(b"welcome\n")
+                    found[int(place)] = _kept_alive(connection)
                     continue
             except (OSError, ValueError):  # neither is it one of us
                 pass
