@@ -263,7 +263,8 @@ class Cuda(Accelerator):
         torch.cuda.check_error(refused)
 
     def unpin(self, address: int) -> None:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        with torch.accelerator.device_index(self.device.index):  # any thread: its own device would get a context
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
 DEVICES: Mapping[str, Callable[[torch.device], Device]] = {"cpu": Device, "meta": Device, "cuda": Cuda}
