@@ -115,8 +115,9 @@ class Folder:
 
     def promote(self) -> None:
         """Make the prepared commit the last one."""
-        system.rename(manifest.NEXT, manifest.NAME, self.fd)
-        system.sync_folder(self.fd)
+        with as_storage_error("commit", self.path):
+            system.rename(manifest.NEXT, manifest.NAME, self.fd)
+            system.sync_folder(self.fd)
 
     def clear(self, keep: Collection[str] = ()) -> None:
         """Remove what a run that was killed has left, but for the names that belong to its commit; the log says so."""
