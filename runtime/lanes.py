@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gs_compile.errors import LaneError, RankError
-from gs_compile.runtime.alarm import words
+from gs_compile.runtime.alarm import OF_US, words
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import LONGEST_PAUSE, Device, Event, Stream, wait_for
 from gs_compile.runtime.threads import limit_threads
@@ -202,7 +202,7 @@ class Lane:
         self._submitting = threading.Lock()
         self._num_queued = 0  # tasks that the thread has not carried out yet
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"greedysnake {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{OF_US} {name}", daemon=True)
         self._thread.start()
 
     def submit(self, name: str, run: Callable[[], object], after: Sequence[Ticket] = (), **moved: Any) -> Ticket:

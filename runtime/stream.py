@@ -72,7 +72,7 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.check: Callable[[], None] = _nothing  # raises where what is waited for never comes; a run has its own
+        self.check: Callable[[], None] = lambda: None  # raises where what is waited for never comes; a run has its own
 
     @property
     def name(self) -> str:
@@ -136,10 +136,6 @@ class Device:
 
     def unpin(self, address: int) -> None:
         """The end of `pin`: before the memory is unmapped, and once no copy of it is under way."""
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)
