@@ -52,8 +52,7 @@ class Drive:
             self._files: list[File] = []
             opened.callback(lambda: list(map(self.leave, list(self._files))))
             self._pools = {
-                verb: opened.enter_context(ThreadPoolExecutor(threads, f"{OF_US}-{verb}"))
-                for verb in get_args(Verb)
+                verb: opened.enter_context(ThreadPoolExecutor(threads, f"{OF_US}-{verb}")) for verb in get_args(Verb)
             }
             self.is_direct = True
             self.is_direct = self._takes_direct()
