@@ -30,6 +30,7 @@ Tensor = torch.Tensor
 fused_adam, fused_adamw, fused_sgd = torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks at an event
+PATIENCE_SECONDS = 5.0  # for copies under way: one that waits for another rank may never end
 
 Reading = Callable[[], float]  # a number of the device, on its way to the host; the call waits for it
 
@@ -136,6 +137,16 @@ class Device:
 
     def unpin(self, address: int) -> None:
         """The end of `pin`: before the memory is unmapped, and once no copy of it is under way."""
+
+
+def settle(device: Device, stream: Stream | None) -> None:
+    """Return when all that was launched on a stream is over: the memory of its copies may go. Never fails."""
+    if stream is None:
+        return
+    with suppress(RuntimeError):  # of a device that has failed, on which nothing goes on
+        event, until = device.record(stream), time.monotonic() + PATIENCE_SECONDS
+        while not event.query() and time.monotonic() < until:
+            time.sleep(LONGEST_PAUSE)
 
 
 @dataclass(frozen=True)
