@@ -246,7 +246,7 @@ class _Activations:
                     self.uses[value].append(index)
         computations = [index for index, op in enumerate(program.ops) if op.micro_batch is not None]
         self.before = {after: program.ops[before] for before, after in pairwise(computations)}
-        self.home = cache(placement.checkpoint_home)
+        self.home = cache(placement.activations.home)
         self.leaves = cache(self._leaves)
 
     def ops(self) -> Iterator[Op]:

@@ -281,7 +281,7 @@ class TieredExecutor(Executor):
         return (self.tiers.optimizer.norm(op, reads[0], into, self.record),)
 
     def level(self, op: Op) -> int:
-        share = self.placement.share_of(Value("a", op.unit, op.micro_batch))
+        share = self.placement.activations.share_of(Value("a", op.unit, op.micro_batch))
         assert share is not None, f"{op}: its layer saves its input alone"
         return share.level
 
