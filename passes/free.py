@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from gs_compile.placement.kinds import ends_in_step
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import plan
 from gs_compile.program.ir import Op, Program, Value
-from gs_compile.program.verbs import NORMS
 
 RESIDENT = Placement()  # of a program whose values are all on the device
 
@@ -32,8 +30,7 @@ def free(
     placement: all tiers are freed, but for what lives on from step to step.
     late: gradients are left for the next step. planned: False leaves memory out.
     """
-    trains = any(op.verb in NORMS for op in program.ops)
-    ops = with_frees(program.ops, outputs | placement.homes(late=late, warm=trains), placement)
+    ops = with_frees(program.ops, outputs | placement.homes(late=late, warm=program.trains), placement)
     peaks, offsets = plan(ops, placement) if placement.x_nbytes and planned else ((), {})
     needed = dict(peaks).get("host", 0)
     return replace(program.with_ops(ops, made_by="free"), peaks=peaks, offsets=offsets, slab_nbytes=needed)
@@ -41,7 +38,14 @@ def free(
 
 def with_frees(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) -> tuple[Op, ...]:
     """The operations with `free` among them, before anything is planned."""
-    return tuple(_with_frees(ops, _ends(ops, lasting, placement)))
+    ends = _ends(ops, lasting, placement)
+    found: list[Op] = []
+    for index, op in enumerate(ops):
+        found.append(op)
+        if ending := ends.get(index):
+            used = dict.fromkeys((*op.reads, *op.into, *op.results))
+            found += [Op("free", (value,), op.stage) for value in used if value in ending]
+    return tuple(found)
 
 
 def _ends(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:
@@ -52,18 +56,9 @@ def _ends(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) 
         for value in op.results:
             if value in last_use and ends_in_step(placement, value):
                 ends.setdefault(last_use[value], []).append(value)
-        for value in (*op.reads, *op.into, *op.results):
+        for value in op.values:
             last_use[value] = index
     for value, index in last_use.items():
         if value not in lasting and ends_in_step(placement, value):
             ends.setdefault(index, []).append(value)
     return ends
-
-
-def _with_frees(ops: tuple[Op, ...], ends: dict[int, list[Value]]) -> Iterator[Op]:
-    for index, op in enumerate(ops):
-        yield op
-        if ending := ends.get(index):
-            for value in dict.fromkeys((*op.reads, *op.into, *op.results)):
-                if value in ending:
-                    yield Op("free", (value,), op.stage)

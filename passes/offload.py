@@ -34,7 +34,6 @@ from itertools import pairwise
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.units import Group, UnitPlacement
 from gs_compile.program.ir import EPILOGUE, FILL, TIED, Op, Program, Stage, Tier, Value, homed
-from gs_compile.program.verbs import NORMS
 
 SCALE = Value("scale", tier="host")
 MOVED = frozenset({"x", "dx", "a"})  # activations of a layer and a micro-batch
@@ -59,7 +58,7 @@ class _Units:
         self.placement = placement
         self.copies = copies  # of what early updates make; of what late ones do where the step before is sealed
         self.seals = any(op.verb == "seal" for op in program.ops)
-        self.carries = TIED in placement.decision.carried and any(op.verb in NORMS for op in program.ops)
+        self.carries = TIED in placement.decision.carried and program.trains
         self.fresh = {  # parts of parameters that a late update has made, or stay, until their unit is gathered
             (value.unit, value.part)
             for op in program.ops
@@ -247,7 +246,7 @@ class _Activations:
                     self.uses[value].append(index)
         computations = [index for index, op in enumerate(program.ops) if op.micro_batch is not None]
         self.before = {after: program.ops[before] for before, after in pairwise(computations)}
-        self.home = cache(placement.checkpoint_home)
+        self.home = cache(placement.activations.home)
         self.leaves = cache(self._leaves)
 
     def ops(self) -> Iterator[Op]:

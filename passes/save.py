@@ -26,7 +26,7 @@ def save(program: Program, placement: Placement) -> Program:
         if op.verb not in ("forward", "backward") or (op.unit, op.micro_batch) not in backwards:
             return op
         saved = Value("a", op.unit, op.micro_batch)
-        if (level := placement.level_of(saved)) is None:
+        if (level := placement.activations.level_of(saved)) is None:
             return op
         if op.verb == "forward":
             return replace(op, results=(*op.results, saved))

@@ -50,7 +50,7 @@ class Alarm:
         self.names = names
         self.failed: tuple[int, str] | None = None  # the rank, and its reason
         self.num_here = 1  # ranks on this machine
-        self.on_failure: Callable[[], None] = _nothing  # of another rank, on a thread of this object's
+        self.on_failure: Callable[[], None] = lambda: None  # of another rank, on a thread of this object's
         self.ended: dict[int, float] = {}  # ranks whose script is over, and since when (time.monotonic)
         self._place = place
         self._is_noticed = False
@@ -122,8 +122,8 @@ class Alarm:
             try:
                 said, place = _line(connection).split()
                 if secrets.compare_digest(said, secret) and int(place) not in found:
-                    found[int(place)] = _kept_alive(connection)
                     connection.sendall(b"welcome\n")
+                    found[int(place)] = _kept_alive(connection)
                     continue
             except (OSError, ValueError):  # neither is it one of us
                 pass
@@ -203,10 +203,6 @@ class Alarm:
         if not self._is_noticed and not self._is_closed and self.failed is not None:
             log.critical("rank %d has failed, so rank %d is ended: %s", self.failed[0], self.name, self.failed[1])
             os._exit(1)
-
-
-def _nothing() -> None:
-    pass
 
 
 @cache

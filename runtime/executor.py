@@ -36,12 +36,13 @@ class Executor:
         self.env: dict[Value, Any] = dict(inputs)
         self.wanted: frozenset[Value] = frozenset()  # values that the model returns, also where the program frees them
         self.returned: dict[Value, Any] = {}  # what has been made of these
+        self._half = forward_end(program)
 
     def forward(self) -> None:
-        self._run(0, forward_end(self.program))
+        self._run(0, self._half)
 
     def backward(self) -> None:
-        self._run(forward_end(self.program), len(self.program.ops))
+        self._run(self._half, len(self.program.ops))
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients there are: between forward and backward, the head's own."""

@@ -25,10 +25,9 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import range_of
 from gs_compile.placement.users import Users
 from gs_compile.program.ir import Op, Program, Value
-from gs_compile.program.verbs import NORMS
 from gs_compile.runtime.codecs import dense
 from gs_compile.runtime.coordinators import Bindings
-from gs_compile.runtime.executor import Executor, forward_end
+from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.handlers import Handlers
 from gs_compile.runtime.lanes import Ticket, clear_frames, join_all
 from gs_compile.runtime.signals import watch
@@ -65,8 +64,7 @@ class TieredExecutor(Executor):
         for value, content in inputs.items():
             self.values.define(value, content)
         self.record: StepRecord | None = None
-        trains = any(op.verb in NORMS for op in program.ops)
-        self._homes = tiers.homes | (placement.carried_values if trains else frozenset())
+        self._homes = tiers.homes | (placement.carried_values if program.trains else frozenset())
         self._before = tiers.pending
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._device = tiers.setting.device
@@ -136,7 +134,7 @@ class TieredExecutor(Executor):
 
     def _end(self, at: int, stop: int, error: BaseException) -> None:
         """End the run after an error; after the model's own in a forward it goes on, without this step."""
-        forward = self._computing and stop == forward_end(self.program) and self.tiers.setting.ranks is None
+        forward = self._computing and stop == self._half and self.tiers.setting.ranks is None
         if forward and self.tiers.failure.first is None:
             with suppress(torch.OutOfMemoryError):  # for late updates
                 self._give_up(at)
@@ -160,7 +158,7 @@ class TieredExecutor(Executor):
         """End a forward that has failed: late updates still run, the rest is let go of."""
         for value in [value for value in self.env if not is_of_units(value)]:
             self.values.free(value)
-        for index in range(at, forward_end(self.program)):
+        for index in range(at, self._half):
             op = self.program.ops[index]
             values = (*op.reads, *op.into, *op.results)
             is_gone = op.verb == "free" and op.reads[0] not in self._table(op.reads[0]).contents
@@ -283,7 +281,7 @@ class TieredExecutor(Executor):
         return (self.tiers.optimizer.norm(op, reads[0], into, self.record),)
 
     def level(self, op: Op) -> int:
-        share = self.placement.share_of(Value("a", op.unit, op.micro_batch))
+        share = self.placement.activations.share_of(Value("a", op.unit, op.micro_batch))
         assert share is not None, f"{op}: its layer saves its input alone"
         return share.level
 
@@ -312,7 +310,7 @@ class TieredExecutor(Executor):
             self.record.share(op.reads[0].unit or 0, targets[1], self._factor)
         work: Callable[[], None]
         if op.verb == "prefetch" and self._begins_sums(op):
-            work, targets = _nothing, []
+            work, targets = (lambda: None), []
         elif op.verb == "update":
             work = partial(self.tiers.optimizer.update, op, reads, targets, self._record_of(op))
         else:
@@ -343,7 +341,7 @@ class TieredExecutor(Executor):
     def _record_of(self, op: Op) -> StepRecord:
         """Whose update: a late one belongs to the step before. What an early one reads is what is known by now."""
         unit = self.tiers.setting.unit(op.into[0])
-        is_late = unit.group_of(op.into[0]).when == "late" or any(value.kind == "scale" for value in op.reads)
+        is_late = unit.is_late(op)
         record = self._before if is_late else self.record
         assert record is not None, f"{name_of(op)}: no step has left this update"
         if is_late:
@@ -356,7 +354,3 @@ class TieredExecutor(Executor):
 def _has_left(user: Ticket) -> bool:
     """Whether an operation leaves the device's memory to those that come after it."""
     return user.is_in_order or user.done
-
-
-def _nothing() -> None:
-    pass

@@ -23,14 +23,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gs_compile.errors import LaneError, RankError
-from gs_compile.runtime.alarm import words
+from gs_compile.runtime.alarm import OF_US, words
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.stream import LONGEST_PAUSE, Device, Event, Stream, wait_for
+from gs_compile.runtime.stream import Device, Event, Stream, settle, wait_for
 from gs_compile.runtime.threads import limit_threads
 from gs_compile.runtime.trace import Label, Trace
 
 POLL_SECONDS = 0.2  # between two looks at what may have failed
-PATIENCE_SECONDS = 5.0  # for copies under way: one that waits for another rank may never end
 
 
 class Ticket:
@@ -202,7 +201,7 @@ class Lane:
         self._submitting = threading.Lock()
         self._num_queued = 0  # tasks that the thread has not carried out yet
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"greedysnake {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{OF_US} {name}", daemon=True)
         self._thread.start()
 
     def submit(self, name: str, run: Callable[[], object], after: Sequence[Ticket] = (), **moved: Any) -> Ticket:
@@ -224,10 +223,8 @@ class Lane:
         """Finish what was submitted, on the device too, and end the thread."""
         self._tasks.put(None)
         self._thread.join()
-        if self._stream is not None and self._device is not None:
-            event, until = self._device.record(self._stream), time.monotonic() + PATIENCE_SECONDS
-            while not event.query() and time.monotonic() < until:
-                time.sleep(LONGEST_PAUSE)
+        if self._device is not None:
+            settle(self._device, self._stream)
 
     def _work(self) -> None:
         try:

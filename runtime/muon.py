@@ -21,7 +21,7 @@ import torch
 from gs_compile.runtime.kernels import Hyper, Rule, scratch
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import map_memory
-from gs_compile.runtime.stream import Device, wait_for
+from gs_compile.runtime.stream import Device, settle, wait_for
 
 Tensor = torch.Tensor
 STATES = ("momentum_buffer",)
@@ -130,7 +130,8 @@ class Orthogonalizer:
         self._ranks = ranks
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Let go of all memory, also where what used it was given up."""
+        settle(self._device, self._stream)
         self._mixed = self._staged = self._gathered = map_memory(0)
 
     def mixed(self, numel: int, dtype: torch.dtype) -> Tensor:

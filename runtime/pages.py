@@ -27,9 +27,7 @@ class Pages(mmap.mmap):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if touched else 0)
         pages = super().__new__(cls, -1, nbytes, flags=flags)
         pages.madvise(mmap.MADV_DONTFORK)
-        if (
-            nbytes >= HUGE_PAGE_NBYTES and not touched
-        ):  # the first touch of 50 MB then takes 3 to 4 ms instead of 10 to 12
+        if nbytes >= HUGE_PAGE_NBYTES and not touched:  # touching 50 MB then takes 3 to 4 ms instead of 10 to 12
             with suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         pages.process = os.getpid()
@@ -45,4 +43,3 @@ class Pages(mmap.mmap):
             return
         if self.unpin is not None:
             self.unpin()
-        self.close()

@@ -41,18 +41,12 @@ class Place(NamedTuple):
 
 
 class Block:
-    """Memory from an offset of the slab on; raises `MemoryBudgetError` where the system refuses it."""
+    """Memory from an offset of the slab on."""
 
     def __init__(self, start: int, nbytes: int, device: Device) -> None:
         self.nbytes = nbytes
         self._start = start
-        try:
-            self._memory = map_memory(nbytes, device)
-        except (OSError, RuntimeError) as error:
-            raise MemoryBudgetError(
-                f"the system refuses {format_bytes(nbytes)} of host memory: {error}. Raise what limits this process "
-                "(ulimit -v, ulimit -l, its control group), or give a smaller host_memory="
-            ) from error
+        self._memory = map_memory(nbytes, device)
         self.ranges: Ranges[Ticket] = Ranges()
 
     @property
@@ -140,11 +134,22 @@ class Slab:
 def map_memory(nbytes: int, device: Device | None = None) -> torch.Tensor:
     """`nbytes` of host memory, zero, as uint8 at the start of a page; unmapped when no tensor refers to it any more.
 
-    device: pins the memory for as long as it is mapped, where it has memory of its own; RuntimeError where the system
-    refuses that. Where it registers none, the memory is torch's own, which may take up to twice as much.
+    device: pins the memory for as long as it is mapped, where it has memory of its own. Where it registers none, the
+    memory is torch's own, which may take up to twice as much.
+    Raises `MemoryBudgetError` where the system refuses the memory, or to pin it.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
+    try:
+        return _mapped(nbytes, device)
+    except (OSError, RuntimeError) as error:
+        raise MemoryBudgetError(
+            f"the system refuses {format_bytes(nbytes)} of host memory: {error}. Raise what limits this process "
+            "(ulimit -v, ulimit -l, its control group), or give a smaller host_memory="
+        ) from error
+
+
+def _mapped(nbytes: int, device: Device | None) -> torch.Tensor:
     if device is not None and not device.registers:
         return pinned_block(nbytes, device.device.index).zero_()
     pages = Pages(nbytes)

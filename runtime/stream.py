@@ -30,6 +30,7 @@ Tensor = torch.Tensor
 fused_adam, fused_adamw, fused_sgd = torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks at an event
+PATIENCE_SECONDS = 5.0  # for copies under way: one that waits for another rank may never end
 
 Reading = Callable[[], float]  # a number of the device, on its way to the host; the call waits for it
 
@@ -72,7 +73,7 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.check: Callable[[], None] = _nothing  # raises where what is waited for never comes; a run has its own
+        self.check: Callable[[], None] = lambda: None  # raises where what is waited for never comes; a run has its own
 
     @property
     def name(self) -> str:
@@ -138,8 +139,14 @@ class Device:
         """The end of `pin`: before the memory is unmapped, and once no copy of it is under way."""
 
 
-def _nothing() -> None:
-    pass
+def settle(device: Device, stream: Stream | None) -> None:
+    """Return when all that was launched on a stream is over: the memory of its copies may go. Never fails."""
+    if stream is None:
+        return
+    with suppress(RuntimeError):  # of a device that has failed, on which nothing goes on
+        event, until = device.record(stream), time.monotonic() + PATIENCE_SECONDS
+        while not event.query() and time.monotonic() < until:
+            time.sleep(LONGEST_PAUSE)
 
 
 @dataclass(frozen=True)
@@ -263,7 +270,8 @@ class Cuda(Accelerator):
         torch.cuda.check_error(refused)
 
     def unpin(self, address: int) -> None:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        with torch.accelerator.device_index(self.device.index):  # any thread: its own device would get a context
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
 DEVICES: Mapping[str, Callable[[torch.device], Device]] = {"cpu": Device, "meta": Device, "cuda": Cuda}

@@ -64,8 +64,9 @@ class OwnNumbers(TorchDispatchMode):
         return self._borrow(func, args, kwargs, generator)
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        if device not in self._generators:  # "cuda" is the current device, which has an index as well
+            made = torch.Generator(device).manual_seed(self._seed)
+            self._generators[device] = self._generators.setdefault(made.device, made)
         return self._generators[device]
 
     def _borrow(self, func: Any, args: Any, kwargs: Any, generator: torch.Generator) -> Any:

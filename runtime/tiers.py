@@ -16,6 +16,7 @@ from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import LANES, Program, Value
 from gs_compile.runtime.ahead import Ahead
+from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.homes import Homes
@@ -228,7 +229,7 @@ def _close(
     """End what moves data. Garbage is collected on any thread: one of ours cannot wait for itself, so another does."""
     if os.getpid() != pid:
         return  # a forked child's copy
-    if threading.current_thread().name.startswith("greedysnake"):
+    if threading.current_thread().name.startswith(OF_US):
         given = pid, lanes, store, ranks, followers
         threading.Thread(target=_close, args=given, name="closing greedysnake").start()
         return

@@ -148,9 +148,9 @@ class ValueTable:
     held: where contents of the device stay that have ended and are still in use.
     """
 
-    def __init__(self, held: Held | None = None) -> None:
+    def __init__(self, held: Held) -> None:
         self.contents: dict[Value, Any] = {}
-        self._held = held or Held()
+        self._held = held
         self.places: dict[Value, Place] = {}  # of those in the slab
         self.users: Users[Value, Ticket] = Users(unfinished)
 

@@ -157,7 +157,7 @@ def saved_items(placement: Placement) -> tuple[Counter[str], Counter[str]]:
     nbytes, number = Counter[str](), Counter[str]()
     for unit, levels in enumerate(placement.levels):
         for micro_batch in range(len(placement.x_nbytes)):
-            if (share := placement.share_of(Value("a", unit, micro_batch))) is not None:
+            if (share := placement.activations.share_of(Value("a", unit, micro_batch))) is not None:
                 nbytes[share.tier] += levels[share.level - 1].nbytes[micro_batch]
                 number[share.tier] += 1
     return nbytes, number

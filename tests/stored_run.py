@@ -136,6 +136,6 @@ def stored_folders(parent: Path, *names: str) -> tuple[Path, ...]:
 def save(folder: Path, manifest: Manifest, name: str = NAME) -> None:
     folder_fd = os.open(folder, os.O_RDONLY)
     try:
-        write(folder_fd, manifest, name)
+        write(folder, folder_fd, manifest, name)
     finally:
         os.close(folder_fd)

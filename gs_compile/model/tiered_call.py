@@ -49,7 +49,7 @@ class TieredCall(Call):
         self.units.micro_batches = [replace(part, codes=model.codes) for part, model in parts]
         describe = partial(self.engine.planning.describe, executor.program)
         self.compilation.latest = Step(models[0], self.shape, self.engine.snapshots, describe)
-        self._compile(models, placement.levels_in_use)
+        self._compile(models, placement.activations.levels_in_use)
         return executor
 
     def _executor(self) -> TieredExecutor:

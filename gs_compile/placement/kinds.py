@@ -88,7 +88,7 @@ def _activation(placement: Placement, value: Value) -> Slot:
 
 
 def _saved(placement: Placement, value: Value) -> Slot:
-    level = placement.level_of(value)
+    level = placement.activations.level_of(value)
     assert level is not None, f"{value}: its layer saves its input alone"
     return _alone(value, level.nbytes[value.micro_batch or 0])
 

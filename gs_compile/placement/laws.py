@@ -16,7 +16,7 @@ from gs_compile.placement.sealing import Seals
 from gs_compile.placement.slab import conflicts, plan
 from gs_compile.program.ir import Op, Program, Stage, Tier, Unit, Value, homed
 from gs_compile.program.values import COPIES, SHADOWED
-from gs_compile.program.verbs import MOVEMENTS, NORMS
+from gs_compile.program.verbs import MOVEMENTS
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
 PLACED_KINDS = frozenset({"w", "s", "sw", "ss", "cw", "cs", "dw", "scale"})  # of placed units there if they are stored
@@ -266,8 +266,7 @@ def at_the_end(program: Program, sealing: Seals, updates: Updates, lifetimes: Li
     """All that must outlive the step does, nothing else is left behind, and the planned peaks are true."""
     placement, complete = sealing.placement, {value.unit for value in lifetimes.all_additions}
     yield from chain(updates.missing(complete), sealing.missing(complete))
-    trains = any(op.verb in NORMS for op in program.ops)
-    stored = placement.homes(late=placement.has_late and trains, warm=trains)
+    stored = placement.homes(late=placement.has_late and program.trains, warm=program.trains)
     for value in sorted(stored, key=str):
         if _anywhere(value) in updates.changed:
             yield f"{value} is not what the update has made"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypedDict
 
 from gs_compile.options import Ratios
+from gs_compile.placement.activations import Activations
 from gs_compile.placement.boundaries import Nbytes
-from gs_compile.placement.levels import TOLERANCE, Item, Level, Levels, Share, Shares, is_chosen, items
-from gs_compile.placement.stacks import Stacks, part_of, stack_of, stacks
+from gs_compile.placement.levels import Levels, Share, Shares, is_chosen
+from gs_compile.placement.stacks import Stacks, stack_of, stacks
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import COPIES, Op, Schedule, Tier, Unit, Value
 from gs_compile.schedules import BY_MICRO_BATCH
@@ -153,10 +154,10 @@ class Placement:
     decision: Decision = Decision()
 
     def __post_init__(self) -> None:
-        on_device = self.keeps_on_device or any(unit.num_resident for unit in self.units)
+        on_device = self.activations.are_on_device or any(unit.num_resident for unit in self.units)
         assert self.separate or not on_device, "the device has no memory of its own for anything to live in"
         assert len(self.decision.ratios) == len(self.stacks), "ratios of stacks that there are not"
-        assert all(self._left(stack) >= -1e-9 for stack in range(len(self.stacks))), "more checkpoints than there are"
+        assert self.activations.are_possible(), "more checkpoints than there are"
         assert self.layout.clip or not self.speculative, "without clipping no update is rolled back"
         waits = not self.has_early and not self.by_micro_batch
         assert waits or not self.accumulates, "what several backwards add up is updated after the last of them"
@@ -205,108 +206,28 @@ class Placement:
         """The groups whose update is in the next forward; `redo`: early ones were rolled back, if they may be."""
         return ("early", "late") if self.speculative and redo else ("late",)
 
-    def checkpoint_home(self, value: Value) -> Tier:
-        """Device, host or SSD, for the input of a layer: where its other saved activations are. Of those that have none
-        the ratios' shares, spread evenly; none that is held is on SSD.
-        """
-        if (share := self.share_of(value)) is not None:
-            return share.tier
-        home = self._home_by_ratios(value)
-        return "host" if home == "ssd" and value.unit in self.decision.held else home
-
-    def _home_by_ratios(self, value: Value) -> Tier:
-        stack, item = self.stack_of(value.unit), _item(value)
-        left = 1.0 - self._saved(stack)
-        if left <= TOLERANCE:  # a layer that can save nothing, or a batch whose items come to other whole numbers
-            return max(self.shares.of(stack), key=lambda each: each.part).tier
-        at, kept = self._places[stack][item], _checkpoints(self.decision.ratios[stack])
-        ratio = min(kept["host"] / left, 1.0)
-        if is_chosen(at, ratio):
-            return "host"
-        elsewhere = at - int(at * ratio + TOLERANCE)  # of those before it: the device has a share of these
-        on_device = min(kept["device"] / left / (1 - ratio), 1.0) if ratio < 1 else 0.0
-        return "device" if is_chosen(elsewhere, on_device) else "ssd"
-
-    def recomputing(self) -> Placement:
-        """The same with layers that save their inputs alone, each where its activations were."""
-
-        def kept(stack: int, ratios: Ratios) -> dict[Tier, float]:
-            return {tier: part + self._saved(stack, tier) for tier, part in _checkpoints(ratios).items()}
-
-        return self._keeping(kept, Shares())
-
-    def moved(self, source: Tier, target: Tier) -> Placement:
-        """The same with all activations of one tier on another, slower one."""
-
-        def kept(stack: int, ratios: Ratios) -> dict[Tier, float]:
-            parts = {**_checkpoints(ratios), "ssd": 0.0}
-            parts[target] += parts.pop(source)
-            return parts
-
-        return self._keeping(kept, self.shares.moved(source, target))
-
-    def _keeping(self, kept: Callable[[int, Ratios], Mapping[Tier, float]], shares: Shares) -> Placement:
-        """The same with other homes of activations."""
-        ratios = []
-        for each, parts in ((each, kept(stack, each)) for stack, each in enumerate(self.decision.ratios)):
-            host, device = parts.get("host", 0.0), parts.get("device", 0.0)
-            ratios.append(replace(each, checkpoint=host, device_checkpoint=device))
-        return self.decided(ratios=tuple(ratios), shares=shares)
-
     @cached_property
     def stacks(self) -> Stacks:
         """Those that have ratios of their own."""
         return self.decision.stacks(self.layout)
 
-    def stack_of(self, unit: Unit | None) -> int:
-        return stack_of(unit, self.stacks)
-
-    def _saved(self, stack: int, tier: Tier | None = None) -> float:
-        """Of a stack's items, how many are in a share, or in one on a tier."""
-        return self.shares.of(stack).part(tier) / part_of(stack, self.stacks)
-
-    def _left(self, stack: int) -> float:
-        """Of a stack's items, how many are on SSD and save their layers' inputs alone."""
-        return 1.0 - self._saved(stack) - sum(_checkpoints(self.decision.ratios[stack]).values())
-
-    @property
-    def keeps_on_device(self) -> bool:
-        """Whether activations have their home on the device."""
-        return bool(self.device_checkpoint_ratio) or bool(self.shares.part("device"))
-
-    def share_of(self, value: Value) -> Share | None:
-        """The share that the layer and micro-batch of a value belong to; None: level 0."""
-        return self._items.get(_item(value)) if self.shares else None
-
-    def level_of(self, value: Value) -> Level | None:
-        """What is saved for the layer and micro-batch of a value; None: its input alone."""
-        share = self.share_of(value)
-        return None if share is None else self.levels[_item(value)[0]][share.level - 1]
-
     @cached_property
-    def levels_in_use(self) -> Mapping[Unit, frozenset[int]]:
-        """The levels that each layer has, for one micro-batch or another; empty: all save their input alone."""
-        numbers = range(len(self.x_nbytes))
+    def activations(self) -> Activations:
+        chosen = self.decision
+        levels, number = self.levels, self.layout.num_micro_batches
+        return Activations(chosen.ratios, chosen.shares, chosen.held, levels, self.stacks, number)
 
-        def levels(layer: int) -> frozenset[int]:
-            shares = (self.share_of(Value("a", layer, j)) for j in numbers)
-            return frozenset(share.level if share else 0 for share in shares)
+    def recomputing(self) -> Placement:
+        """The same with layers that save their inputs alone, each where its activations were."""
+        return self.decided(**self.activations.recomputed())
 
-        return {layer: levels(layer) for layer in range(self.num_layers)} if self.shares else {}
-
-    @cached_property
-    def _items(self) -> Mapping[Item, Share]:
-        return items(self.shares, self.levels, len(self.x_nbytes), self.stacks) if self.shares else {}
-
-    @cached_property
-    def _places(self) -> Sequence[Mapping[Item, int]]:
-        """Of each stack's items of level 0, the place of each among these."""
-        every = ([(unit, j) for unit in layers for j in range(len(self.x_nbytes))] for layers in self.stacks)
-        return [{item: at for at, item in enumerate(x for x in found if x not in self._items)} for found in every]
+    def moved(self, source: Tier, target: Tier) -> Placement:
+        """The same with all activations of one tier on another, slower one."""
+        return self.decided(**self.activations.moved(source, target))
 
     def gradient_home(self, unit: UnitPlacement) -> Tier:
         """Host or SSD, for a unit's gradient sums between micro-batches or backwards: the ratio's share of units."""
-        ratio = self.decision.ratios[self.stack_of(unit.unit)].gradient
+        ratio = self.decision.ratios[stack_of(unit.unit, self.stacks)].gradient
         return "host" if is_chosen(self._order[unit.unit], 1.0 if ratio is None else ratio) else "ssd"
 
     def sums(self, unit: UnitPlacement) -> tuple[Value, ...]:
@@ -355,12 +276,10 @@ class Placement:
         units = (unit for unit in self.units if unit.unit in self.decision.retained)
         return _from_ssd((unit, group) for unit in units for group in unit.groups)
 
-    @cached_property
+    @property
     def held_values(self) -> frozenset[Value]:
         """The checkpoints that are not on SSD by what `held` says."""
-        every = (Value("x", layer, j) for layer in self.decision.held for j in range(len(self.x_nbytes)))
-        plain = self.decided(held=())
-        return frozenset(x for x in every if self.checkpoint_home(x) != plain.checkpoint_home(x))
+        return self.activations.held_values
 
     def homes(self, *, late: bool, redo: bool = True, warm: bool = False) -> frozenset[Value]:
         """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones;
@@ -465,21 +384,6 @@ class Placement:
         return self.layout.levels if self.shares else ()
 
     @property
-    def checkpoint_ratio(self) -> float:
-        """Of the checkpoints, how many are in host memory."""
-        return self._mean("host")
-
-    @property
-    def device_checkpoint_ratio(self) -> float:
-        """Of the checkpoints, how many stay in memory of the device's own."""
-        return self._mean("device")
-
-    def _mean(self, tier: Tier) -> float:
-        """Of all checkpoints, how many are on a tier."""
-        parts = (_checkpoints(ratios)[tier] for ratios in self.decision.ratios)
-        return sum(part * part_of(stack, self.stacks) for stack, part in enumerate(parts))
-
-    @property
     def clip(self) -> bool:
         """Whether late updates wait for the scale that follows from all gradients' norms: of updates that are neither
         all late nor speculative the step is one without clipping.
@@ -487,19 +391,7 @@ class Placement:
         return self.layout.clip and (self.speculative or self.decision.alpha == 1.0)
 
 
-def _checkpoints(ratios: Ratios) -> dict[Tier, float]:
-    """Of the items of a stack, how many have their layers' inputs in memory, by tier."""
-    return {"host": ratios.checkpoint or 0.0, "device": ratios.device_checkpoint or 0.0}
-
-
 def _from_ssd(groups: Iterable[tuple[UnitPlacement, Group]]) -> frozenset[Value]:
     """The copies in host memory of parameters that are stored on SSD."""
     parts = ((unit, part) for unit, group in groups for part in group.w if part.tier == "ssd")
     return frozenset(unit.value("w", part, "host") for unit, part in parts)
-
-
-def _item(value: Value) -> Item:
-    """The layer and micro-batch that an activation is of."""
-    assert isinstance(value.unit, int)
-    assert value.micro_batch is not None
-    return value.unit, value.micro_batch

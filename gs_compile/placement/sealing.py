@@ -27,8 +27,7 @@ class Seals:
 
     def breaks(self, op: Op) -> Iterator[str]:
         if op.verb == "update" and (unit := self.placement.unit_of(op)):
-            is_late = any(value.kind == "scale" for value in op.reads) or unit.group_of(op.into[0]).when == "late"
-            self.made.update(dict.fromkeys(op.into, not is_late))
+            self.made.update(dict.fromkeys(op.into, not unit.is_late(op)))
         elif op.verb == "seal":
             yield from self._breaks_seal()
         elif op.lane == "ssd_write" and op.into and op.kind != "dw":

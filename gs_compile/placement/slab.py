@@ -38,7 +38,6 @@ from gs_compile.program.verbs import NORMS
 
 PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
-READ_AHEAD = 3  # stages, at most, that parameters come before the backward of their unit
 LONGEST_LAG = 3 / 10  # of what a step moves: no step that was simulated has waited less with more
 NUM_LAGS = 96  # that are tried: of a hundred layers the least is about what one of them moves
 
@@ -60,9 +59,14 @@ def rounded(nbytes: int) -> int:
 
 
 def fixed_offsets(placement: Placement) -> FixedOffsets:
-    """The offsets that all programs of a placement have in common, whatever the size of their batches."""
+    """The offsets that all programs of a placement have in common, whatever the size of their batches.
+
+    What is carried from a step to the next is in memory from the next one's first reads on: programs of a run differ in
+    when that is, so it shares its memory with nothing that lives on.
+    """
     late = sorted(_late(placement), key=lambda each: -len(each[1]))  # gradients, then parameters from below
-    shared = {slot.key: (rounded(slot.nbytes), spans) for slot, spans in (*late, *_carried(placement))}
+    carried = [(slot_of(placement, value), (EVER,)) for value in sorted(placement.carried_values, key=str)]
+    shared = {slot.key: (rounded(slot.nbytes), spans) for slot, spans in (*late, *carried)}
     always: dict[object, int] = {}
     end = 0
     for value in sorted(placement.homes(late=True) | placement.homes(late=False), key=str):
@@ -97,16 +101,6 @@ def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
             for part in group.w if group.when == "late" and not is_tied else ():
                 if placement.reclaims(unit, part):
                     yield slot_of(placement, unit.value("w", part)), ((up, down),)
-
-
-def _carried(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
-    """Parameters on SSD that are in memory across the end of a step, in the same times: tied ones in all of it."""
-    units = sorted(placement.units, key=lambda unit: height(unit.unit))
-    places = {unit.unit: number for number, unit in enumerate(units)}
-    for value in sorted(placement.carried_values, key=str):
-        up = places[value.unit or 0]
-        first_read = 2 * len(units) - up - READ_AHEAD
-        yield slot_of(placement, value), (EVER,) if value.unit == TIED else ((EVER[0], up + 1), (first_read, EVER[1]))
 
 
 def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Placement) -> tuple[dict[object, int], int]:

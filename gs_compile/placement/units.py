@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from gs_compile.placement.shards import pieces
-from gs_compile.program.ir import COPIES, SHADOWS, Tier, Unit, Value, homed
+from gs_compile.program.ir import COPIES, SHADOWS, Op, Tier, Unit, Value, homed
 
 When = Literal["early", "late", "never"]  # beside the backward, in the next forward, or not at all
 
@@ -130,6 +130,10 @@ class UnitPlacement:
         is_parameter = homed(value).kind == "w"
         part = (self.w if is_parameter else self.s)[value.part]
         return next(group for group in self.groups if part in (group.w if is_parameter else group.s))
+
+    def is_late(self, update: Op) -> bool:
+        """Whether an update in a program that runs is of the step before it."""
+        return self.group_of(update.into[0]).when == "late" or any(value.kind == "scale" for value in update.reads)
 
     def trained(self, *when: str) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.when in (when or ("early", "late")))

@@ -211,7 +211,7 @@ def _saved(placement: Placement, op: Op) -> Iterator[str]:
     """A backward reads what its level saves, and no more."""
     if op.verb != "backward":
         return
-    level = placement.level_of(Value("a", op.unit, op.micro_batch))
+    level = placement.activations.level_of(Value("a", op.unit, op.micro_batch))
     expected = ["x"] if level is None else ["x", "a"] if level.reads_input else ["a"]
     if (found := [value.kind for value in op.reads if value.kind in ("x", "a")]) != expected:
         yield f"it reads {' and '.join(found) or 'nothing'}, and {' and '.join(expected)} is saved for it"

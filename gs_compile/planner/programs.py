@@ -111,7 +111,7 @@ class StepPrograms:
     def _first_that_fits(self, planned: Placement, shape: StepShape) -> Placement:
         needed = 0
         for each in self._retreats(planned, training=shape.training):
-            most = {"host": self.host_nbytes, "device": self._on_device if each.keeps_on_device else None}
+            most = {"host": self.host_nbytes, "device": self._on_device if each.activations.are_on_device else None}
             programs = list(replace(self.builder, shape=shape).steps(each))
             needed = max(peak(program, "host") for program in programs)
             if fits(programs, most):
@@ -173,10 +173,7 @@ class StepPrograms:
 
     @property
     def uses_ssd(self) -> bool:
-        placement = self.placement
-        in_memory = placement.shares.part() - placement.shares.part("ssd")
-        kept = placement.checkpoint_ratio + placement.device_checkpoint_ratio + in_memory
-        return kept < 1 - TOLERANCE or self.ssd_nbytes > 0
+        return self.placement.activations.in_memory < 1 - TOLERANCE or self.ssd_nbytes > 0
 
     @property
     def ssd_nbytes(self) -> int:

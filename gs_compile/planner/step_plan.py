@@ -249,7 +249,7 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
     for layer, micro_batch in product(range(placement.num_layers), range(len(placement.x_nbytes))):
         nbytes = at(placement.x_nbytes[micro_batch], layer)
         checkpoint, saved = Value("x", layer, micro_batch), Value("a", layer, micro_batch)
-        home, level = placement.checkpoint_home(checkpoint), placement.level_of(saved)
+        home, level = placement.activations.home(checkpoint), placement.activations.level_of(saved)
         found["x", home] += nbytes if level is None or level.reads_input else 0
         found["a", home] += level.nbytes[micro_batch] if level else 0
     return {key: nbytes for key, nbytes in found.items() if nbytes}

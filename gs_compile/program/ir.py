@@ -33,7 +33,7 @@ from gs_compile.program.values import (
     homed,
     whole_kind,
 )
-from gs_compile.program.verbs import JOINING, LANES, MEMORY_VERBS, TRANSFER_LANES, TRANSFERS, VERBS, Op
+from gs_compile.program.verbs import JOINING, LANES, MEMORY_VERBS, NORMS, TRANSFER_LANES, TRANSFERS, VERBS, Op
 from gs_compile.schedules import Schedule
 
 # fmt: off
@@ -129,6 +129,11 @@ class Program:
     def by_micro_batch(self) -> bool:
         """Whether each stage is of one micro-batch, not of all: they say so themselves."""
         return any(op.stage.micro_batch is not None for op in self.ops)
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are completed in it: neither an evaluation nor late updates alone do that."""
+        return any(op.verb in NORMS for op in self.ops)
 
     @property
     def phase(self) -> Phase:

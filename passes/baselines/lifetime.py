@@ -196,7 +196,7 @@ def _ssd_nbytes(value: Value, nbytes: int, placement: Placement) -> int:
     """How many bytes of a tensor go as far as the SSD."""
     if value.kind == "x":  # the head's input never does
         is_far = value.unit != placement.num_layers
-        return nbytes if is_far and placement.checkpoint_home(value) == "ssd" else 0
+        return nbytes if is_far and placement.activations.home(value) == "ssd" else 0
     unit = placement.by_unit[value.unit]
     if value.kind == "dw":
         return nbytes if placement.gradient_home(unit) == "ssd" else 0

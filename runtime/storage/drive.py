@@ -25,6 +25,7 @@ from gs_compile.errors import (
 )
 from gs_compile.machine import free_storage
 from gs_compile.placement.slab import rounded
+from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.storage.folder import PROBE, Folder, as_storage_error
 from gs_compile.runtime.storage.grid import PAGE, Grid
@@ -51,8 +52,7 @@ class Drive:
             self._files: list[File] = []
             opened.callback(lambda: list(map(self.leave, list(self._files))))
             self._pools = {
-                verb: opened.enter_context(ThreadPoolExecutor(threads, f"greedysnake-{verb}"))
-                for verb in get_args(Verb)
+                verb: opened.enter_context(ThreadPoolExecutor(threads, f"{OF_US}-{verb}")) for verb in get_args(Verb)
             }
             self.is_direct = True
             self.is_direct = self._takes_direct()

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 PROBE = ".probe"  # names that begin with a dot hold nothing of a run
 STATUS, NEXT_STATUS = ".status.json", ".status.next"
+LOOK_SECONDS = 0.05  # longer than `holder` has a lock
 PROCESS = secrets.token_hex(8)  # with its number: another of that number may share a volume, from its own container
 OTHERS = (manifest.NAME, manifest.NEXT, manifest.BESIDE, PROBE, STATUS, NEXT_STATUS)  # names beside those of extents
 
@@ -115,8 +116,9 @@ class Folder:
 
     def promote(self) -> None:
         """Make the prepared commit the last one."""
-        system.rename(manifest.NEXT, manifest.NAME, self.fd)
-        system.sync_folder(self.fd)
+        with as_storage_error("commit", self.path):
+            system.rename(manifest.NEXT, manifest.NAME, self.fd)
+            system.sync_folder(self.fd)
 
     def clear(self, keep: Collection[str] = ()) -> None:
         """Remove what a run that was killed has left, but for the names that belong to its commit; the log says so."""
@@ -179,13 +181,23 @@ def folder_of(directory: Path, rank: int, number: int = 1) -> Path:
 
 def _is_locked_now(path: Path, lock_fd: int) -> bool:
     """Lock it; False where this process has locked it already. Raises StorageLockedError where another has."""
+    if _locks(lock_fd):
+        return True
+    if os.pread(lock_fd, 200, 0).decode(errors="replace").endswith(f"\n{_this_process()}"):
+        return False
+    time.sleep(LOOK_SECONDS)  # who only looks has it for a moment
+    if _locks(lock_fd):
+        return True
+    what = f"another run uses this folder, {_told_by(lock_fd)}: wait for its end or choose another storage="
+    raise StorageLockedError(errno.EAGAIN, what, str(path))
+
+
+def _locks(lock_fd: int, how: int = fcntl.LOCK_EX) -> bool:
+    """Whether nobody else has it; then it is locked until it is closed."""
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        if os.pread(lock_fd, 200, 0).decode(errors="replace").endswith(f"\n{_this_process()}"):
-            return False
-        what = f"another run uses this folder, {_told_by(lock_fd)}: wait for its end or choose another storage="
-        raise StorageLockedError(errno.EAGAIN, what, str(path)) from error
+        fcntl.flock(lock_fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     return True
 
 
@@ -196,9 +208,7 @@ def holder(path: Path) -> str:
         opened.callback(os.close, fd)
         lock_fd = system.open_file(LOCK, os.O_RDONLY | os.O_NONBLOCK, fd)
         opened.callback(os.close, lock_fd)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed
-        except BlockingIOError:
+        if not _locks(lock_fd, fcntl.LOCK_SH):
             return _told_by(lock_fd)
     return ""
 

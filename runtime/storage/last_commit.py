@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gs_compile.errors import LeftoverError, RankError
 from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.drive import Drive
-from gs_compile.runtime.storage.stored import Manifest
+from gs_compile.runtime.storage.stored import Manifest, StoredFile
 
 Step = tuple[int, str]  # its number, and the run of all ranks that it is of
 Steps = Mapping[Step, bool]  # of one rank, and whether each is committed, or prepared alone
@@ -122,15 +122,13 @@ def located(made: Manifest, here: Path, having: Sequence[Path]) -> Manifest:
             "are; nothing was changed"
         )
         raise LeftoverError(errno.ENOENT, what, str(here))
-    parts = (
-        replace(part, files=tuple(replace(each, folder=_now(each.folder, now)) for each in part.files))
-        for part in made.parts
-    )
-    return made if all(old == new for old, new in now.items()) else replace(made, parts=tuple(parts))
+    if all(old == new for old, new in now.items()):
+        return made
 
+    def moved(file: StoredFile) -> StoredFile:
+        return replace(file, folder=str(now.get(Path(file.folder), file.folder)))
 
-def _now(folder: str, now: Mapping[Path, Path]) -> str:
-    return str(now.get(Path(folder), folder))
+    return replace(made, parts=tuple(replace(part, files=tuple(map(moved, part.files))) for part in made.parts))
 
 
 def is_same(one: Path, other: Path) -> bool:
@@ -145,5 +143,6 @@ def folders_of(commit: Manifest) -> list[Path]:
 
 def names_in(made: Manifest | None, folder: Path) -> frozenset[str]:
     """The names of a commit's files in a folder, with its own."""
-    files = [file for part in made.parts for file in part.files] if made else []
-    return frozenset({file.name for file in files if Path(file.folder) == folder} | {manifest.NAME} if made else ())
+    if made is None:
+        return frozenset()
+    return frozenset({manifest.NAME, *(file.name for file in made.files() if Path(file.folder) == folder)})

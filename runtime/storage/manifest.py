@@ -55,7 +55,11 @@ MAX_WORDS = 300  # letters of a file's own that an error shows
 
 
 def write(
-    folder_fd: int, manifest: Manifest, name: str = NAME, before_it_counts: Callable[[], None] = lambda: None
+    folder: Path,
+    folder_fd: int,
+    manifest: Manifest,
+    name: str = NAME,
+    before_it_counts: Callable[[], None] = lambda: None,
 ) -> None:
     """Make a manifest the folder's, all of it or nothing; it is on the drive when this returns.
 
@@ -84,7 +88,7 @@ def write(
         with contextlib.suppress(OSError):
             system.unlink(BESIDE, folder_fd)
         what = f"the commit of step {manifest.step} failed: {error.strerror}"
-        raise StorageError(error.errno or errno.EIO, what, NAME) from error
+        raise StorageError(error.errno or errno.EIO, what, str(folder / name)) from error
 
 
 def encoded(manifest: Manifest) -> bytes:

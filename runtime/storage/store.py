@@ -31,7 +31,7 @@ from gs_compile.errors import StorageError
 from gs_compile.runtime.signals import end_by_exit
 from gs_compile.runtime.storage import manifest, ssd
 from gs_compile.runtime.storage.drive import Drive
-from gs_compile.runtime.storage.folder import as_storage_error, folder_in
+from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.grid import PAGE, lengths
 from gs_compile.runtime.storage.last_commit import Agree, folders_of, last_commit, names_in
 from gs_compile.runtime.storage.ssd import File, Transfer, as_bytes
@@ -174,13 +174,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 drive.sync_names()
             name = manifest.NEXT if together else manifest.NAME
             for drive in reversed(self.drives):  # any of them has it whole, the first has it last
-                with as_storage_error("commit", drive.folder):
-                    manifest.write(drive.own.fd, made, name, partial(self._keep_both, made))
+                manifest.write(drive.folder, drive.own.fd, made, name, partial(self._keep_both, made))
             if together is not None:
                 together(made.step)
                 for drive in reversed(self.drives):
-                    with as_storage_error("commit", drive.folder):
-                        drive.own.promote()
+                    drive.own.promote()
             for drive in self.drives:
                 drive.lasting = names_in(made, drive.folder)
             self.made = made

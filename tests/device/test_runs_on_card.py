@@ -217,10 +217,10 @@ def shown(expected, make, storage, delay):
     return not (is_right and found.norms == pytest.approx(expected.norms, rel=1e-6)) or waits or card.take_touches(0)
 
 
-@pytest.mark.parametrize("patience", [lanes.PATIENCE_SECONDS, 0.0])
+@pytest.mark.parametrize("patience", [stream.PATIENCE_SECONDS, 0.0])
 def test_a_lane_that_is_closed_has_no_copies_under_way(monkeypatch, patience):
     """So what they copy from and to may be unmapped; without patience they are."""
-    monkeypatch.setattr(lanes, "PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(stream, "PATIENCE_SECONDS", patience)
     device = Card(torch.device("card", 0))
     memory, target = map_memory(64, device), device.empty((64,), torch.uint8)
     card.delays(copy=0.2 if patience else 1.0)

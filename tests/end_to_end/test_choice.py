@@ -93,7 +93,7 @@ def test_what_is_given_is_not_planned(harness, storage, unasked, caplog):
     everything = given(storage, alpha=0.5, recompute="all", ratios=ratios)
     with caplog.at_level(logging.INFO, "gs_compile.planner.run"), harness.fresh(adamw, everything) as optimizer:
         step(harness.model, optimizer, tokens(0))
-        assert optimizer.engine.placement.checkpoint_ratio == 0.5
+        assert optimizer.engine.placement.activations.checkpoints("host") == 0.5
         assert optimizer.engine.planning.ssd_nbytes > 0
     assert caplog.messages == ["ratios and alpha are given: nothing was planned"]
 

@@ -39,7 +39,7 @@ def sequence(harness, given, sizes):
 def test_a_larger_batch_keeps_no_more_on_the_device_than_was_planned(harness, tmp_path):
     sizes = (3, 7, 2)
     found, placements = sequence(harness, separate(tmp_path, ratios=ON_DEVICE), sizes)
-    assert [placement.device_checkpoint_ratio for placement in placements] == [0.5, 0.0, 0.5]
+    assert [placement.activations.checkpoints("device") for placement in placements] == [0.5, 0.0, 0.5]
     assert not found.differences(sequence(harness, separate(tmp_path), sizes)[0])
 
 
@@ -90,7 +90,7 @@ def test_a_slow_way_from_the_device_fills_no_more_of_it_than_it_may(tmp_path, mo
 def test_without_storage_they_go_to_host_memory(harness, tmp_path):
     ratios = {"parameter": 1.0, "optimizer": 1.0, "checkpoint": 0.25, "device_checkpoint": 0.75}
     _, placements = sequence(harness, separate(tmp_path, ratios=ratios), (3, 7))
-    assert [placement.checkpoint_ratio for placement in placements] == [0.25, 1.0]
+    assert [placement.activations.checkpoints("host") for placement in placements] == [0.25, 1.0]
 
 
 def test_values_are_read_and_written_where_they_live(harness, tmp_path):

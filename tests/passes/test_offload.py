@@ -94,7 +94,7 @@ def test_one_memory_copies_only_what_is_collected(step, options):
     assert not any(op.lane == "h2d" for op in program.ops)
     for op in program.ops:
         if op.lane == "d2h":
-            assert op.reads[0].kind == "dw" or placement.checkpoint_home(op.reads[0]) == "ssd"
+            assert op.reads[0].kind == "dw" or placement.activations.home(op.reads[0]) == "ssd"
 
 
 @given(tiered_steps(), options())

@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_items(step, options, horizontal):
     backwards = {(op.unit, op.micro_batch) for op in program.ops if op.verb == "backward"}
     expected = Counter()
     for unit, micro_batch in backwards:
-        share = placement.share_of(Value("a", unit, micro_batch))
+        share = placement.activations.share_of(Value("a", unit, micro_batch))
         if share is None or share.tier == "device":
             continue
         nbytes = share.level * SAVED_NBYTES
@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_items(step, options, horizontal):
     assert {lane: nbytes for (lane, kind), nbytes in traffic(program, placement).items() if kind == "a"} == expected
     for op in program.ops:
         if op.verb == "backward":
-            level = placement.level_of(Value("a", op.unit, op.micro_batch))
+            level = placement.activations.level_of(Value("a", op.unit, op.micro_batch))
             assert [v.kind for v in op.reads[:2] if v.kind in "xa"] == (
                 ["x"] if level is None else ["x", "a"] if level.reads_input else ["a"]
             )

@@ -37,7 +37,7 @@ def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, host, of_t
         Layout(separate=True, x_nbytes=x_nbytes, num_layers=num_layers),
         Decision(ratios=(Ratios(checkpoint=host, device_checkpoint=device),)),
     )
-    homes = [placement.checkpoint_home(Value("x", i, j)) for i in range(num_layers) for j in range(num_micro_batches)]
+    homes = [placement.activations.home(Value("x", i, j)) for i in range(num_layers) for j in range(num_micro_batches)]
     for stop in range(len(homes) + 1):
         assert abs(homes[:stop].count("host") - host * stop) < 1 + 1e-6
         assert abs(homes[:stop].count("device") - device * stop) < 2 + 1e-6
@@ -114,7 +114,7 @@ def _memory(value, placement):
         case "x" | "dx":
             return (tier, value), boundaries.at(placement.x_nbytes[value.micro_batch], value.unit)
         case "a":
-            return (tier, value), placement.level_of(value).nbytes[value.micro_batch]
+            return (tier, value), placement.activations.level_of(value).nbytes[value.micro_batch]
         case "side":
             return (tier, value), SIDE_NBYTES
         case "dside":

@@ -77,7 +77,7 @@ def test_what_is_between_two_steps_goes_before_checkpoints_move():
         assert (after.always, after.nbytes) == (before.always, before.nbytes)
         assert after.shared.items() <= before.shared.items()
     less = sized(builder, first, min(peaks) - 1)
-    assert less.checkpoint_ratio == 0.0
+    assert less.activations.checkpoints("host") == 0.0
     assert less.decision.carried, "moved checkpoints leave room for what is carried"
     with pytest.raises(MemoryBudgetError, match="start with the largest batch"):
         sized(builder, first, host_peak(builder, first) // 2)

@@ -147,7 +147,7 @@ def test_layers_that_can_save_nothing_are_in_no_share(separate):
     for shares in ((Share(2, "host", 1.0),), (Share(2, "host", 0.5), Share(2, "ssd", 0.5))):
         decision = Decision(ratios=(ratios(0.25, 0.0, 0.0),), shares=Shares(shares))
         kept = StepBuilder.of(workload, 4, separate=separate).placement(decision)
-        assert (kept.shares, kept.checkpoint_ratio) == ((Share(2, "host", 0.5),), 0.25)
+        assert (kept.shares, kept.activations.checkpoints("host")) == ((Share(2, "host", 0.5),), 0.25)
 
 
 def test_the_schedules_to_compare_with_save_too():

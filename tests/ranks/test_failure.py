@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +88,29 @@ def test_ranks_end_while_another_looks_who_has():
     assert [name for name, _ in looks] == [1]
     assert sorted(first.ended) == [1, 2]
     first.close()
+
+
+class Connection:
+    """Of a rank that says its place; `breaks` as it is welcomed."""
+
+    def __init__(self, place, *, breaks):
+        self.said, self.breaks = io.BytesIO(f"secret {place}\n".encode()), breaks
+
+    def recv(self, number):
+        return self.said.read(number)
+
+    def sendall(self, _):
+        if self.breaks:
+            raise ConnectionResetError
+
+    def __getattr__(self, name):  # options, limits, its end
+        return lambda *_: None
+
+
+def test_a_rank_whose_connection_breaks_as_it_is_welcomed_is_not_there():
+    coming = [Connection(1, breaks=True), second := Connection(1, breaks=False)]
+    server = SimpleNamespace(settimeout=lambda _: None, accept=lambda: (coming.pop(0), "address"))
+    assert alarm.Alarm._accept(SimpleNamespace(names=[0, 1]), server, "secret") == {1: second}
 
 
 def waits(info, tmp_path):

@@ -12,7 +12,7 @@ from gs_compile.errors import StorageError
 from gs_compile.program.ir import Value
 from gs_compile.runtime.coordinators import transfer
 from gs_compile.runtime.lanes import Ticket
-from gs_compile.runtime.values import Gradient, ValueTable
+from gs_compile.runtime.values import Gradient, Held, ValueTable
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_who_is_done_with_memory_is_forgotten():
     """Else each value would hand on the users of all that were in its memory before."""
     done, reading, value = Ticket(), Ticket(), Value("x", 1, 0, "host")
     done.finish()
-    place, table = SimpleNamespace(end=lambda users: left.extend(users)), ValueTable()
+    place, table = SimpleNamespace(end=lambda users: left.extend(users)), ValueTable(Held())
     left: list[Ticket] = []
     table.define(value, None, (done,), place=place)
     table.users.use(value, reading)

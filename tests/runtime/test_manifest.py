@@ -68,7 +68,7 @@ def test_a_commit_that_fails_leaves_the_one_before_it(folder, manifest, call, nu
     monkeypatch.setattr(system, call, fail)
     with pytest.raises(StorageError, match="the commit of step 4 failed") as caught:
         save(folder, later)
-    assert caught.value.errno == number
+    assert (caught.value.errno, caught.value.filename) == (number, str(folder / NAME))
     monkeypatch.undo()
     assert read(folder) == (later if call == "sync_folder" else manifest)
     save(folder, later)

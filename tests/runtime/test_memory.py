@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from gs_compile import progress
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.runtime import pages, slab
+from gs_compile.runtime.muon import Orthogonalizer
 from gs_compile.runtime.optimizer import PIECE, _square
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage.ssd import _pages
@@ -82,10 +84,11 @@ def test_all_of_torchs_threads_take_what_is_pinned(monkeypatch, caplog):
     assert "pinning 64.0 MiB of host memory took" in caplog.text
 
 
-def test_memory_that_cannot_be_pinned_is_refused(monkeypatch):
+@pytest.mark.parametrize("make", [partial(slab.Block, 0, 4096), lambda device: Orthogonalizer(device, 8192)])
+def test_memory_that_cannot_be_pinned_is_refused(monkeypatch, make):
     monkeypatch.setattr(Pinning, "fails", True)
     with pytest.raises(MemoryBudgetError, match=r"the system refuses 4\.0 KiB of host memory: .*not supported"):
-        slab.Block(0, 4096, Pinning())
+        make(Pinning())
 
 
 def test_no_memory_is_no_pages():

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gs_compile.runtime.muon import COEFFICIENTS, STATES, Matrices, matrices_of, update_whole
+from gs_compile.runtime.muon import COEFFICIENTS, STATES, Matrices, Orthogonalizer, matrices_of, update_whole
+from gs_compile.runtime.stream import Device
 
 HYPER: dict[str, Any] = {
     "lr": 0.02,
@@ -126,3 +127,31 @@ def test_what_a_step_costs():
     assert square.flops == 5 * 3 * 2 * 8**3
     assert stack.flops == 3 * 2 * (2 * 2 * 4 * 4 * 16 + 2 * 4**3)
     assert stack.scratch_nbytes == 2 * (3 * 4 * 16 + 2 * 4 * 4)
+
+
+class Busy(Device):
+    """Its copies are over when it has been asked three times."""
+
+    has_own_memory = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.asked = self.asked_before = 0
+
+    def record(self, stream: Any) -> Any:
+        return self
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked >= 3
+
+    def unpin(self, address: int) -> None:
+        self.asked_before = self.asked
+
+
+def test_memory_that_is_copied_of_stays_until_the_copies_are_over() -> None:
+    """An update that is given up does not wait for them."""
+    muon = Orthogonalizer(device := Busy(), 8192)
+    muon._stream = device
+    muon.close()
+    assert device.asked_before == 3

@@ -53,6 +53,14 @@ def test_numbers_go_on_where_they_had_come_to():
     assert torch.equal(drawn(numbers), first)
 
 
+def test_a_device_has_one_sequence_of_numbers_with_and_without_its_index():
+    numbers = OwnNumbers()
+    numbers.seed(3)
+    with numbers:
+        first, second = torch.rand(5), torch.rand(5, device="cpu:0")
+    assert not torch.equal(first, second)
+
+
 def test_dropout_is_torchs_bit_for_bit():
     numbers = OwnNumbers()
     numbers.seed(5)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from stored_run import stored_run
 
 from gs_compile.errors import ManifestError, StorageError, StorageLockedError
-from gs_compile.runtime.storage import grid, system
+from gs_compile.runtime.storage import folder, grid, system
 from gs_compile.runtime.storage import store as store_module
 from gs_compile.runtime.storage.folder import LOCK
 from gs_compile.runtime.storage.manifest import read
@@ -230,6 +232,17 @@ def test_a_process_of_this_number_elsewhere_has_a_folder_of_its_own(store, tmp_p
     (tmp_path / FOLDER / LOCK).write_text(words)
     with pytest.raises(StorageLockedError, match=f"another run uses this folder, {words}: wait"):
         Store([tmp_path])
+
+
+def test_who_looks_at_a_folder_keeps_no_run_from_it(tmp_path, monkeypatch):
+    """At the moment in which the run begins it has the lock, too."""
+    looks, own = (os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT) for _ in range(2))
+    waited = []
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    monkeypatch.setattr(folder, "time", SimpleNamespace(sleep=lambda _: waited.append(os.close(looks))))
+    assert folder._is_locked_now(tmp_path, own)
+    assert waited
+    os.close(own)
 
 
 def test_a_commit_that_could_not_be_read_is_not_made(tmp_path):

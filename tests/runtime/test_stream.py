@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from types import SimpleNamespace
@@ -81,6 +81,21 @@ def test_a_refused_registration_leaves_no_error_behind(monkeypatch, answer):
     with pytest.raises(RuntimeError, match="refused with 2") if answer else nullcontext():
         Cuda(torch.device("cuda", 0)).pin(4096, 4096)
     runtime.launch()
+
+
+def test_memory_is_let_go_of_on_its_own_device_whatever_thread_does_it(monkeypatch):
+    current = [0]
+
+    @contextmanager
+    def on(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.accelerator, "device_index", on)
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=lambda _: current[-1] != 1))
+    Cuda(torch.device("cuda", 1)).unpin(4096)
 
 
 def test_a_number_that_has_arrived_is_asked_for_no_more():

@@ -133,7 +133,7 @@ def _steps(op: Op, placement: Placement) -> int:
 
 def _seconds(op: Op, placement: Placement, workload: Workload, profile: Profile) -> float:
     if op.verb in SIGNATURES:
-        shares = (placement.share_of(value) for value in op.values if value.kind == "a")
+        shares = (placement.activations.share_of(value) for value in op.values if value.kind == "a")
         level = max((share.level for share in shares if share), default=0)
         return code_seconds(op.unit, workload, profile, backward=runs_backward(op), level=level)
     match op.verb:

@@ -1,0 +1,152 @@
+"""activations: where a layer's checkpoint, and what its forward saves beside it, lives until its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from gs_compile.options import Ratios
+from gs_compile.placement.levels import TOLERANCE, Item, Level, Levels, Share, Shares, is_chosen, items
+from gs_compile.placement.stacks import Stacks, part_of, stack_of
+from gs_compile.program.ir import Tier, Unit, Value
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The homes of the inputs of all layers, for all micro-batches, and what each layer saves with its own.
+
+    ratios, shares, held: as of a decision; stacks: that the ratios are of.
+    levels: what each layer may save; () where no share says that one does.
+    """
+
+    ratios: tuple[Ratios, ...]
+    shares: Shares
+    held: tuple[int, ...]
+    levels: Levels
+    stacks: Stacks
+    num_micro_batches: int
+
+    def home(self, value: Value) -> Tier:
+        """Device, host or SSD, for the input of a layer: where its other saved activations are. Of those that have none
+        the ratios' shares, spread evenly; none that is held is on SSD.
+        """
+        if (share := self.share_of(value)) is not None:
+            return share.tier
+        home = self._home_by_ratios(value)
+        return "host" if home == "ssd" and value.unit in self.held else home
+
+    def _home_by_ratios(self, value: Value) -> Tier:
+        stack, item = stack_of(value.unit, self.stacks), _item(value)
+        left = 1.0 - self._saved(stack)
+        if left <= TOLERANCE:  # a layer that can save nothing, or a batch whose items come to other whole numbers
+            return max(self.shares.of(stack), key=lambda each: each.part).tier
+        at, kept = self._places[stack][item], _checkpoints(self.ratios[stack])
+        ratio = min(kept["host"] / left, 1.0)
+        if is_chosen(at, ratio):
+            return "host"
+        elsewhere = at - int(at * ratio + TOLERANCE)  # of those before it: the device has a share of these
+        on_device = min(kept["device"] / left / (1 - ratio), 1.0) if ratio < 1 else 0.0
+        return "device" if is_chosen(elsewhere, on_device) else "ssd"
+
+    @cached_property
+    def held_values(self) -> frozenset[Value]:
+        """The checkpoints that are not on SSD by what `held` says."""
+        every = (Value("x", layer, j) for layer in self.held for j in range(self.num_micro_batches))
+        return frozenset(x for x in every if self.share_of(x) is None and self._home_by_ratios(x) == "ssd")
+
+    def share_of(self, value: Value) -> Share | None:
+        """The share that the layer and micro-batch of a value belong to; None: level 0."""
+        return self._items.get(_item(value)) if self.shares else None
+
+    def level_of(self, value: Value) -> Level | None:
+        """What is saved for the layer and micro-batch of a value; None: its input alone."""
+        share = self.share_of(value)
+        return None if share is None else self.levels[_item(value)[0]][share.level - 1]
+
+    @property
+    def levels_in_use(self) -> Mapping[Unit, frozenset[int]]:
+        """The levels that each layer has, for one micro-batch or another; empty: all save their input alone."""
+
+        def levels(layer: int) -> frozenset[int]:
+            shares = (self.share_of(Value("a", layer, j)) for j in range(self.num_micro_batches))
+            return frozenset(share.level if share else 0 for share in shares)
+
+        return {layer: levels(layer) for layer in range(self.stacks[-1].stop)} if self.shares else {}
+
+    @cached_property
+    def _items(self) -> Mapping[Item, Share]:
+        return items(self.shares, self.levels, self.num_micro_batches, self.stacks) if self.shares else {}
+
+    @cached_property
+    def _places(self) -> Sequence[Mapping[Item, int]]:
+        """Of each stack's items of level 0, the place of each among these."""
+        every = ([(unit, j) for unit in layers for j in range(self.num_micro_batches)] for layers in self.stacks)
+        return [{item: at for at, item in enumerate(x for x in found if x not in self._items)} for found in every]
+
+    # Parts of all ----------------------------------------------------------------------------------------------------
+
+    def _saved(self, stack: int, tier: Tier | None = None) -> float:
+        """Of a stack's items, how many are in a share, or in one on a tier."""
+        return self.shares.of(stack).part(tier) / part_of(stack, self.stacks)
+
+    def are_possible(self) -> bool:
+        """Whether no stack has more checkpoints in memory than those of its items that are in no share."""
+        found = (1.0 - self._saved(at) - sum(_checkpoints(each).values()) for at, each in enumerate(self.ratios))
+        return all(left >= -1e-9 for left in found)
+
+    def checkpoints(self, tier: Tier) -> float:
+        """Of all checkpoints, how many the ratios have on a tier."""
+        parts = (_checkpoints(ratios)[tier] for ratios in self.ratios)
+        return sum(part * part_of(stack, self.stacks) for stack, part in enumerate(parts))
+
+    @property
+    def in_memory(self) -> float:
+        """Of all activations, how many are not on SSD."""
+        memory: tuple[Tier, ...] = ("device", "host")
+        return sum(self.checkpoints(tier) + self.shares.part(tier) for tier in memory)
+
+    @property
+    def are_on_device(self) -> bool:
+        """Whether some have their home on the device."""
+        return bool(self.checkpoints("device")) or bool(self.shares.part("device"))
+
+    # Other homes, as fields of a decision ----------------------------------------------------------------------------
+
+    def recomputed(self) -> Mapping[str, Any]:
+        """With layers that save their inputs alone, each where its activations were."""
+
+        def kept(stack: int, ratios: Ratios) -> dict[Tier, float]:
+            return {tier: part + self._saved(stack, tier) for tier, part in _checkpoints(ratios).items()}
+
+        return self._keeping(kept, Shares())
+
+    def moved(self, source: Tier, target: Tier) -> Mapping[str, Any]:
+        """With all of one tier on another, slower one."""
+
+        def kept(stack: int, ratios: Ratios) -> dict[Tier, float]:
+            parts = {**_checkpoints(ratios), "ssd": 0.0}
+            parts[target] += parts.pop(source)
+            return parts
+
+        return self._keeping(kept, self.shares.moved(source, target))
+
+    def _keeping(self, kept: Callable[[int, Ratios], Mapping[Tier, float]], shares: Shares) -> Mapping[str, Any]:
+        ratios = []
+        for each, parts in ((each, kept(stack, each)) for stack, each in enumerate(self.ratios)):
+            host, device = parts.get("host", 0.0), parts.get("device", 0.0)
+            ratios.append(replace(each, checkpoint=host, device_checkpoint=device))
+        return {"ratios": tuple(ratios), "shares": shares}
+
+
+def _checkpoints(ratios: Ratios) -> dict[Tier, float]:
+    """Of the items of a stack, how many have their layers' inputs in memory, by tier."""
+    return {"host": ratios.checkpoint or 0.0, "device": ratios.device_checkpoint or 0.0}
+
+
+def _item(value: Value) -> Item:
+    """The layer and micro-batch that an activation is of."""
+    assert isinstance(value.unit, int)
+    assert value.micro_batch is not None
+    return value.unit, value.micro_batch
