@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +35,9 @@ class TieredCall(Call):
     executor: TieredExecutor = field(init=False, repr=False)
     changes: Sequence[int] = field(init=False, default=())  # in place, of the arguments, when the forward ran
 
-    @cached_property
-    def shape(self) -> StepShape:
-        """The parts of the step, with the gradients from outside that the latest step had."""
-        shape = super().shape
+    def _shape(self) -> StepShape:
+        """With the gradients from outside that the latest step had."""
+        shape = super()._shape()
         return replace(shape, outside=self.engine.outside or shape.outside) if self.training else shape
 
     def _begin(self) -> TieredExecutor:
@@ -130,7 +129,6 @@ class TieredCall(Call):
         """By a program whose head has its backward later than its forward: it waits for gradients from outside."""
         self.engine.open.give_up(self.executor)
         self.engine.outside = self._outside(gradients)
-        del self.shape
         super()._forward_again(gradients)
 
     def _look_at_parameters(self) -> None:
@@ -179,6 +177,5 @@ class TieredCall(Call):
                 "call its own tensors"
             )
         self.engine = engine
-        vars(self).pop("shape", None)
         with torch.no_grad():
             self.forward()
