@@ -29,7 +29,7 @@ from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParamet
 from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
-from gs_compile.model.idle import Idle
+from gs_compile.model.idle import refuse_idle
 from gs_compile.model.late_settings import are_too_late
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
@@ -79,7 +79,9 @@ class Engine(ParameterStore):
         self.durable = Durable(self._optimizer, tiers, stored, plan, buffers) if tiers.commits else None
         spans = {call.args[index]: span for index, span in arrangement.spans.items()}
         self.num_parameters = len(spans)
-        self._idle = Idle(arrangement.spans, call.args, call.models[0].split.idle, bool(call.ranks), bool(self.durable))
+        never = call.models[0].split.idle  # get a gradient
+        trained = (span for i, span in arrangement.spans.items() if call.args[i].requires_grad and i not in never)
+        self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
         if self.durable is not None and self.durable.former is not None:
             find = partial(self.durable.find_buffers, call.compilation.captured.buffers())
             give_back_rest(optimizer, take_up(self, spans, stored, find), self.durable.buffers)
@@ -218,7 +220,12 @@ class Engine(ParameterStore):
             forget_gradients(optimizer.group_of)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
-        self._idle.note(record, reached, optimizer.missed, self.trained_span, is_alone=not self.accumulates)
+        record.idle = self._may_be_idle.difference(reached)
+        if self.ranks is None:  # of which none counts what a parameter has missed: it has zeros for a gradient
+            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.missed.items())
+            record.missed = {span: number for span, number in places if span is not None}
+        if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
+            refuse_idle(record)
         if self.record is not None and not zeroed:
             record.adds, record.losses = True, [*self.record.losses, *record.losses]
             record.idle &= self.record.idle
@@ -288,7 +295,8 @@ class Engine(ParameterStore):
             raise StepOrderError(
                 "gradients have come only from outside of the compiled model: a step needs a backward of the model"
             )
-        self._idle.refuse(record)
+        if record is not None and self.durable is not None:
+            refuse_idle(record)
         if record is not None and are_too_late(self, record, dropped=dropped):
             successor: Engine = self.first_step.begin_again(self, self.first_step.done[0][0])
             return successor.finish(dropped=dropped)
