@@ -91,12 +91,6 @@ class Engine(ParameterStore):
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property
-    def accepted_factors(self) -> tuple[float, float]:
-        """Of the loss: that of the optimizer's own scale, and one that was no GradScaler's."""
-        optimizer = self._optimizer()
-        return self.accepted_factor, 1.0 if optimizer is None else optimizer.loss_scale()
-
-    @property
     def failed_at_start(self) -> bool:
         """Whether the run has ended before its first step, and all that it began with is there: it can begin again."""
         return self.closed and self.ranks is None and not (self.num_steps or self.has_loaded_state)

@@ -157,7 +157,8 @@ class TieredCall(Call):
         """
         gradient = self.outputs.loss_gradient(gradients)
         factor = math.inf if gradient is None else float(gradient)
-        if factor <= 1 or factor in self.engine.accepted_factors:
+        own = self.engine.optimizer.loss_scale() if self.engine.optimizer is not None else 1.0
+        if factor <= 1 or factor in (own, self.engine.accepted_factor):
             return
         scalers = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
         if any(scaler.is_enabled() and scaler.get_scale() > 1 for scaler in scalers):
