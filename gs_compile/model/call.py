@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from gs_compile.capture.internals import without_overrides
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.model.in_memory import averaged_of_any
 from gs_compile.model.inspection import report
@@ -62,7 +63,8 @@ class Call:
     @cached_property
     def trained_numbers(self) -> list[int]:
         """Which arguments get a gradient: those that required one as the forward began."""
-        return [n for n, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
+        with without_overrides():
+            return [n for n, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
 
     @property
     def trained(self) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParamet
 from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
+from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
 from gs_compile.model.idle import refuse_idle
 from gs_compile.model.late_settings import are_too_late
 from gs_compile.model.moving import move_in, take_up
@@ -36,7 +37,7 @@ from gs_compile.model.open_calls import OpenCalls
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
-from gs_compile.model.residency import forget_gradients, residency_of
+from gs_compile.model.residency import residency_of
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
@@ -238,8 +239,25 @@ class Engine(ParameterStore):
             self.first_step.done.append((call, gradients))
 
     @in_turn
-    def begin_sums(self, *, zeroed: bool) -> None:
-        """As in the store; the first step shows that its updates have to wait, later ones are refused."""
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient from outside to the sums of the step, after what is given in `.grad`."""
+        take_given([parameter])
+        optimizer, place = self._optimizer(), residency_of(parameter).place
+        zeroed = is_zeroed([parameter]) and (optimizer is None or is_zeroed(optimizer.group_of))
+        assert place is not None
+        assert isinstance(place[0], Engine), "this one, or what has taken its place"
+        engine = place[0]._with_sums(zeroed=zeroed)
+        span = engine.trained_span(parameter)
+        assert span is not None
+        assert engine.record is not None, "sums are of a step"
+        engine.sums.add(span, gradient, engine.record)
+        mark_gradient_unavailable(parameter)
+
+    def _with_sums(self, *, zeroed: bool) -> Engine:
+        """The engine that has sums of gradients to which one from outside is added; zeroed: what they have is dropped.
+
+        The first step shows that its updates have to wait, later ones are refused.
+        """
         self.tiers.check()
         if self.ranks is not None:
             raise ReleasedParameterError(
@@ -259,17 +277,12 @@ class Engine(ParameterStore):
                 )
             if zeroed:
                 self.first_step.done.clear()
-            self.first_step.begin_again(self, calls[0]).begin_sums(zeroed=zeroed)
-        elif self.record is None or zeroed:
+            return self.first_step.begin_again(self, calls[0])._with_sums(zeroed=zeroed)
+        if self.record is None or zeroed:
             self.flush()
             self.sums.clear()
             self._begin_record([], (), zeroed=True)
-
-    @in_turn
-    def add_gradient(self, span: Slice, gradient: Tensor) -> None:
-        """Add a gradient from outside to the sums of the step."""
-        assert self.record is not None
-        self.sums.add(span, gradient, self.record)
+        return self
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""

@@ -202,11 +202,7 @@ class ParameterStore:
         if (ranks := self.tiers.setting.ranks) is not None:
             ranks.agree_on(what)
 
-    def begin_sums(self, *, zeroed: bool) -> None:
-        """Have sums of gradients to which one from outside of the model is added; zeroed: what they have is dropped."""
-        raise NotImplementedError
-
-    def add_gradient(self, span: Slice, gradient: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a parameter's gradient from outside of the model to its own."""
         raise NotImplementedError
 

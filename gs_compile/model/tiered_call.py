@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.internals import attribute, changes, wants_all
+from gs_compile.capture.internals import changes, wants_all, without_overrides
 from gs_compile.codegen.compiled import Step
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
+from gs_compile.model.gradients import is_zeroed, mark_gradient_unavailable, refuse_left, take_given
 from gs_compile.model.outputs import Gradients
-from gs_compile.model.residency import is_offloaded, is_zeroed, mark_gradient_unavailable, refuse_left, take_given
+from gs_compile.model.residency import is_offloaded
 from gs_compile.program.ir import StepShape, Value
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.stream import without_autocast
@@ -137,16 +138,18 @@ class TieredCall(Call):
         Raises `StepOrderError` where a parameter was frozen since the forward, and as `refuse_left` where updates would
         run before anybody could zero what is left.
         """
-        for parameter in self.trained:
-            if is_offloaded(parameter) and not attribute(parameter, "requires_grad"):
-                raise StepOrderError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen between the forward and its backward, "
-                    "but the backward updates all parameters that were trained in the forward: call "
-                    "requires_grad_(False) before the model is called, or after optimizer.step(). Nothing was updated"
-                )
+        trained = list(filter(is_offloaded, self.trained))
+        with without_overrides():
+            frozen = [parameter for parameter in trained if not parameter.requires_grad]
+        if frozen:
+            raise StepOrderError(
+                f"a parameter of shape {tuple(frozen[0].shape)} was frozen between the forward and its backward, "
+                "but the backward updates all parameters that were trained in the forward: call "
+                "requires_grad_(False) before the model is called, or after optimizer.step(). Nothing was updated"
+            )
         if self.engine.placement.has_early:
-            refuse_left(self.trained)
-        take_given(self.trained)
+            refuse_left(trained)
+        take_given(trained)
 
     def _refuse_scaled(self, gradients: Gradients) -> None:
         """Raise `OptimizerError` for gradients of which updates cannot be made.

@@ -287,6 +287,18 @@ def test_no_step_reads_a_parameter(one, monkeypatch):
     one.train(2)
 
 
+def test_no_step_runs_the_code_of_a_parameters_class(one, monkeypatch):
+    """It takes long, and there may be tens of thousands of parameters; what `state` shows has a class, too."""
+    called = []
+    for kind in ("_call", "UnavailableGradient.__torch_function__"):
+        monkeypatch.setattr(f"gs_compile.model.offloaded.{kind}", lambda function, *_: called.append(function))
+    monkeypatch.setattr(
+        "gs_compile.model.optimizer_state.StoredState.__torch_function__", lambda function, *_: called.append(function)
+    )
+    one.train(3)
+    assert not called
+
+
 def test_no_code_of_pythons_runs_where_c_asks_for_overrides(one):
     """It takes an error for a no: a signal that ended the run there was lost, and the placeholder read."""
     parameter = next(one.model.parameters())
