@@ -277,7 +277,8 @@ class Engine(ParameterStore):
                 )
             if zeroed:
                 self.first_step.done.clear()
-            return self.first_step.begin_again(self, calls[0])._with_sums(zeroed=zeroed)
+            successor: Engine = self.first_step.begin_again(self, calls[0])
+            return successor._with_sums(zeroed=zeroed)
         if self.record is None or zeroed:
             self.flush()
             self.sums.clear()

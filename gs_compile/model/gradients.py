@@ -91,7 +91,9 @@ def is_zeroed(arguments: Iterable[Any]) -> bool:
 
     Raises `StepOrderError` where some were and some were not.
     """
-    expected = [(each, grad is not mark or mark.is_zeroed) for each, grad, mark in _marks(arguments) if mark.is_expected]
+    expected = [
+        (each, grad is not mark or mark.is_zeroed) for each, grad, mark in _marks(arguments) if mark.is_expected
+    ]
     with without_overrides():
         zeroed = {is_zero for each, is_zero in expected if each.requires_grad}
     if len(zeroed) > 1:
