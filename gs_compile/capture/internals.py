@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "TorchDispatchMode",
     "add_artifact",
-    "attribute",
     "backward_hooks",
     "changes",
     "comes_to",
@@ -26,6 +26,7 @@ __all__ = [
     "tree_map_only",
     "untraced",
     "wants_all",
+    "without_overrides",
     "wrap_compiled_call",
 ]
 
@@ -39,10 +40,9 @@ def untraced(function: F) -> F:
     return cast(F, torch._disable_dynamo(function))
 
 
-def attribute(tensor: torch.Tensor, name: str) -> Any:
-    """``tensor.name`` by no code of the tensor's class, which takes long: a step asks each parameter several times."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return getattr(tensor, name)
+def without_overrides() -> AbstractContextManager[Any]:
+    """In the block no code of a tensor's class runs, which takes long: a step asks each parameter several times."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

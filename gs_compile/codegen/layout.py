@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gs_compile.capture.graph import Captured, TensorSpec
+from gs_compile.capture.internals import without_overrides
 from gs_compile.capture.split import Split
 from gs_compile.errors import CaptureError, OptimizerError
 from gs_compile.options import Frozen, Options
@@ -277,5 +278,6 @@ def bind(split: Split, args: Sequence[Any], spans: Mapping[int, Slice], units: S
                     "adapter, save the model and begin a run with a model of its own"
                 )
             else:
-                parameters[span.unit][index] = Binding(index, span, bool(arg.requires_grad))
+                with without_overrides():
+                    parameters[span.unit][index] = Binding(index, span, arg.requires_grad)
     return Bindings({unit: list(found.values()) for unit, found in parameters.items()}, others)

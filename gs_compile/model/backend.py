@@ -18,6 +18,7 @@ from torch import fx
 from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_memory, guard_model, refuse
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.hooks import is_in_hook
+from gs_compile.capture.internals import without_overrides
 from gs_compile.capture.limit import is_last_compile, note_last_compile
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
@@ -140,7 +141,8 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     _register(compilation, args)
     models, parts = _cut_batch(compilation, args)
     refuse_empty(ranks, sum(model.micro_batch_size for model in models))
-    training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with without_overrides():
+        training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if torch.is_grad_enabled() and not training:
         _refuse_a_loss(models[0])
     found = random_state() if compilation.options.durability else None

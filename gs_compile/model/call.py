@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from gs_compile.capture.internals import without_overrides
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.model.in_memory import averaged_of_any
 from gs_compile.model.inspection import report
@@ -43,20 +44,16 @@ class Call:
     units: CompiledUnits
     training: bool
     ranks: Ranks | None  # that train together
+    shape: StepShape = field(init=False)  # the parts of the step, as the forward has begun
     executor: Executor = field(init=False, repr=False)  # that has run the forward
     losses: Sequence[torch.Tensor] = field(init=False, default=())
     node: weakref.ref[Any] | None = field(init=False, default=None)  # of autograd, which the call lives with
     returned: Sequence[weakref.ref[torch.Tensor]] = field(init=False, default=())  # the outputs that lead to it
 
-    @cached_property
+    @property
     def outputs(self) -> Outputs:
         """The results of the call, and their gradients."""
         return Outputs(self.models, self.args)
-
-    @cached_property
-    def shape(self) -> StepShape:
-        """The parts of the step."""
-        return self.models[0].shape if self.training else self.models[0].shape.forward_alone
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +63,8 @@ class Call:
     @cached_property
     def trained_numbers(self) -> list[int]:
         """Which arguments get a gradient: those that required one as the forward began."""
-        return [n for n, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
+        with without_overrides():
+            return [n for n, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -85,7 +83,7 @@ class Call:
     def forward(self) -> list[torch.Tensor]:
         """The outputs that the step makes, in the order of `Outputs.made`."""
         is_first = self.compilation.latest is None
-        self.units.of_batch = Accumulator()
+        self.shape, self.units.of_batch = self._shape(), Accumulator()
         executor = self.executor = self._begin()
         executor.wanted = self.outputs.inner
         if is_first:
@@ -125,8 +123,6 @@ class Call:
         parts = [replace(part, split=model.split, codes=model.codes) for part, model in pairs]
         whole = whole_batch(self.compilation, self.models, self.args)
         self.units = CompiledUnits(parts, self.units.seed, whole)
-        for name in ("outputs", "shape"):
-            vars(self).pop(name, None)
         self._forward_again(gradients)
 
     def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
@@ -141,6 +137,9 @@ class Call:
         reached = self.outputs.reached(gradients)
         found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
         return found if self.ranks is None else self._averaged(self.ranks, found)
+
+    def _shape(self) -> StepShape:
+        return self.models[0].shape if self.training else self.models[0].shape.forward_alone
 
     def _outside(self, gradients: Gradients) -> frozenset[Unit]:
         """The units whose outputs get a gradient that the program's heads have not made: see `Outputs.outside`."""

@@ -29,14 +29,15 @@ from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParamet
 from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
-from gs_compile.model.idle import Idle
+from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
+from gs_compile.model.idle import refuse_idle
 from gs_compile.model.late_settings import are_too_late
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
-from gs_compile.model.residency import forget_gradients, residency_of
+from gs_compile.model.residency import residency_of
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
@@ -79,7 +80,9 @@ class Engine(ParameterStore):
         self.durable = Durable(self._optimizer, tiers, stored, plan, buffers) if tiers.commits else None
         spans = {call.args[index]: span for index, span in arrangement.spans.items()}
         self.num_parameters = len(spans)
-        self._idle = Idle(arrangement.spans, call.args, call.models[0].split.idle, bool(call.ranks), bool(self.durable))
+        never = call.models[0].split.idle  # get a gradient
+        trained = (span for i, span in arrangement.spans.items() if call.args[i].requires_grad and i not in never)
+        self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
         if self.durable is not None and self.durable.former is not None:
             find = partial(self.durable.find_buffers, call.compilation.captured.buffers())
             give_back_rest(optimizer, take_up(self, spans, stored, find), self.durable.buffers)
@@ -87,12 +90,6 @@ class Engine(ParameterStore):
             move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
         self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
         weakref.finalize(self, self.tiers.close).atexit = False
-
-    @property
-    def accepted_factors(self) -> tuple[float, float]:
-        """Of the loss: that of the optimizer's own scale, and one that was no GradScaler's."""
-        optimizer = self._optimizer()
-        return self.accepted_factor, 1.0 if optimizer is None else optimizer.loss_scale()
 
     @property
     def failed_at_start(self) -> bool:
@@ -218,7 +215,12 @@ class Engine(ParameterStore):
             forget_gradients(optimizer.group_of)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
-        self._idle.note(record, reached, optimizer.missed, self.trained_span, is_alone=not self.accumulates)
+        record.idle = self._may_be_idle.difference(reached)
+        if self.ranks is None:  # of which none counts what a parameter has missed: it has zeros for a gradient
+            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.missed.items())
+            record.missed = {span: number for span, number in places if span is not None}
+        if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
+            refuse_idle(record)
         if self.record is not None and not zeroed:
             record.adds, record.losses = True, [*self.record.losses, *record.losses]
             record.idle &= self.record.idle
@@ -237,8 +239,25 @@ class Engine(ParameterStore):
             self.first_step.done.append((call, gradients))
 
     @in_turn
-    def begin_sums(self, *, zeroed: bool) -> None:
-        """As in the store; the first step shows that its updates have to wait, later ones are refused."""
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient from outside to the sums of the step, after what is given in `.grad`."""
+        take_given([parameter])
+        optimizer, place = self._optimizer(), residency_of(parameter).place
+        zeroed = is_zeroed([parameter]) and (optimizer is None or is_zeroed(optimizer.group_of))
+        assert place is not None
+        assert isinstance(place[0], Engine), "this one, or what has taken its place"
+        engine = place[0]._with_sums(zeroed=zeroed)
+        span = engine.trained_span(parameter)
+        assert span is not None
+        assert engine.record is not None, "sums are of a step"
+        engine.sums.add(span, gradient, engine.record)
+        mark_gradient_unavailable(parameter)
+
+    def _with_sums(self, *, zeroed: bool) -> Engine:
+        """The engine that has sums of gradients to which one from outside is added; zeroed: what they have is dropped.
+
+        The first step shows that its updates have to wait, later ones are refused.
+        """
         self.tiers.check()
         if self.ranks is not None:
             raise ReleasedParameterError(
@@ -258,17 +277,13 @@ class Engine(ParameterStore):
                 )
             if zeroed:
                 self.first_step.done.clear()
-            self.first_step.begin_again(self, calls[0]).begin_sums(zeroed=zeroed)
-        elif self.record is None or zeroed:
+            successor: Engine = self.first_step.begin_again(self, calls[0])
+            return successor._with_sums(zeroed=zeroed)
+        if self.record is None or zeroed:
             self.flush()
             self.sums.clear()
             self._begin_record([], (), zeroed=True)
-
-    @in_turn
-    def add_gradient(self, span: Slice, gradient: Tensor) -> None:
-        """Add a gradient from outside to the sums of the step."""
-        assert self.record is not None
-        self.sums.add(span, gradient, self.record)
+        return self
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""
@@ -288,7 +303,8 @@ class Engine(ParameterStore):
             raise StepOrderError(
                 "gradients have come only from outside of the compiled model: a step needs a backward of the model"
             )
-        self._idle.refuse(record)
+        if record is not None and self.durable is not None:
+            refuse_idle(record)
         if record is not None and are_too_late(self, record, dropped=dropped):
             successor: Engine = self.first_step.begin_again(self, self.first_step.done[0][0])
             return successor.finish(dropped=dropped)

@@ -230,7 +230,7 @@ def _param_groups(call: Call, optimizer: Optimizer) -> dict[int, tuple[int, int,
 def refuse_inputs(args: Sequence[Any], batch: Container[int]) -> None:
     """Raise `OptimizerError` for inputs that require a gradient, but those of the batch: by their index, in `batch`."""
     for index, arg in enumerate(args):
-        if isinstance(arg, Tensor) and arg.requires_grad and not is_offloaded(arg) and index not in batch:
+        if isinstance(arg, Tensor) and not is_offloaded(arg) and arg.requires_grad and index not in batch:
             raise OptimizerError(
                 f"an input of shape {tuple(arg.shape)} requires a gradient, and has no row for each sample of the "
                 "batch: detach it, or use a torch.optim optimizer, which leaves parameters in memory"

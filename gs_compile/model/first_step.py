@@ -5,7 +5,7 @@ settings change after them. So updates run beside the first backward, and one ca
 
 [1] a call after a backward
 [2] a backward of several calls, or of one that was given up for another
-[3] a gradient from outside of the model (`Engine.begin_sums`)
+[3] a gradient from outside of the model (`Engine.add_gradient`)
 [4] another setting, or no gradient, at `optimizer.step()` (`Engine.finish`)
 [5] a call that has no room beside those that wait.
 
@@ -26,17 +26,18 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gs_compile.capture.internals import attribute
+from gs_compile.capture.internals import without_overrides
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.aliases import aliases_of, refuse_overlaps
 from gs_compile.model.call import Call
 from gs_compile.model.engine import KEPT, Engine
 from gs_compile.model.files import trim
 from gs_compile.model.first_call import Prepared, plan_tiers
+from gs_compile.model.gradients import forget_gradients, is_zeroed
 from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
 from gs_compile.model.outputs import Gradients
-from gs_compile.model.residency import Residency, forget_gradients, is_offloaded, is_zeroed, residency_of
+from gs_compile.model.residency import Residency, is_offloaded, residency_of
 from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 
@@ -75,7 +76,8 @@ class FirstStep:
                     engine.tiers.fail(error)
                     raise
             else:
-                optimizer.show_stored()
+                for parameter in filter(engine.trained_span, optimizer.group_of):
+                    optimizer.show_state(parameter)  # in place of one that was loaded: the run has its own
                 if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
                     optimizer.go_on(engine.durable.former)
                     optimizer.kept.step = engine.durable.former.step
@@ -179,10 +181,13 @@ class FirstStep:
 
 def _refuse_changed(call: Call) -> None:
     """Raise `StepOrderError` where `requires_grad` of parameters is not what the forward of a call has found."""
-    for number, arg in enumerate(call.args):
-        if is_offloaded(arg) and attribute(arg, "requires_grad") != (number in call.trained_numbers):
-            raise StepOrderError(
-                f"requires_grad of a parameter of shape {tuple(arg.shape)} was changed between the forward and "
-                "optimizer.step(), but this first step has to begin again, because its updates have to wait: change it "
-                'before the model is called or after optimizer.step(), or give options={"accumulate": True}'
-            )
+    trained = set(call.trained_numbers)
+    offloaded = ((number, arg) for number, arg in enumerate(call.args) if is_offloaded(arg))
+    with without_overrides():
+        changed = [arg for number, arg in offloaded if arg.requires_grad != (number in trained)]
+    if changed:
+        raise StepOrderError(
+            f"requires_grad of a parameter of shape {tuple(changed[0].shape)} was changed between the forward and "
+            "optimizer.step(), but this first step has to begin again, because its updates have to wait: change it "
+            'before the model is called or after optimizer.step(), or give options={"accumulate": True}'
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -125,39 +125,41 @@ def check_alike(
 ) -> None:
     """Raise ResumeError where a commit is of another model, optimizer, number of ranks or place among them."""
     check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
-    trained = {each.name: each.trained for each in parameters}
-    states = {each.name: tuple(each.components) for each in parameters}
-    others = [each.name for each in former.parameters if tuple(each.components) != states[each.name]]
-    changed = [each.name for each in former.parameters if each.trained != trained[each.name]]
-    here = {each.name: each for each in parameters}
-    moved = [each for each in former.parameters if each.group not in (None, here[each.name].group)]
-    late = [each for each in former.parameters if each.missed not in (None, here[each.name].missed)]
-    if changed:
-        what = f"{changed[0]} was {'frozen' if trained[changed[0]] else 'trained'} there"
-    elif (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
-        what = f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
-    elif others:
-        what = f"{others[0]} was {'no' if states[others[0]] else 'a'} matrix that updates orthogonalize there"
-    elif len(former.groups) != len(optimizer.param_groups):
-        what = f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
-    elif {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()} != {
-        str(number): tuple(each.shape) for number, each in trained_in_memory(optimizer.param_groups)
-    }:
-        what = "it has other parameters beside the compiled model"
-    elif moved:
-        what = f"{moved[0].name} was in param group {moved[0].group} there, and is in {here[moved[0].name].group} here"
-    elif late:
-        what = (
-            f"{late[0].name} took {late[0].missed} steps fewer than others there, and {here[late[0].name].missed} here "
-            "(`gs_compile.resume` takes them up, the option resume alone does not)"
-        )
-    elif former.rank != rank:
-        what = f"it is of rank {former.rank} of those that share the model, and this is rank {rank} of them"
-    elif former.world != world:
-        what = f"it is of {former.world} ranks, this run of {world}, which can load a checkpoint of state dicts"
-    else:
-        return
-    raise _other(former, what)
+    for what in _differences(former, optimizer, {each.name: each for each in parameters}, world, rank):
+        raise _other(former, what)
+
+
+def _differences(
+    former: Manifest, optimizer: Optimizer, here: Mapping[str, StoredParameter], world: int, rank: int
+) -> Iterator[str]:
+    """How a commit of parameters of these names and shapes is of something else."""
+    pairs = [(each, here[each.name]) for each in former.parameters]
+    for there, own in pairs:
+        if there.trained != own.trained:
+            yield f"{own.name} was {'trained' if there.trained else 'frozen'} there"
+    if (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
+        yield f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
+    for there, own in pairs:
+        if tuple(there.components) != tuple(own.components):
+            yield f"{own.name} was {'no' if own.components else 'a'} matrix that updates orthogonalize there"
+    if len(former.groups) != len(optimizer.param_groups):
+        yield f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
+    beside = {str(number): tuple(each.shape) for number, each in trained_in_memory(optimizer.param_groups)}
+    if beside != {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()}:
+        yield "it has other parameters beside the compiled model"
+    for there, own in pairs:
+        if there.group not in (None, own.group):
+            yield f"{own.name} was in param group {there.group} there, and is in {own.group} here"
+    for there, own in pairs:
+        if there.missed not in (None, own.missed):
+            yield (
+                f"{own.name} took {there.missed} steps fewer than others there, and {own.missed} here "
+                "(`gs_compile.resume` takes them up, the option resume alone does not)"
+            )
+    if former.rank != rank:
+        yield f"it is of rank {former.rank} of those that share the model, and this is rank {rank} of them"
+    if former.world != world:
+        yield f"it is of {former.world} ranks, this run of {world}, which can load a checkpoint of state dicts"
 
 
 def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *, is_all: bool = False) -> None:

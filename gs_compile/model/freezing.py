@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gs_compile.capture.internals import without_overrides
 from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
@@ -30,7 +31,9 @@ log = logging.getLogger(__name__)
 def trains_others(engine: Engine, args: Sequence[Any]) -> bool:
     """Whether a call asks for gradients of other parameters than its engine trains, or by another optimizer."""
     own = [args[index] for index in engine.spans_of(args)]
-    return any(each.requires_grad != residency_of(each).is_trained for each in own) or _is_passed_on(engine, own)
+    with without_overrides():
+        is_other = any(each.requires_grad != residency_of(each).is_trained for each in own)
+    return is_other or _is_passed_on(engine, own)
 
 
 def _is_passed_on(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> bool:

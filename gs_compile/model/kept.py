@@ -71,6 +71,7 @@ class Kept:
                 raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
 
 
+_SCALARS = {type(None), bool, int, float, str}
 # What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.
 _PAIRS, _COUNTED = "greedysnake.pairs", "greedysnake.counted"
 
@@ -84,7 +85,9 @@ def _plain(value: Any) -> Any:
         return {name: [[_plain(key), _plain(each)] for key, each in value.items()]}
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return list(value) if _SCALARS.issuperset(map(type, value)) else [_plain(each) for each in value]
+    return value
 
 
 def _as_it_was(value: Any) -> Any:

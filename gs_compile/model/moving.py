@@ -46,7 +46,9 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
             ranks.broadcast(values := values.contiguous(), 0)
         store.tiers.fill(span, residency_of(parameter).as_stashed(parameter, values))
         leave_memory(values.untyped_storage())  # of a file
-        return stashed if residency_of(parameter).folder else _first_value(values, None if fits else folder)
+        if residency_of(parameter).folder is not None:
+            return stashed
+        return values if fits else copied(values, values.dtype, directory(folder))  # [1] or [2]
 
     _move(store, spans, "moving parameters", bring)
     trim()  # of what capturing and converting have left
@@ -115,8 +117,3 @@ def _take_up_piece(tiers: Tiers, former: FormerHomes, piece: Slice, source: Slic
         own = number + tiers.has_master(piece)
         if tiers.setting.ranks or tiers.is_changed(piece, own):
             tiers.write_state(piece, own, former.read_state(source, number + former.has_master(source)))
-
-
-def _first_value(values: Tensor, folder: Path | None) -> Tensor:
-    """A value that was in memory: there [1], or in a file [2]."""
-    return values if folder is None else copied(values, values.dtype, directory(folder))

@@ -26,15 +26,13 @@ Tensor = torch.Tensor
 
 # Names of torch's functions that do not need a tensor's values: they ask for what it is, such as its shape, or make
 # another tensor like it. Names that begin with one of `_ASKS`, or with "new_", are among them.
-_LOOKS = frozenset(
+LOOKS = frozenset(
     "__len__ dim element_size get_device ndimension nelement numel requires_grad_ size storage_offset stride detach_ "
     "untyped_storage _has_compatible_shallow_copy_type".split()
 )
 _ASKS = ("is_", "_is_")
 _MAKES = frozenset("empty_like full_like ones_like rand_like randn_like zeros_like".split())
-_ASSIGNS = frozenset("__set__ __setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__".split())
-_VALUES = frozenset("item tolist numpy __array__ __bool__ __float__ __int__ __contains__ equal allclose".split())
-_GET_DATA: Any = cast(Any, Tensor.data).__get__
+GET_DATA: Any = cast(Any, Tensor.data).__get__
 _VIEWS = frozenset("data T mT H mH real imag".split())  # attributes that show values; all others look
 _CONVERSIONS = frozenset("to cpu cuda float double half bfloat16 type".split())
 _REFUSED = {
@@ -45,7 +43,6 @@ REPLICATED = (
     "the ranks already share the parameters of this model and average its gradients: leave the wrapper out. It works "
     "with a torch.optim optimizer, which leaves parameters in memory"
 )
-CHANGE_STATE = "Take optimizer.state_dict(), change its tensors, and pass it to optimizer.load_state_dict()"
 
 
 class Place(Protocol):
@@ -316,7 +313,7 @@ class UnavailableGradient(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """To be looked at, zeroed, sent somewhere and dropped is what it allows."""
         name = getattr(function, "__name__", "")
-        if name in _CONVERSIONS or function == _GET_DATA:  # Module.to gives its `.data` what this returns
+        if name in _CONVERSIONS or function == GET_DATA:  # Module.to gives its `.data` what this returns
             return args[0]
         if name == "__set__" and args[1] is args[0]:
             return None
@@ -325,7 +322,7 @@ class UnavailableGradient(Tensor):
                 gradient.is_zeroed = True
             return args[0]
         looks = name == "__get__" and function.__self__.__name__ not in _VIEWS
-        if looks or name in _LOOKS or name.startswith(_ASKS):
+        if looks or name in LOOKS or name.startswith(_ASKS):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise ReleasedParameterError(
             f"{name}: gradients of parameters that live on the tiers cannot be clipped or used from outside, because "
@@ -336,29 +333,6 @@ class UnavailableGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "UnavailableGradient()"
-
-
-class StoredState(Tensor):
-    """What `optimizer.state` shows of a tensor on the tiers: on the meta device, and nowhere else, wherever it is sent.
-
-    Trainers send states to the model's device, which are where they have to be. Raises `ReleasedParameterError` for a
-    change in place, of which the tiers would not learn, and where what is computed of it is read, as in
-    ``state["exp_avg"].norm().item()``.
-    """
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.__name__
-        if function in (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.detach, _GET_DATA):
-            return args[0]
-        if name in _ASSIGNS or (name.endswith("_") and not name.endswith("__") and name not in _LOOKS):
-            raise ReleasedParameterError(
-                f"{name}: optimizer.state only shows a state that lives on the tiers. {CHANGE_STATE}"
-            )
-        if name in _VALUES:
-            raise ReleasedParameterError(f"{name}: optimizer.state shows no values: read it in optimizer.state_dict()")
-        found = nn.Parameter.__torch_function__(function, (), args, kwargs or {})
-        return tree_map_only(Tensor, lambda each: each.as_subclass(cls) if each.is_meta else each, found)
 
 
 @dataclass(frozen=True)
@@ -411,7 +385,7 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
             return first
         if name in _CONVERSIONS and not kwargs.get("copy"):
             return first._convert(function, args[1:], kwargs)
-    looks = name in _LOOKS | _MAKES or name.startswith((*_ASKS, "new_")) or function is torch.autograd.backward
+    looks = name in LOOKS | _MAKES or name.startswith((*_ASKS, "new_")) or function is torch.autograd.backward
     if looks or (attribute and attribute not in _VIEWS):
         return nn.Parameter.__torch_function__(function, (), args, kwargs)
     if attribute == "data":

@@ -1,4 +1,4 @@
-"""optimizer_state: which parameter of an optimizer each entry of a state dict belongs to, and what it has to have."""
+"""optimizer_state: what an optimizer shows of states on the tiers, and what the entries of a state dict have to be."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from gs_compile.errors import MasterWarning, OptimizerError
+from gs_compile.capture.internals import tree_map_only, without_overrides
+from gs_compile.errors import MasterWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model.files import mapped_rows
-from gs_compile.model.offloaded import CHANGE_STATE
+from gs_compile.model.offloaded import GET_DATA, LOOKS
 from gs_compile.model.parameter_store import MASTER, ParameterStore, component
 from gs_compile.model.residency import residency_of
 
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, which has numbers for parameters
 
-
+CHANGE_STATE = "Take optimizer.state_dict(), change its tensors, and pass it to optimizer.load_state_dict()"
 OTHER_STEPS = (
     "in the state dict some parameters have taken fewer steps than others, but not in this run: load it before the "
     "model's first call"
@@ -112,9 +113,37 @@ def whole_step(state: Mapping[str, Any]) -> int:
     return int(number)
 
 
+_ASSIGNS = frozenset("__set__ __setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__".split())
+_VALUES = frozenset("item tolist numpy __array__ __bool__ __float__ __int__ __contains__ equal allclose".split())
+
+
+class StoredState(torch.Tensor):
+    """What `optimizer.state` shows of a tensor on the tiers: on the meta device, and nowhere else, wherever it is sent.
+
+    Trainers send states to the model's device, which are where they have to be. Raises `ReleasedParameterError` for a
+    change in place, of which the tiers would not learn, and where what is computed of it is read, as in
+    ``state["exp_avg"].norm().item()``.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__
+        if function in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.detach, GET_DATA):
+            return args[0]
+        if name in _ASSIGNS or (name.endswith("_") and not name.endswith("__") and name not in LOOKS):
+            raise ReleasedParameterError(
+                f"{name}: optimizer.state only shows a state that lives on the tiers. {CHANGE_STATE}"
+            )
+        if name in _VALUES:
+            raise ReleasedParameterError(f"{name}: optimizer.state shows no values: read it in optimizer.state_dict()")
+        found = torch.nn.Parameter.__torch_function__(function, (), args, kwargs or {})
+        return tree_map_only(torch.Tensor, lambda each: each.as_subclass(cls) if each.is_meta else each, found)
+
+
 def has_values(state: Mapping[str, Any]) -> bool:
     """Whether a state is more than what is shown of one on the tiers."""
-    return not all(torch.is_tensor(each) and each.is_meta for name, each in state.items() if name != "step")
+    with without_overrides():
+        return not all(torch.is_tensor(each) and each.is_meta for name, each in state.items() if name != "step")
 
 
 def refuse_others(

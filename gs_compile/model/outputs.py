@@ -151,11 +151,10 @@ class Outputs:
                 assert isinstance(content, Accumulator)
                 for key, gradient in content.sums.items():
                     sums[key] = sums[key].add_(gradient) if key in sums else gradient
-        gradients = list[Tensor | None]()
+        gradients, batch = list[Tensor | None](), units.micro_batches[0].inputs
         for index in trained:
-            arg = self.args[index]
-            whole = sums.get(index) if index in sums else _of_batch(index, arg, units)
-            gradients.append(None if whole is None or index not in reached else whole.to(arg.dtype))
+            whole = _of_batch(index, self.args[index], units) if index in batch else sums.get(index)
+            gradients.append(None if whole is None or index not in reached else whole.to(self.args[index].dtype))
         return gradients
 
 

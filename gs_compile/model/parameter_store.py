@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,7 +18,6 @@ from gs_compile.model.files import (
     copied,
     directory,
     leave_memory,
-    mapped,
     mapped_rows,
     shares_memory,
     whole,
@@ -103,7 +102,7 @@ class ParameterStore:
         """A parameter's value after all updates, on the CPU; with `master` in fp32 where it is kept so."""
         self.synchronize()
         dtype = self.tiers.dtype(span, master=master)
-        return self._mapped(span, dtype, lambda piece: self.tiers.read(piece, master=master))
+        return self._mapped(span, dtype, lambda piece: self.tiers.read(piece, master=master), None)
 
     @in_turn
     def encoded(self, span: Slice) -> Tensor | None:
@@ -119,7 +118,7 @@ class ParameterStore:
     def rows(self, span: Slice) -> Tensor:
         """A parameter's value after all updates, for a state dict: under ranks a DTensor, of which each has rows."""
         self.synchronize()
-        return self._rows(span, self.tiers.dtype(span), self.tiers.read)
+        return self._mapped(span, self.tiers.dtype(span), self.tiers.read, self.mesh)
 
     @property
     def room_nbytes(self) -> int:
@@ -155,7 +154,7 @@ class ParameterStore:
         dtype = self.tiers.setting.wide(span.unit)
         found: dict[str, Any] = {"step": torch.tensor(float(num_steps))}
         for number, name in enumerate(self._components(span)):
-            found[name] = self._rows(span, dtype, lambda piece, n=number: self.tiers.read_state(piece, n))  # type: ignore[misc]
+            found[name] = self._mapped(span, dtype, partial(self.tiers.read_state, component=number), self.mesh)
         return found
 
     def is_rounded(self, span: Slice) -> bool:
@@ -203,11 +202,7 @@ class ParameterStore:
         if (ranks := self.tiers.setting.ranks) is not None:
             ranks.agree_on(what)
 
-    def begin_sums(self, *, zeroed: bool) -> None:
-        """Have sums of gradients to which one from outside of the model is added; zeroed: what they have is dropped."""
-        raise NotImplementedError
-
-    def add_gradient(self, span: Slice, gradient: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a parameter's gradient from outside of the model to its own."""
         raise NotImplementedError
 
@@ -236,11 +231,10 @@ class ParameterStore:
         """The same without the master."""
         return span.components or self.components
 
-    def _mapped(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
-        return mapped(span.shape, dtype, directory(self.folder), _stretches(span, read))
-
-    def _rows(self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor]) -> Tensor:
-        return mapped_rows(span.shape, dtype, directory(self.folder), _stretches(span, read), self.mesh)
+    def _mapped(
+        self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor], mesh: DeviceMesh | None
+    ) -> Tensor:
+        return mapped_rows(span.shape, dtype, directory(self.folder), _stretches(span, read), mesh)
 
 
 def component(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Tensor | None:

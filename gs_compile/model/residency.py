@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from gs_compile.capture.internals import attribute, changes
-from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError, StepOrderError
+from gs_compile.capture.internals import changes
+from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError
 from gs_compile.model import files
 from gs_compile.model.files import shares_memory
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder
@@ -184,7 +184,7 @@ class Residency:
             self._show(shown)
 
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a gradient from outside of the compiled model to that model's own, and with it what is given in `.grad`.
+        """Add a gradient from outside of the compiled model to that model's own.
 
         Raises `ReleasedParameterError` where updates do not wait for it, or there are none.
         """
@@ -193,13 +193,7 @@ class Residency:
                 "a gradient has come to a parameter of a model that has not been called yet, or does not train it: "
                 "call the model first, or compute this under torch.no_grad()"
             )
-        owner = self.optimizer() if self.optimizer is not None else None
-        take_given([parameter])
-        zeroed = is_zeroed([parameter]) and (owner is None or is_zeroed(owner.group_of))
-        self.tiered[0].begin_sums(zeroed=zeroed)
-        store, span = self.tiered  # the run may have begun again
-        store.add_gradient(span, gradient)
-        mark_gradient_unavailable(parameter)
+        self.tiered[0].add_gradient(parameter, gradient)
 
     @property
     def _state(self) -> Any:
@@ -325,100 +319,9 @@ def restore(parameter: Tensor, values: Tensor) -> None:
     """Make a parameter resident: it has `values` itself, not a copy."""
     residency = residency_of(parameter)
     residency.set_data(parameter, values)
-    end_gradient(parameter, dropped=True)
-    residency.stash = residency.place = None
-
-
-def mark_gradient_unavailable(parameter: Tensor) -> None:
-    """After a backward: the gradient of an offloaded parameter has gone to its update, and nobody else can use it."""
-    if is_offloaded(parameter):
-        residency = residency_of(parameter)
-        if residency.gradient is None:
-            whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
-            residency.gradient = whole.as_subclass(UnavailableGradient)
-        mark = residency.gradient
-        mark.is_left &= attribute(parameter, "grad") is mark and not mark.is_zeroed
-        mark.is_zeroed, mark.is_expected = False, True
-        parameter.grad = mark
-
-
-def end_gradient(parameter: Tensor, *, dropped: bool) -> None:
-    """After a step: what `mark_gradient_unavailable` has left stays until somebody zeroes it; dropped: it was."""
-    if (mark := residency_of(parameter).gradient) is not None:
-        mark.is_left, mark.is_expected = True, False
-        if dropped and attribute(parameter, "grad") is mark:
-            parameter.grad = None
-
-
-def forget_gradients(parameters: Iterable[Tensor]) -> None:
-    """What backwards of the step under way have left in `.grad` was zeroed, and is heeded."""
-    for parameter in parameters:
-        if (mark := residency_of(parameter).gradient) is not None:
-            mark.is_expected = False
-
-
-def given_gradient(parameter: Tensor) -> Tensor | None:
-    """What somebody has put in `.grad` of a parameter on the tiers; None: nothing, or zeros."""
-    grad = attribute(parameter, "grad") if is_offloaded(parameter) else None
-    if grad is None or grad is residency_of(parameter).gradient:
-        return None
-    return grad if isinstance(grad, UnavailableGradient) or bool(grad.any()) else None
-
-
-def take_given(parameters: Iterable[Tensor]) -> None:
-    """Have what is given in `.grad` of parameters among these added to the sums of the step, as by `add_gradient`."""
-    given = {parameter: grad for parameter in parameters if (grad := given_gradient(parameter)) is not None}
-    for parameter in given:
+    if (mark := residency.gradient) is not None and parameter.grad is mark:
         parameter.grad = None
-    for parameter, gradient in given.items():
-        residency_of(parameter).add_gradient(parameter, gradient)
-
-
-def refuse_left(parameters: Iterable[Tensor]) -> None:
-    """Raise `StepOrderError` where the gradient of a step that is closed was not zeroed since."""
-    marks = ((attribute(each, "grad"), residency_of(each).gradient) for each in parameters if is_offloaded(each))
-    if any(mark is not None and mark.is_left and grad is mark and not mark.is_zeroed for grad, mark in marks):
-        raise StepOrderError(
-            "the gradients of the last step were not set to zero after optimizer.step(): torch would add to them in "
-            "the next backward, but they no longer exist here. Call optimizer.zero_grad() in each step. Several "
-            "backwards before one step() do add up"
-        )
-
-
-def are_dropped(parameters: Sequence[Tensor]) -> bool:
-    """Whether the gradients of the step that `optimizer.step()` is to close were dropped, all of them.
-
-    Raises `StepOrderError` where only some were, or are zeros, and as `refuse_left`.
-    """
-    refuse_left(parameters)
-    if not is_zeroed(parameters):
-        return False
-    if any(attribute(parameter, "grad") is not None for parameter in parameters):
-        raise StepOrderError(
-            "between the backward and optimizer.step() gradients were set to zero in place, or only for the parameters "
-            "on the tiers: torch would update the others, or update by zeros. To skip the step, drop all gradients: "
-            "optimizer.zero_grad()"
-        )
-    return True
-
-
-def is_zeroed(arguments: Iterable[Any]) -> bool:
-    """Whether the gradients that backwards have left in `.grad` were dropped, or set to zero, since then.
-
-    Raises `StepOrderError` where some were and some were not.
-    """
-    offloaded = [(arg, residency_of(arg).gradient) for arg in arguments if is_offloaded(arg)]
-    expected = [(arg, mark) for arg, mark in offloaded if mark is not None and mark.is_expected]
-    marks = [(attribute(arg, "grad"), mark) for arg, mark in expected if attribute(arg, "requires_grad")]
-    zeroed = {grad is not mark or mark.is_zeroed for grad, mark in marks}
-    if len(zeroed) > 1:
-        raise StepOrderError(
-            "since the last backward the gradients of some parameters were set to zero or replaced, and those of "
-            "others were not: with parameters on the tiers call optimizer.zero_grad(), which drops all of them. To "
-            "leave some parameters unchanged for some steps, freeze them, requires_grad_(False), before the model is "
-            "called"
-        )
-    return True in zeroed
+    residency.stash = residency.place = residency.gradient = None
 
 
 @contextmanager

@@ -8,18 +8,19 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from gs_compile.capture.internals import attribute, changes, wants_all
+from gs_compile.capture.internals import changes, wants_all, without_overrides
 from gs_compile.codegen.compiled import Step
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
+from gs_compile.model.gradients import is_zeroed, mark_gradient_unavailable, refuse_left, take_given
 from gs_compile.model.outputs import Gradients
-from gs_compile.model.residency import is_offloaded, is_zeroed, mark_gradient_unavailable, refuse_left, take_given
+from gs_compile.model.residency import is_offloaded
 from gs_compile.program.ir import StepShape, Value
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.stream import without_autocast
@@ -35,10 +36,9 @@ class TieredCall(Call):
     executor: TieredExecutor = field(init=False, repr=False)
     changes: Sequence[int] = field(init=False, default=())  # in place, of the arguments, when the forward ran
 
-    @cached_property
-    def shape(self) -> StepShape:
-        """The parts of the step, with the gradients from outside that the latest step had."""
-        shape = super().shape
+    def _shape(self) -> StepShape:
+        """With the gradients from outside that the latest step had."""
+        shape = super()._shape()
         return replace(shape, outside=self.engine.outside or shape.outside) if self.training else shape
 
     def _begin(self) -> TieredExecutor:
@@ -130,7 +130,6 @@ class TieredCall(Call):
         """By a program whose head has its backward later than its forward: it waits for gradients from outside."""
         self.engine.open.give_up(self.executor)
         self.engine.outside = self._outside(gradients)
-        del self.shape
         super()._forward_again(gradients)
 
     def _look_at_parameters(self) -> None:
@@ -139,16 +138,18 @@ class TieredCall(Call):
         Raises `StepOrderError` where a parameter was frozen since the forward, and as `refuse_left` where updates would
         run before anybody could zero what is left.
         """
-        for parameter in self.trained:
-            if is_offloaded(parameter) and not attribute(parameter, "requires_grad"):
-                raise StepOrderError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen between the forward and its backward, "
-                    "but the backward updates all parameters that were trained in the forward: call "
-                    "requires_grad_(False) before the model is called, or after optimizer.step(). Nothing was updated"
-                )
+        trained = list(filter(is_offloaded, self.trained))
+        with without_overrides():
+            frozen = [parameter for parameter in trained if not parameter.requires_grad]
+        if frozen:
+            raise StepOrderError(
+                f"a parameter of shape {tuple(frozen[0].shape)} was frozen between the forward and its backward, "
+                "but the backward updates all parameters that were trained in the forward: call "
+                "requires_grad_(False) before the model is called, or after optimizer.step(). Nothing was updated"
+            )
         if self.engine.placement.has_early:
-            refuse_left(self.trained)
-        take_given(self.trained)
+            refuse_left(trained)
+        take_given(trained)
 
     def _refuse_scaled(self, gradients: Gradients) -> None:
         """Raise `OptimizerError` for gradients of which updates cannot be made.
@@ -159,7 +160,8 @@ class TieredCall(Call):
         """
         gradient = self.outputs.loss_gradient(gradients)
         factor = math.inf if gradient is None else float(gradient)
-        if factor <= 1 or factor in self.engine.accepted_factors:
+        own = self.engine.optimizer.loss_scale() if self.engine.optimizer is not None else 1.0
+        if factor <= 1 or factor in (own, self.engine.accepted_factor):
             return
         scalers = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
         if any(scaler.is_enabled() and scaler.get_scale() > 1 for scaler in scalers):
@@ -179,6 +181,5 @@ class TieredCall(Call):
                 "call its own tensors"
             )
         self.engine = engine
-        vars(self).pop("shape", None)
         with torch.no_grad():
             self.forward()

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,16 @@ import torch
 
 from gs_compile.capture.dynamo import absorb_libraries, last_given_up
 from gs_compile.capture.given_up import watch
-from gs_compile.capture.internals import untraced
+from gs_compile.capture.internals import untraced, without_overrides
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.engine import Engine
+from gs_compile.model.gradients import are_dropped, end_gradients, take_given
 from gs_compile.model.idle import count_missed
 from gs_compile.model.kept import Kept
-from gs_compile.model.offloaded import StoredState
 from gs_compile.model.optimizer import Group, Tensor
 from gs_compile.model.parameter_store import in_turn
-from gs_compile.model.residency import are_dropped, end_gradient, is_offloaded, residency_of, take_given
+from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.formats import moment_types, wide_of
@@ -158,8 +158,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         check_norm(self.max_grad_norm, None if self.engine is None else self.engine.placement)
         if self.engine is not None:
             check_groups(self.group_of, self.first_group_of)
-        if self.engine is not None and self.components != self.engine.components:
-            raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
+            if self.components != self.engine.components:
+                raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
         groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
         record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
@@ -198,8 +198,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if record is not None:
             in_memory.average_late(self.param_groups, record, self.engine.ranks)
             in_memory.update(self, self._resident, record)
-            for parameter in self._parameters:
-                end_gradient(parameter, dropped=record.is_dropped)
+            end_gradients(self._parameters, dropped=record.is_dropped)
             if finished is not None:  # steps of parameters in memory alone are theirs
                 self.num_skipped += record.skipped
                 count_missed(self, record)
@@ -255,6 +254,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         if record is not None and self.max_grad_norm is not None:
             record.clip()
         return record
+
+    @untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        with without_overrides() if set_to_none else nullcontext():  # else the marks in `.grad` note it
+            super().zero_grad(set_to_none)
 
     def synchronize(self) -> None:
         """Return when all updates are done and written; `step` alone leaves some to the next forward."""
@@ -434,15 +439,10 @@ class TieredOptimizer(torch.optim.Optimizer):
                     self.engine.first_step.states[parameter] = state
             self.show_state(parameter)
 
-    def show_stored(self) -> None:
-        """Show the states on the tiers, in place of those that were loaded: a durable run that goes on has its own."""
-        for parameter in filter(self._is_trained, self._parameters):
-            self.show_state(parameter)
-
     def show_state(self, parameter: torch.Tensor, group: Group | None = None) -> None:
         """Show a parameter's state. group: as of `components_of`."""
         like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
-        shown = dict.fromkeys(self.components_of(parameter, group), like.as_subclass(StoredState))
+        shown = dict.fromkeys(self.components_of(parameter, group), like.as_subclass(optimizer_state.StoredState))
         self.state[parameter] = {"step": self._shown_step(parameter), **shown}
 
     @property

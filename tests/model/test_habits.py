@@ -24,6 +24,7 @@ from zoo import small
 
 import gs_compile
 from gs_compile.errors import ReleasedParameterError
+from gs_compile.model import offloaded, optimizer_state
 from gs_compile.model.residency import is_offloaded
 
 KEEPS_CAPTURES = True
@@ -285,6 +286,21 @@ def test_no_step_reads_a_parameter(one, monkeypatch):
     """Nothing in a step takes a parameter for its value: that would read it twice."""
     monkeypatch.setattr("gs_compile.model.residency.Residency.shown_value", None)
     one.train(2)
+
+
+def test_a_step_runs_no_code_of_each_parameters_class(one, monkeypatch):
+    """It takes long, and there may be tens of thousands of parameters; what `state` and `.grad` show has a class, too."""
+    called, applied = [], offloaded._applied
+
+    def asked(function, *given):
+        called.append(function)
+        return applied(function, *given)
+
+    monkeypatch.setattr(offloaded, "_applied", asked)
+    for kind in (offloaded.UnavailableGradient, optimizer_state.StoredState):
+        monkeypatch.setattr(kind, "__torch_function__", staticmethod(lambda function, *_: called.append(function)))
+    one.train(3)
+    assert len(called) < 5 < len(list(one.model.parameters()))  # where the first one is
 
 
 def test_no_code_of_pythons_runs_where_c_asks_for_overrides(one):

@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import Sampler
 
 from gs_compile.errors import OptimizerError
+from gs_compile.model import kept as kept_module
 from gs_compile.model.kept import Kept
 
 SCHEDULERS = {
@@ -58,6 +59,22 @@ def test_a_scheduler_goes_on(name):
 def test_what_json_cannot_hold_is_refused_by_name():
     with pytest.raises(OptimizerError, match=r"a commit cannot keep this: user\.mean: Tensor"):
         Kept(user={"mean": torch.zeros(1)}).snapshot([])
+
+
+def test_a_list_of_numbers_is_copied_as_one(monkeypatch):
+    """Each step of a durable run takes the states of loaders: of 40,000 numbers one by one in 20 ms."""
+
+    class Batches(Sampler):
+        def state_dict(self):
+            return {"order": order, "nested": [(1, 2), [3]]}
+
+    order, copied, made = [*range(100), 0.5, None, "x"], kept_module._plain, []
+    monkeypatch.setattr(kept_module, "_plain", lambda value: made.append(value) or copied(value))
+    kept = Kept({"batches": Batches()})
+    kept.end_step()
+    assert kept.positions == {"batches": {"order": order, "nested": [[1, 2], [3]]}}
+    assert kept.positions["batches"]["order"] is not order
+    assert len(made) < 10
 
 
 def test_the_states_of_loaders_are_copied_once():

@@ -14,15 +14,8 @@ from torch._dynamo import config as dynamo_config
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
 from gs_compile.errors import ReleasedParameterError
-from gs_compile.model.residency import (
-    is_offloaded,
-    is_zeroed,
-    mark_gradient_unavailable,
-    residency_of,
-    restore,
-    roll_back,
-    stash,
-)
+from gs_compile.model.gradients import is_zeroed, mark_gradient_unavailable
+from gs_compile.model.residency import is_offloaded, residency_of, restore, roll_back, stash
 
 # Tests here have parameters that are elsewhere read by a backend of their own.
 pytestmark = pytest.mark.filterwarnings("ignore:a graph of another backend:gs_compile.errors.UncapturedWarning")

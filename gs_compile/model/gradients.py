@@ -1,0 +1,113 @@
+"""gradients: what `.grad` of parameters on the tiers shows, and what a script does with it.
+
+A backward leaves a mark there (`UnavailableGradient`), which a script may drop, set to zero or replace; a gradient that
+it puts there is added to those of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from gs_compile.capture.internals import without_overrides
+from gs_compile.errors import StepOrderError
+from gs_compile.model.offloaded import UnavailableGradient, placeholder
+from gs_compile.model.residency import is_offloaded, residency_of
+
+
+def mark_gradient_unavailable(parameter: Tensor) -> None:
+    """After a backward: the gradient of an offloaded parameter has gone to its update, and nobody else can use it."""
+    if is_offloaded(parameter):
+        residency = residency_of(parameter)
+        if residency.gradient is None:
+            whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
+            residency.gradient = whole.as_subclass(UnavailableGradient)
+        mark = residency.gradient
+        with without_overrides():
+            mark.is_left &= parameter.grad is mark and not mark.is_zeroed
+            mark.is_zeroed, mark.is_expected = False, True
+            parameter.grad = mark
+
+
+def end_gradients(parameters: Iterable[Tensor], *, dropped: bool) -> None:
+    """After a step: marks that backwards have left stay until somebody zeroes them; dropped: they were."""
+    for parameter, grad, mark in _marks(parameters):
+        mark.is_left, mark.is_expected = True, False
+        if dropped and grad is mark:
+            parameter.grad = None
+
+
+def forget_gradients(parameters: Iterable[Tensor]) -> None:
+    """What backwards of the step under way have left in `.grad` was zeroed, and is heeded."""
+    for *_, mark in _marks(parameters):
+        mark.is_expected = False
+
+
+def take_given(parameters: Iterable[Tensor]) -> None:
+    """Have what somebody has put in `.grad` of parameters on the tiers, but zeros, added to the sums of the step."""
+    with without_overrides():
+        grads = [(each, each.grad) for each in parameters if is_offloaded(each)]
+    others = [(each, grad) for each, grad in grads if grad is not None and grad is not residency_of(each).gradient]
+    given = [(each, grad) for each, grad in others if isinstance(grad, UnavailableGradient) or bool(grad.any())]
+    for parameter, _ in given:
+        parameter.grad = None
+    for parameter, gradient in given:
+        residency_of(parameter).add_gradient(parameter, gradient)
+
+
+def refuse_left(parameters: Iterable[Tensor]) -> None:
+    """Raise `StepOrderError` where the gradient of a step that is closed was not zeroed since."""
+    if any(mark.is_left and grad is mark and not mark.is_zeroed for _, grad, mark in _marks(parameters)):
+        raise StepOrderError(
+            "the gradients of the last step were not set to zero after optimizer.step(): torch would add to them in "
+            "the next backward, but they no longer exist here. Call optimizer.zero_grad() in each step. Several "
+            "backwards before one step() do add up"
+        )
+
+
+def are_dropped(parameters: Collection[Tensor]) -> bool:
+    """Whether the gradients of the step that `optimizer.step()` is to close were dropped, all of them.
+
+    Raises `StepOrderError` where only some were, or are zeros, and as `refuse_left`.
+    """
+    refuse_left(parameters)
+    if not is_zeroed(parameters):
+        return False
+    with without_overrides():
+        is_left = any(parameter.grad is not None for parameter in parameters)
+    if is_left:
+        raise StepOrderError(
+            "between the backward and optimizer.step() gradients were set to zero in place, or only for the parameters "
+            "on the tiers: torch would update the others, or update by zeros. To skip the step, drop all gradients: "
+            "optimizer.zero_grad()"
+        )
+    return True
+
+
+def is_zeroed(arguments: Iterable[Any]) -> bool:
+    """Whether the gradients that backwards have left in `.grad` were dropped, or set to zero, since then.
+
+    Raises `StepOrderError` where some were and some were not.
+    """
+    expected = [
+        (each, grad is not mark or mark.is_zeroed) for each, grad, mark in _marks(arguments) if mark.is_expected
+    ]
+    with without_overrides():
+        zeroed = {is_zero for each, is_zero in expected if each.requires_grad}
+    if len(zeroed) > 1:
+        raise StepOrderError(
+            "since the last backward the gradients of some parameters were set to zero or replaced, and those of "
+            "others were not: with parameters on the tiers call optimizer.zero_grad(), which drops all of them. To "
+            "leave some parameters unchanged for some steps, freeze them, requires_grad_(False), before the model is "
+            "called"
+        )
+    return True in zeroed
+
+
+def _marks(arguments: Iterable[Any]) -> list[tuple[Tensor, Tensor | None, UnavailableGradient]]:
+    """The parameters among the arguments that a backward has marked, what they have in `.grad` now, and their marks."""
+    found = ((each, residency_of(each).gradient) for each in arguments if is_offloaded(each))
+    with without_overrides():
+        return [(each, each.grad, mark) for each, mark in found if mark is not None]
