@@ -164,6 +164,11 @@ def bf16_with_an_optimizer_of_torch(setup):
     setup.options["precision"], setup.make = "bf16", torch.optim.AdamW
 
 
+@refused(errors.OptionError, r"durability needs an optimizer of gs_compile .* that was made before the call")
+def durable_steps_of_an_optimizer_of_torch(setup):
+    setup.options["durability"], setup.make = "step", torch.optim.AdamW
+
+
 @refused(errors.OptionError, "RANK=5 of WORLD_SIZE=2, which is not possible: start the ranks with torchrun")
 def a_rank_that_there_is_not(setup):
     setup.say(RANK="5", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
