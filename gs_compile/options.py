@@ -251,6 +251,8 @@ class Options:
         """The options from what torch.compile hands to a backend; raises `OptionError` for what it does not know."""
         if isinstance(options, Options):
             return replace(options, mode=mode or options.mode)
+        if not isinstance(options, Mapping | None):
+            raise OptionError(f'options must be a dict, such as {{"storage": "/mnt/nvme0/me"}}; got {options!r}')
         given = dict(options or {})
         if mode is not None:
             given["mode"] = mode

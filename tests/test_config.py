@@ -27,6 +27,11 @@ def test_defaults_work():
     assert options.expert == Expert(schedule="vertical", compiler="auto", snake=True)
 
 
+def test_the_path_of_a_file_is_no_options():
+    with pytest.raises(OptionError, match=r"options must be a dict, such as .*; got 'config\.json'"):
+        Options.of("config.json")
+
+
 def test_from_a_mapping():
     options = Options.of({"micro_batch_size": 4, "expert": {"snake": False}}, mode="max-autotune")
     assert options == Options(micro_batch_size=4, expert=Expert(snake=False), mode="max-autotune")

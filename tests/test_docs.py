@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny import tiny
 from zoo import VOCAB
 
@@ -63,7 +64,7 @@ def test_the_loop_that_is_read_first_trains(name, tmp_path):
     code = code.replace('"/mnt/nvme0/me"', f'"{tmp_path}"').replace('"storage"', f'{ON_SSD}"storage"')
     logged: list[dict[str, float]] = []
     given = {"gs_compile": gs_compile, "torch": torch, "model": model, "loader": [batch] * 3, "held_out": batch}
-    given["wandb"] = SimpleNamespace(log=logged.append)
+    given |= {"wandb": SimpleNamespace(log=logged.append), "transformers": transformers}
     exec(code, given)
     for more in others:  # it logs, evaluates and saves
         exec(more.replace("% 100", "% 2").replace('"trained"', f'"{tmp_path / "trained"}"'), given)
