@@ -267,8 +267,8 @@ class Options:
 
 def from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
     """A dataclass of what is given; raises OptionError for a field that it does not have, with the nearest one."""
-    own, others = _names_of(cls, prefix), {Options: {"expert.": Expert}, Expert: {"": Options, "expert.ratios.": Ratios}}
-    known = {name: path for at, each in others.get(cls, {}).items() for name, path in _names_of(each, at).items()} | own
+    own = _names_of(cls, prefix)
+    known = _names_beside(cls) | own
     for key in given:
         if key not in own:
             close = difflib.get_close_matches(str(key).rpartition(".")[2], known, n=1)  # the last of a dotted name
@@ -281,6 +281,13 @@ def from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
                 hint = shorten(f"known: {', '.join(own.values())}", 500)
             raise OptionError(f"unknown option {prefix}{key}; {hint}")
     return cls(**given)
+
+
+def _names_beside(cls: type) -> dict[str, str]:
+    """Options that people look for in `cls`, and that are elsewhere."""
+    if cls is Options:
+        return _names_of(Expert, "expert.")
+    return _names_of(Ratios, "expert.ratios.") | _names_of(Options, "") if cls is Expert else {}
 
 
 def _names_of(cls: type, prefix: str) -> dict[str, str]:

@@ -237,7 +237,8 @@ def watch(
 ) -> None:
     """Follow runs live: speed, bottleneck, lanes and drives.
 
-    All are compared with the plan. DIR is a directory of a run's option `storage` or `status`. Without it, all your runs on this machine are shown.
+    All are compared with the plan. DIR is a directory of a run's option `storage` or `status`. Without it, all your
+    runs on this machine are shown.
     """
     from gs_compile.cli.watch import statuses, watch
 
