@@ -300,3 +300,10 @@ def test_a_bad_set_up_is_refused_and_costs_no_values(name, once, tmp_path):
     else:
         same(SetUp(tmp_path / "again", setup.model).train(), once)
     assert our_threads() == []
+
+
+def test_what_stays_in_memory_is_told(tmp_path, caplog):
+    """Of an optimizer of torch, where budgets and places were given."""
+    SetUp(tmp_path, make=torch.optim.AdamW).call()
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "gs_compile.model.backend"]
+    assert "stay in memory, and storage and host_memory have no effect" in told
