@@ -97,7 +97,6 @@ def main() -> None:
         print(f"step {step}: loss {loss.item():.3f}, {time.perf_counter() - start:.1f} s")
         if step == 0:
             print(gs_compile.inspect(model).tiers)
-    optimizer.synchronize()
 
     assert optimizer.last_step is not None
     print("seconds and bytes of each lane in the last step:")

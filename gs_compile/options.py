@@ -21,6 +21,7 @@ Masters = Literal["split", "whole"]
 Frozen = Literal["nf4", "nf4_single", "fp4", "fp4_single", "int8", "fp8", "mxfp4"]  # as `runtime.codecs` knows them
 Clipping = Literal["delayed", "speculative"]
 
+OF_OPTIMIZERS = ("lr", "max_grad_norm", "state_dtype", "weight_decay")  # settings, which are no options
 ROUNDING = 1e-6  # of ratios that are sums of what a solver gives
 DEFAULT_STORAGE = "greedysnake"  # under the user's cache
 
@@ -250,6 +251,8 @@ class Options:
         """The options from what torch.compile hands to a backend; raises `OptionError` for what it does not know."""
         if isinstance(options, Options):
             return replace(options, mode=mode or options.mode)
+        if not isinstance(options, Mapping | None):
+            raise OptionError(f'options must be a dict, such as {{"storage": "/mnt/nvme0/me"}}; got {options!r}')
         given = dict(options or {})
         if mode is not None:
             given["mode"] = mode
@@ -264,17 +267,39 @@ class Options:
 
 def from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
     """A dataclass of what is given; raises OptionError for a field that it does not have, with the nearest one."""
-    known = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
+    own = _names_of(cls, prefix)
+    known = _names_beside(cls) | own
     for key in given:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = (
-                f"did you mean {prefix}{close[0]}?"
-                if close
-                else shorten(f"known: {', '.join(prefix + k for k in known)}", 500)
-            )
+        if key not in own:
+            close = difflib.get_close_matches(str(key).rpartition(".")[2], known, n=1)  # the last of a dotted name
+            meant = known[close[0]] if close else ""
+            if cls is Options and key in OF_OPTIMIZERS:
+                hint = f"the optimizer has it: gs_compile.AdamW(model.parameters(), {key}=...)"
+            elif meant:
+                hint = f"did you mean {meant if meant in own.values() else _as_written(meant)}?"
+            else:
+                hint = shorten(f"known: {', '.join(own.values())}", 500)
             raise OptionError(f"unknown option {prefix}{key}; {hint}")
     return cls(**given)
+
+
+def _names_beside(cls: type) -> dict[str, str]:
+    """Options that people look for in `cls`, and that are elsewhere."""
+    if cls is Options:
+        return _names_of(Expert, "expert.")
+    return _names_of(Ratios, "expert.ratios.") | _names_of(Options, "") if cls is Expert else {}
+
+
+def _names_of(cls: type, prefix: str) -> dict[str, str]:
+    return {entry.name: prefix + entry.name for entry in fields(cls)}
+
+
+def _as_written(name: str) -> str:
+    """An option as it is given: ``{"expert": {"alpha": ...}}`` of ``expert.alpha``."""
+    written = "..."
+    for part in reversed(name.split(".")):
+        written = f'{{"{part}": {written}}}'
+    return written
 
 
 def _nested(name: str, cls: type[T], value: Any) -> T:

@@ -27,6 +27,11 @@ def test_defaults_work():
     assert options.expert == Expert(schedule="vertical", compiler="auto", snake=True)
 
 
+def test_the_path_of_a_file_is_no_options():
+    with pytest.raises(OptionError, match=r"options must be a dict, such as .*; got 'config\.json'"):
+        Options.of("config.json")
+
+
 def test_from_a_mapping():
     options = Options.of({"micro_batch_size": 4, "expert": {"snake": False}}, mode="max-autotune")
     assert options == Options(micro_batch_size=4, expert=Expert(snake=False), mode="max-autotune")
@@ -58,7 +63,18 @@ def test_from_a_mapping():
         ({"group": 3}, "group must be a torch.distributed.ProcessGroup that this rank is in; got 3"),
         ({"expert": {"compiler": "gcc"}}, "expert.compiler must be one of 'auto', 'inductor', 'eager'; got 'gcc'"),
         ({"micro_batchsize": 2}, "unknown option micro_batchsize; did you mean micro_batch_size?"),
-        ({"snake": False}, f"unknown option snake; known: {KNOWN}"),
+        ({"zzz": False}, f"unknown option zzz; known: {KNOWN}"),
+        ({"snake": False}, 'unknown option snake; did you mean {"expert": {"snake": ...}}?'),
+        (
+            {"max_grad_norm": 1.0},
+            "unknown option max_grad_norm; the optimizer has it: gs_compile.AdamW(model.parameters(), max_grad_norm=...)",
+        ),
+        ({"expert.alpha": 0}, 'unknown option expert.alpha; did you mean {"expert": {"alpha": ...}}?'),
+        (
+            {"expert": {"parameter": 0}},
+            'unknown option expert.parameter; did you mean {"expert": {"ratios": {"parameter": ...}}}?',
+        ),
+        ({"expert": {"host_memry": 1}}, 'unknown option expert.host_memry; did you mean {"host_memory": ...}?'),
         (
             {"expert": {"zzz": 1}},
             "unknown option expert.zzz; known: " + ", ".join(f"expert.{name}" for name in KNOWN_EXPERT.split(", ")),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny import tiny
 from zoo import VOCAB
 
@@ -53,13 +55,20 @@ def test_the_pass_that_contributing_writes_runs(capsys):
 
 @pytest.mark.parametrize("name", ["README.md", "docs/start.md"])
 def test_the_loop_that_is_read_first_trains(name, tmp_path):
-    (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+    code, *others = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     model = tiny()
     tokens = torch.randint(VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
     with torch.no_grad():
         before = model(**batch).loss.item()
     code = code.replace('"/mnt/nvme0/me"', f'"{tmp_path}"').replace('"storage"', f'{ON_SSD}"storage"')
-    exec(code, {"gs_compile": gs_compile, "model": model, "loader": [batch] * 3})
+    logged: list[dict[str, float]] = []
+    given = {"gs_compile": gs_compile, "torch": torch, "model": model, "loader": [batch] * 3, "held_out": batch}
+    given |= {"wandb": SimpleNamespace(log=logged.append), "transformers": transformers}
+    exec(code, given)
+    for more in others:  # it logs, evaluates and saves
+        exec(more.replace("% 100", "% 2").replace('"trained"', f'"{tmp_path / "trained"}"'), given)
+        assert {"loss", "grad_norm", "tokens_per_second"} <= logged[-1].keys()
+        assert (tmp_path / "trained" / "model.safetensors").exists()
     with torch.no_grad():
         assert model(**batch).loss.item() < before

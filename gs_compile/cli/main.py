@@ -114,7 +114,10 @@ def inspect(request: InspectRequest) -> None:
 
 @app.command()
 def doctor(storage: Storage = None, as_json: Json = False) -> None:
-    """Check whether this machine is fit for training; the exit code is 1 if a check is bad."""
+    """Check whether this machine is fit for training.
+
+    The exit code is 1 if a check is bad.
+    """
     from gs_compile.cli.doctor import examine
     from gs_compile.options import Options
     from gs_compile.planner.summary import table
@@ -135,7 +138,10 @@ def probe(
     refresh: Annotated[bool, option("Measure again, even if there is a stored result.", ..., "--refresh")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine and store the result; with torchrun also the network between its ranks."""
+    """Measure this machine and store the result.
+
+    With torchrun, the network between its ranks is measured too.
+    """
     from gs_compile.cli.plan import busy, profile_table
     from gs_compile.options import Options
     from gs_compile.planner.measure.machines import profile
@@ -161,9 +167,9 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show where all data of a model's step would be stored, how fast a step would be, and why.
+    """Show where data would be stored, and how fast a step would be.
 
-    It needs neither the model's weights nor the machine.
+    It also says what limits the speed, and needs neither the model's weights nor the machine.
     """
     from gs_compile.cli.plan import find_longest, make_plan
     from gs_compile.cli.report.explain import as_dict, report
@@ -187,9 +193,9 @@ def fit(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Predict how fast a machine trains a model: in full, by LoRA, and by LoRA over 4-bit weights.
+    """Predict how fast a machine trains a model, in full or by LoRA.
 
-    It needs neither the model's weights nor the machine.
+    It also predicts LoRA over 4-bit weights, and needs neither the model's weights nor the machine.
     """
     from gs_compile.cli.plan import find_fits
     from gs_compile.cli.report.fits import fits_dict, fits_report
@@ -208,7 +214,10 @@ def simulate(
     figures: Annotated[File, option("Save figures to this directory; needs matplotlib.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show when each operation of a planned step would run, and what the computation would wait for."""
+    """Show when each operation of a planned step would run.
+
+    It also shows what the computation would wait for.
+    """
     from gs_compile.cli.plan import make_plan
     from gs_compile.cli.report.draw import save
     from gs_compile.cli.report.explain import step_dict, step_report
@@ -221,14 +230,15 @@ def simulate(
 @app.command()
 def watch(
     directory: Annotated[
-        Path | None, typer.Argument(help="A directory of a run.", metavar="[DIR]", show_default=False)
+        Path | None, typer.Argument(help="A directory of a run.", metavar="DIR", show_default=False)
     ] = None,
     once: Annotated[bool, option("Show one screen; the default if the output is no terminal.", ..., "--once")] = False,
     as_json: Json = False,
 ) -> None:
-    """Follow runs live: speed, bottleneck, lanes and drives, compared with the plan.
+    """Follow runs live: speed, bottleneck, lanes and drives.
 
-    DIR is a directory of a run's option `storage` or `status`. Without it, all your runs on this machine are shown.
+    All are compared with the plan. DIR is a directory of a run's option `storage` or `status`. Without it, all your
+    runs on this machine are shown.
     """
     from gs_compile.cli.watch import statuses, watch
 
@@ -244,7 +254,7 @@ def report(
     output: Annotated[Path, option("The file for the page.", ..., metavar="FILE")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
-    """Write a page about a run: loss, step times, lanes, bytes, plan and machine.
+    """Write a page about a run: loss, step times, lanes and plan.
 
     DIR is a directory of a run's option `storage` or `status`. If it has several runs, the newest is taken; if a run
     has several ranks, the first.
@@ -263,11 +273,14 @@ def train(
     ],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(help="Entries that override the file's: args.max_steps=5", metavar="[NAME=VALUE]..."),
+        typer.Argument(help="Entries that override the file's: args.max_steps=5", metavar="NAME=VALUE"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a model with TRL's SFTTrainer by a YAML file, and save it; no script is needed."""
+    """Train a model with TRL's SFTTrainer by a YAML file.
+
+    The model is saved at the end.
+    """
     from gs_compile.cli.train import train
 
     do_with_all()

@@ -77,7 +77,14 @@ class InspectRequest(NamedTuple):
     as_json: bool = option("Print one JSON object; with --graph also the graph's text.", False, "--json")
 
 
-Model = Annotated[str, option('As in inspect, or "gpt-65b".', metavar="M")]
+Model = Annotated[
+    str,
+    option(
+        'A known name ("llama-8b", "gpt-65b", "gpt-oss-20b"), a model type ("llama"), the path of a model or of its '
+        "config.json, or an id of the hub.",
+        metavar="M",
+    ),
+]
 Flag = tuple[Any, Any]  # its type on the command line; its help
 
 # A flag for each field of a `Request`; what is not given is what the field says.

@@ -18,7 +18,10 @@ app = typer.Typer(help="List, verify, export or remove durable runs.", no_args_i
 
 @app.command()
 def ls(directory: Directory, as_json: Json = False) -> None:
-    """List the durable runs in a directory, of all ranks and models, including runs in use."""
+    """List the durable runs in a directory.
+
+    These are the runs of all ranks and models, including runs in use.
+    """
     from gs_compile.cli.stored.runs import found_in, listing
 
     runs = found_in(directory)
@@ -55,7 +58,7 @@ def gc(
 
 @app.command()
 def verify(directory: Directory, as_json: Json = False) -> None:
-    """Read every block of the runs in a directory, and compare it with its checksum.
+    """Compare every block of durable runs with its checksum.
 
     The exit code is 5 if a block is corrupt.
     """

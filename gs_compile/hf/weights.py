@@ -133,8 +133,11 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, master: bool 
 
     A shard has `max_shard_size`, here "5GB" by default. With `master`, parameters that compute in bf16 are written as
     their fp32 masters. Where transformers needs all values first (see `streamed`), they are mapped from files. All
-    ranks call this; the first one writes, and the others keep nothing of what they read.
+    ranks call this; the first one writes, and the others keep nothing of what they read. Raises OptionError for a file
+    in the place of the folder, for which transformers writes nothing.
     """
+    if Path(folder).is_file():
+        raise OptionError(f"{folder} is a file, and a checkpoint is a folder: name another")
     with on_first_rank(model) as is_first, streamed(model, master=master) as values, ExitStack() as stack:
         if not is_first:
             return

@@ -6,6 +6,7 @@ its parameters become placeholders; when the capture runs, their engine is made.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +42,13 @@ from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import optimizers_of
-from gs_compile.options import Options
+from gs_compile.options import Options, default_storage
 from gs_compile.runtime.random_state import random_state, set_random_state
 from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.stream import deterministic
 from gs_compile.runtime.units import CompiledUnits, MicroBatch, WholeBatch
+
+log = logging.getLogger(__name__)
 
 OF_A_CALL = ("micro_batch_size", "outputs", "deterministic", "mode")  # options that the first call does not settle
 
@@ -151,6 +154,8 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     call = Call(compilation, models, args, units, training, ranks)
     if (engine := _engine_for(call)) is not None:
         call = _on_tiers(call, engine, found)
+    elif any(isinstance(arg, torch.nn.Parameter) and arg.requires_grad for arg in args) and training:
+        _tell_of_memory(compilation)
     if units.seed is not None and ranks is not None:
         units.seed ^= ranks.place << 48  # each rank draws its own
     return call
@@ -173,6 +178,25 @@ def _on_tiers(call: Call, engine: Engine, found: Mapping[str, str] | None) -> Ti
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
     return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine)
+
+
+def _tell_of_memory(compilation: Compilation) -> None:
+    """A run without an optimizer of this package has all in memory: log what has no effect, where that was asked for.
+
+    Raises OptionError where steps were to be durable.
+    """
+    options = compilation.options
+    if options.durability:
+        raise OptionError(
+            "durability needs an optimizer of gs_compile (AdamW, Adam, SGD, Lion, Muon) that was made before the call: "
+            "with others all stays in memory, so save state dicts, and leave durability out"
+        )
+    is_asked = options.host_memory is not None or options.storage != (default_storage(),)
+    if is_asked and compilation.latest is None:
+        log.warning(
+            "all parameters, gradients and states stay in memory, and storage and host_memory have no effect: the "
+            "model has no optimizer of gs_compile. Make one before its first call, such as gs_compile.AdamW"
+        )
 
 
 def _as_buffer(arg: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-from gs_compile.errors import OptionError, ResumeError, StepOrderError
+from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrderError
 from gs_compile.model.former_run import check_parameters
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -62,10 +62,7 @@ def resume(
     Raises ResumeError if the run is of another model or optimizer, or has other states, ManifestError for a damaged
     commit, and StepOrderError after the model's first call.
     """
-    if optimizer.engine is not None:
-        raise StepOrderError(
-            "the model has already run: call resume before its first call, which moves the values to the tiers"
-        )
+    _check(optimizer)
     given, states = {*states, *optimizer.kept.states}, {name: each for name, each in states.items() if each is not None}
     for name, each in states.items():
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
@@ -93,6 +90,19 @@ def resume(
     optimizer.go_on(former)
     optimizer.kept.user, optimizer.kept.step = former.user, former.step
     return Resumed(former.step, former.user)
+
+
+def _check(optimizer: Any) -> None:
+    """Raise for an optimizer that has no durable steps, or has taken some already."""
+    if not isinstance(optimizer, TieredOptimizer):
+        raise OptimizerError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} keeps its states in memory, so no step is "
+            "durable: make one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or save state dicts"
+        )
+    if optimizer.engine is not None:
+        raise StepOrderError(
+            "the model has already run: call resume before its first call, which moves the values to the tiers"
+        )
 
 
 def last_of(options: Options) -> Manifest | None:

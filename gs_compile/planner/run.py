@@ -348,7 +348,12 @@ def host_budget(options: Options, num_here: int = 1) -> int:
     """The bytes of host memory that this process may map. num_here: ranks on this machine, which share what it has."""
     if options.host_memory is None:
         return int(available_memory() * DEFAULT_SHARE / num_here)
-    return parse_bytes(options.host_memory, whole=usable_memory() // num_here, name="host_memory")
+    whole = usable_memory() // num_here
+    asked = parse_bytes(options.host_memory, whole=whole, name="host_memory")
+    if asked > whole:
+        words = format_bytes(asked), format_bytes(whole)
+        log.warning("host_memory is %s, and this process may use %s: it is killed if it needs more than that", *words)
+    return asked
 
 
 def device_budget(options: Options, device: torch.device) -> int | None:

@@ -200,6 +200,13 @@ def test_the_version():
     assert run("--version").stdout == f"greedysnake {gs_compile.__version__}\n"
 
 
+@pytest.mark.parametrize("group", [(), ("store",)], ids=" ".join)
+def test_the_list_of_commands_has_whole_sentences(group):
+    commands = run(*group, "--help").stdout.partition("Commands:")[2]
+    assert commands
+    assert "..." not in commands
+
+
 def test_help_needs_nothing_heavy():
     """So it comes at once: torch alone takes a second."""
     script = (

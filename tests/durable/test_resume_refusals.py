@@ -120,6 +120,12 @@ def test_a_commit_that_resume_has_not_found_is_not_taken_up(harness, given, tmp_
             steps(harness, optimizer, (0,))
 
 
+def test_an_optimizer_of_torch_has_no_durable_steps(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(OptimizerError, match=r"torch\.optim\.adamw\.AdamW keeps its states in memory, .* make one of"):
+        gs_compile.resume(model, torch.optim.AdamW(model.parameters()), storage=tmp_path)
+
+
 def test_a_number_of_steps_that_was_read_before_the_first_call_is_true_or_refused(harness, given, tmp_path):
     """Else the loop begins with the first batch again, and learns something else without a word."""
     commit = read(tmp_path / FOLDER)

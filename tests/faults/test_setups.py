@@ -164,6 +164,11 @@ def bf16_with_an_optimizer_of_torch(setup):
     setup.options["precision"], setup.make = "bf16", torch.optim.AdamW
 
 
+@refused(errors.OptionError, r"durability needs an optimizer of gs_compile .* that was made before the call")
+def durable_steps_of_an_optimizer_of_torch(setup):
+    setup.options["durability"], setup.make = "step", torch.optim.AdamW
+
+
 @refused(errors.OptionError, "RANK=5 of WORLD_SIZE=2, which is not possible: start the ranks with torchrun")
 def a_rank_that_there_is_not(setup):
     setup.say(RANK="5", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
@@ -295,3 +300,10 @@ def test_a_bad_set_up_is_refused_and_costs_no_values(name, once, tmp_path):
     else:
         same(SetUp(tmp_path / "again", setup.model).train(), once)
     assert our_threads() == []
+
+
+def test_what_stays_in_memory_is_told(tmp_path, caplog):
+    """Of an optimizer of torch, where budgets and places were given."""
+    SetUp(tmp_path, make=torch.optim.AdamW).call()
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "gs_compile.model.backend"]
+    assert "stay in memory, and storage and host_memory have no effect" in told

@@ -194,6 +194,13 @@ def test_all_formats_have_the_values(tmp_path, monkeypatch):
         same_tensors(inside(Learner(model, optimizer)), wanted)
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+    """transformers logs it, and writes nothing."""
+    (tmp_path / "saved").touch()
+    with pytest.raises(OptionError, match="saved is a file, and a checkpoint is a folder"):
+        gs_compile.save_pretrained(huggingface("gpt2"), tmp_path / "saved")
+
+
 def test_masters_are_saved_on_request(tmp_path):
     model = small("llama")
     optimizer = run(model, tmp_path, precision="bf16")

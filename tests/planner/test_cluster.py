@@ -100,6 +100,7 @@ def test_what_a_rank_has_of_its_node():
     [
         ({"gpus": 0}, PlanError, "0 GPUs on each of 1 nodes: both must be 1 or more"),
         ({"nodes": 2}, PlanError, "2 nodes: give the network between them"),
+        ({"network": "fast"}, OptionError, "network must be a whole number of bytes, or text"),
         ({"nodes": 2, "network": 0}, PlanError, "network is 0; it must be bytes per second"),
         ({"nodes": 2, "network": "25 furlongs/s"}, OptionError, "network has an unknown unit"),
         ({"gpus": 2, "machine": replace(NODE, net_bytes_per_second=inf)}, PlanError, "the rate between its GPUs"),

@@ -1,4 +1,4 @@
-"""What a run has planned and timed goes with it: a notebook makes many, and their graphs are large."""
+"""The budget of a run; and what it has planned and timed goes with it: a notebook makes many, with large graphs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ import torch
 from planned import gpt
 
 from gs_compile.options import Options
+from gs_compile.planner import run
 from gs_compile.planner.cost import timing as module
 from gs_compile.planner.cost.timing import LayerLevels
 from gs_compile.planner.measure.machines import Where
 from gs_compile.planner.run import ModelAtHand, RunPlanner
 from gs_compile.program.ir import StepShape
+
+
+def test_a_budget_beyond_the_machine_is_told(monkeypatch, caplog):
+    """Else the system kills the run without a word."""
+    monkeypatch.setattr(run, "usable_memory", lambda: 8 << 30)
+    assert run.host_budget(Options(host_memory="8GiB")) == 8 << 30
+    assert caplog.text == ""
+    assert run.host_budget(Options(host_memory="48GiB")) == 48 << 30
+    assert "host_memory is 48.0 GiB, and this process may use 8.0 GiB: it is killed if it needs more" in caplog.text
 
 
 def test_nothing_else_holds_the_planner_of_a_run():

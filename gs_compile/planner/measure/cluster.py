@@ -26,6 +26,7 @@ def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | 
     """
     if gpus < 1 or nodes < 1:
         raise PlanError(f"{gpus} GPUs on each of {nodes} nodes: both must be 1 or more")
+    given = None if network is None else _rate(network)
     ranks, rate = gpus * nodes, machine.net_bytes_per_second
     if ranks == 1:
         return machine
@@ -34,11 +35,11 @@ def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | 
             f"{machine.name} does not have the rate between its GPUs: add net_bytes_per_second to its profile, or "
             "measure it with torchrun --nproc-per-node 2 -m gs_compile probe"
         )
-    if nodes > 1 and network is None:
+    if nodes > 1 and given is None:
         raise PlanError(f"{nodes} nodes: give the network between them, such as network 25GB/s")
     hops = (gpus - 1) * nodes * machine.net_hop_seconds
-    if nodes > 1:
-        rate = min(rate, _rate(network))
+    if given is not None and nodes > 1:
+        rate = min(rate, given)
         hops += (nodes - 1) * NETWORK_HOP_SECONDS
     return replace(
         share_of(machine, gpus),
