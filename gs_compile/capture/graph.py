@@ -321,6 +321,11 @@ def source_line(node: fx.Node) -> str:
     return next(reversed(source_lines(node)), "")
 
 
+def at_line(node: fx.Node) -> str:
+    """The same for the end of a sentence: ``, at file:line: text``."""
+    return f", at {line}" if (line := source_line(node)) else ""
+
+
 def source_lines(node: fx.Node) -> list[str]:
     """The user's lines that called one another to make `node`, the last as in `source_line`."""
     trace = str(node.meta.get("stack_trace") or node.stack_trace or "")

@@ -12,6 +12,7 @@ from functools import cache
 from keyword import iskeyword
 from typing import Any
 
+import torch
 from torch import fx
 from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
@@ -27,7 +28,7 @@ JOINING = frozenset("stack cat concat concatenate hstack vstack dstack column_st
 ADDING = frozenset("add iadd sub isub subtract".split())
 SCALING = frozenset("mul imul multiply".split())
 DIVIDING = frozenset("truediv itruediv div divide true_divide".split())
-# With a number, these compute with its value; other operations take numbers as shapes.
+# With a number, these compute with its value, beside what `computes` knows; others take numbers as shapes.
 ARITHMETIC = (
     ADDING
     | SCALING
@@ -80,6 +81,14 @@ def operation(node: fx.Node) -> str:
     """The plain name of a node's operation: ``add`` for torch.add, operator.add, aten.add.Tensor and Tensor.add_."""
     name = _name(node).removeprefix("special_")
     return name if name.startswith("__") else name.rstrip("_")
+
+
+@cache
+def computes(name: str) -> bool:
+    """Whether an operation computes with the values of its operands, entry by entry; torch tags its own."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    return name in ARITHMETIC | COMPARING or any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
 def maker_of(node: fx.Node) -> fx.Node:

@@ -9,7 +9,7 @@ it, but not numbers that are computed with.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.nn import functional
 from gs_compile.capture.graph import TensorSpec, block_of
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import (
-    ARITHMETIC,
     AVERAGING,
     CASTING,
     COMPARING,
@@ -29,6 +28,7 @@ from gs_compile.capture.operations import (
     REGROUPING,
     SHAPING,
     arguments_of,
+    computes,
     has_samples,
     is_sized,
     maker_of,
@@ -135,9 +135,10 @@ def why_it_mixes(node: fx.Node, made: Made, is_count: Callable[[fx.Node], bool])
     """
     maker, spec = maker_of(node), spec_made(node)
     name = operation(maker)
-    computes = name in ARITHMETIC and spec is not None and spec.dtype.is_floating_point
-    counted = node.args[:1] if name == "cond" else node.all_input_nodes if computes else ()
-    if any(isinstance(each, fx.Node) and is_count(each) for each in counted):
+    read: Sequence[Any] = node.args[:1] if name == "cond" else ()
+    if spec is not None and spec.dtype.is_floating_point:
+        read = [each for each in node.all_input_nodes if computes(name) or _is_of_floats(each)]
+    if any(isinstance(each, fx.Node) and is_count(each) for each in read):
         return COUNTED
     return why_it_runs_along(node, name) if spec is None else _why_rows_mix(maker, name, spec, made)
 
@@ -164,7 +165,8 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str
     given = [source for source in read if source in made.numbers and node not in made.numbers]
     if given and (not all(map(_is_in_order, given)) if _picks(name) else spec.dtype.is_floating_point):
         return "computes with the numbers of the samples, which every micro-batch counts from 0"
-    if name in ARITHMETIC | TO_FLOATS and spec.dtype.is_floating_point and not made.ranks.isdisjoint(read):
+    is_value = spec.dtype.is_floating_point and (computes(name) or name in TO_FLOATS)
+    if is_value and not made.ranks.isdisjoint(read):
         return "computes with the places of entries in the order of those of all samples"
     if name == "einsum" and spec.batch_dims and not set(letters_of_samples(node)) <= set(_equation(node)[1]):
         return "sums over the samples of the batch for each of them"
@@ -196,9 +198,7 @@ def computes_with_batch(node: fx.Node, name: str) -> bool:
     """Whether an operation computes with a number that follows from the batch size, where others take it as a shape."""
     numbers = node.meta.get("batch_numbers", {})
     is_filled = name in ("full", "new_full") and node.meta.get("is_filled_with_batch", False)
-    return bool(numbers) and (
-        name in ARITHMETIC | COMPARING or is_filled or any(isinstance(each, float) for each in numbers)
-    )
+    return bool(numbers) and (computes(name) or is_filled or any(isinstance(each, float) for each in numbers))
 
 
 def _is_of_floats(node: fx.Node) -> bool:

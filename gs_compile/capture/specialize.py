@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, graph_module, source_line
+from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_line, graph_module
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import CHOOSING, mutated, operation, tensor_spec
 from gs_compile.capture.places import is_in_turns, place
@@ -250,7 +250,7 @@ class _Copy:
         if values - given and operation(node) not in CHOOSING:
             raise CaptureError(
                 f"the size of the result of `{node.name}` ({operation(node)}) depends on values, so its memory cannot "
-                f"be planned{f', at {where}' if (where := source_line(node)) else ''}: {GROUPED}"
+                f"be planned{at_line(node)}: {GROUPED}"
             )
 
     def _attribute(self, module: fx.GraphModule, name: str) -> str:

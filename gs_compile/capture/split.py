@@ -37,6 +37,7 @@ from gs_compile.capture.graph import (
     Source,
     TensorSpec,
     UnitGraph,
+    at_line,
     layer_name,
     source_line,
 )
@@ -382,11 +383,9 @@ class _Cut:
         """Raise for a value of a unit's results that has no memory planned."""
         spec = node.meta["spec"]
         if not isinstance(spec, TensorSpec) or not spec.is_sized:
-            where = source_line(node)
             raise CaptureError(
-                f"`{node.name}` leaves its block, or the model, and its size depends on "
-                f"values{f', at {where}' if where else ''}: use it in its block, or replace the entries that it leaves "
-                f"out by zeros; {GROUPED}"
+                f"`{node.name}` leaves its block, or the model, and its size depends on values{at_line(node)}: use it "
+                f"in its block, or replace the entries that it leaves out by zeros; {GROUPED}"
             )
 
     def _name(self, position: int) -> Unit:

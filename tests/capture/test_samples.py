@@ -64,6 +64,11 @@ class Scaling(nn.Module):
         return x + self.function(x, self.scale)
 
 
+class Counting(nn.Module):
+    def forward(self, x):
+        return (x > 0).sum((0, 1))
+
+
 class Block(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -229,6 +234,9 @@ MIXES = {
     "a choice": (lambda x: chosen(x, (x > 9).any()), COUNTED),
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
+    "a count as a bound": (lambda x: torch.maximum(x, (x > 0).sum()), COUNTED),
+    "counts of experts": (lambda x: (x @ torch.histc(x.argmax(-1).float(), WIDTH))[..., None], COUNTED),
+    "a count, returned": (Counting, "is counted over the samples"),
 }  # fmt: skip
 KEEPS = {
     "attention": partial(Attention, batch_first=True),
@@ -266,7 +274,7 @@ KEEPS = {
 
 
 def made(function):
-    return function() if isinstance(function, partial) else Block(function)
+    return function() if isinstance(function, partial | type) else Block(function)
 
 
 class Each(nn.Module):
@@ -327,6 +335,7 @@ def test_a_scan_over_the_sequence_trains():
     [
         (lambda p, y: torch.cat([p, -p]), "has all samples several times in turn"),  # micro-batches are put in a row
         (lambda p, y: (p, torch.arange(p.shape[0])), "is of the numbers of the samples"),
+        (lambda p, y: (p, torch.ones(p.shape[0], p.shape[0])), "pairs the samples of the batch"),
     ],
 )
 def test_what_is_no_output(criterion, words):
