@@ -7,6 +7,7 @@ the user's.
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
+from torch.utils._sympy.value_ranges import bound_sympy
 
 from gs_compile.program.ir import EPILOGUE, Unit
 
@@ -314,6 +316,24 @@ def layer_name(layer: int, cut: BlockCut | None = None) -> str:
         return f"layer {layer}"
     block, part = divmod(layer, len(cut.names))
     return f"the {cut.names[part]} {cut.part} of layer {block}"
+
+
+def hint(size: Any) -> int:
+    """A size as it is now, without leaving a guard on a symbolic one; the most of one that depends on values."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    known = size.node.hint
+    most = bound_sympy(size.node.expr, size.node.shape_env.var_to_range).upper if known is None else known
+    return int(min(sys.maxsize, most))
+
+
+def is_sized(value: Any) -> bool:
+    """Whether no value of a tensor decides a size, or those of tensors."""
+    if isinstance(value, torch.Tensor):
+        return is_sized(tuple(value.shape))
+    if isinstance(value, (tuple, list)):
+        return all(map(is_sized, value))
+    return not isinstance(value, torch.SymInt) or value.node.hint is not None
 
 
 def source_line(node: fx.Node) -> str:

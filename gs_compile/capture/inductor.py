@@ -32,8 +32,8 @@ from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture import toolchain
-from gs_compile.capture.dynamo import user_line
 from gs_compile.capture.graph import Length, TensorSpec, graph_module
+from gs_compile.capture.graph_breaks import user_line
 from gs_compile.errors import GraphBreakError
 
 log = logging.getLogger(__name__)

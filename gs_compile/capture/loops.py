@@ -21,8 +21,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gs_compile.capture.dynamo import hint
-from gs_compile.capture.graph import output_values, packet_of
+from gs_compile.capture.graph import hint, output_values, packet_of
 from gs_compile.capture.inductor import changes_memory
 from gs_compile.capture.internals import tree_leaves
 

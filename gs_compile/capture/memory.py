@@ -17,8 +17,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gs_compile.capture.dynamo import hint
-from gs_compile.capture.graph import output_values
+from gs_compile.capture.graph import hint, output_values
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.loops import Loops, loops
 
