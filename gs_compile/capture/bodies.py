@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from gs_compile.capture.graph import output_values
+from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.operations import (
     ADDING,
     DIVIDING,
@@ -23,12 +24,10 @@ from gs_compile.capture.operations import (
     SCALING,
     has_samples,
     maker_of,
-    mutated,
     operation,
     spec_made,
     tensor_spec,
 )
-from gs_compile.capture.residual_stream import in_memory_of
 from gs_compile.capture.samples import (
     COUNTED,
     Made,

@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gs_compile.capture import toolchain
 from gs_compile.capture.graph import Length, TensorSpec, graph_module
 from gs_compile.capture.graph_breaks import user_line
+from gs_compile.capture.operations import named
 from gs_compile.errors import GraphBreakError
 
 log = logging.getLogger(__name__)
@@ -268,7 +269,4 @@ def draws_random(node: fx.Node) -> bool:
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a node of an ATen graph by name, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    arguments = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return arguments | dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
+    return named(node.target, node.args, node.kwargs)

@@ -34,6 +34,7 @@ from gs_compile.capture.bodies import why_bodies_mix
 from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
 from gs_compile.capture.dealing import refuse_dealing_by_index
 from gs_compile.capture.graph import Captured, LossTerm, at_line, block_of, output_values
+from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.operations import (
     ADDING,
     AVERAGED_LOSSES,
@@ -51,14 +52,12 @@ from gs_compile.capture.operations import (
     draws,
     has_samples,
     maker_of,
-    mutated,
     operation,
     reduction_of,
     spec_made,
     tensor_spec,
 )
 from gs_compile.capture.places import PAIRING
-from gs_compile.capture.residual_stream import in_memory_of
 from gs_compile.capture.samples import (
     Made,
     aligned,

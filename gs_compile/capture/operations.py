@@ -1,4 +1,4 @@
-"""operations: what torch's functions do to samples and to memory, by name.
+"""operations: what torch's functions do to samples, by name.
 
 Dynamo's graph calls Python functions, operators and tensor methods; `operation` gives all spellings of one operation
 the same plain name, and the tables below say what is known of it.
@@ -7,9 +7,8 @@ the same plain name, and the tables below say what is known of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
 
 from gs_compile.capture.graph import TensorSpec, packet_of
-from gs_compile.capture.internals import tree_leaves
 
 LINEAR = frozenset(
     "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
@@ -72,14 +70,11 @@ RANDOM = frozenset(
 )
 # These name places in a tensor's memory, which begins elsewhere where the tensor is a part of more.
 IN_MEMORY = frozenset("as_strided as_strided_copy as_strided_scatter".split())
-IN_PLACE_OPERATORS = frozenset(
-    "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
-)
 
 
 def operation(node: fx.Node) -> str:
     """The plain name of a node's operation: ``add`` for torch.add, operator.add, aten.add.Tensor and Tensor.add_."""
-    name = _name(node).removeprefix("special_")
+    name = spelling(node).removeprefix("special_")
     return name if name.startswith("__") else name.rstrip("_")
 
 
@@ -103,43 +98,22 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {**parameters, **dict(zip(parameters, node.args, strict=False)), **node.kwargs}
 
 
+def named(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator of a library by the names in its schema, defaults included."""
+    schema = operator._schema.arguments
+    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return defaults | dict(zip((each.name for each in schema), args, strict=False)) | dict(kwargs)
+
+
 def reduction_of(arguments: Mapping[str, Any]) -> str:
     """How a loss of torch.nn.functional reduces, its two old switches included: none, mean or sum."""
     old = arguments.get("size_average"), arguments.get("reduce")
     return str(arguments["reduction"]) if old == (None, None) else legacy_get_string(*old, emit_warning=False)
 
 
-# Changes in place -----------------------------------------------------------------------------------------------------
-
-
-def mutated(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose tensors a node changes in place, as ``x.add_``, ``x[i] = y``, ``x += y`` and ``out=`` do."""
-    if node.op not in ("call_method", "call_function"):
-        return []
-    name, arguments = _name(node), arguments_of(node)
-    ends = name.split(".")[0].endswith("_") and not name.endswith("__") and not iskeyword(name[:-1])  # operator.and_
-    changed: Any
-    if (written := _written(node)) is not None:
-        changed = written
-    elif node.target in (functional.batch_norm, functional.instance_norm):  # running statistics, in training
-        is_measured = arguments.get("training", arguments.get("use_input_stats"))
-        changed = [arguments["running_mean"], arguments["running_var"]] if is_measured else []
-    elif node.target in (functional.embedding, functional.embedding_bag):  # rows that are longer
-        changed = arguments["weight"] if arguments["max_norm"] is not None else []
-    elif ends or name in IN_PLACE_OPERATORS or arguments.get("inplace"):
-        changed = [*node.args, *node.kwargs.values()][0]
-    else:
-        changed = node.kwargs.get("out")
-    return [each for each in tree_leaves(changed) if isinstance(each, fx.Node)] if changed else []
-
-
-def _written(node: fx.Node) -> list[Any] | None:
-    """The arguments that an operator of a library writes to, as its schema says; None: it says of none."""
-    schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return None
-    given = {**dict(zip((each.name for each in schema.arguments), node.args, strict=False)), **node.kwargs}
-    return [given.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write]
+def is_free(node: fx.Node) -> bool:
+    """Inputs and constants belong to every unit that reads them."""
+    return node.op in ("placeholder", "get_attr")
 
 
 def draws(node: fx.Node) -> bool:
@@ -153,7 +127,7 @@ def normalises_by_batch(node: fx.Node) -> bool:
     """Whether a node is batch normalisation in training."""
     if node.target is functional.batch_norm:
         return bool(arguments_of(node)["training"])
-    return "batch_norm" in _name(node) and True in node.args[5:6]  # of torch itself
+    return "batch_norm" in spelling(node) and True in node.args[5:6]  # of torch itself
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
@@ -183,7 +157,8 @@ def has_samples(node: fx.Node) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _name(node: fx.Node) -> str:
+def spelling(node: fx.Node) -> str:
+    """The name of a node's operation as the graph has it."""
     return str(node.target) if node.op == "call_method" else getattr(packet_of(node), "__name__", str(node.target))
 
 

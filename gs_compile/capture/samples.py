@@ -18,6 +18,7 @@ from torch import fx
 from torch.nn import functional
 
 from gs_compile.capture.graph import TensorSpec, block_of
+from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import (
     AVERAGING,
@@ -32,14 +33,12 @@ from gs_compile.capture.operations import (
     has_samples,
     is_sized,
     maker_of,
-    mutated,
     normalises_by_batch,
     operation,
     spec_made,
     tensor_spec,
 )
 from gs_compile.capture.places import PAIRING, PART, index_along
-from gs_compile.capture.residual_stream import in_memory_of
 
 # Operations along dimensions: the place of these among the arguments, and which they are otherwise (None: all).
 _LAST = (1, (-1,))

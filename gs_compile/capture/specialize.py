@@ -21,8 +21,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_line, graph_module
+from gs_compile.capture.in_place import mutated
 from gs_compile.capture.internals import tree_leaves
-from gs_compile.capture.operations import CHOOSING, mutated, operation, tensor_spec
+from gs_compile.capture.operations import CHOOSING, operation
 from gs_compile.capture.places import is_in_turns, place
 from gs_compile.errors import GROUPED, CaptureError
 
