@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Literal, Protocol
 
@@ -358,8 +358,12 @@ def block_of(node: fx.Node) -> Block | None:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
-    path = str(list(stack.values())[-1][0])
-    match = re.match(r"^(?:L\['\w+'\]\.?)?(.*?)\.?(?:\['(\d+)'\]|\b(\d+)\b)(?:[.\[]|$)", path)
-    if match is None:
-        return None
-    return match.group(1).rstrip("."), int(match.group(2) or match.group(3))
+    match = re.match(r"(.*?)\.?\b(\d+)(?:\.|$)", module_path(list(stack.values())[-1][0]))
+    return None if match is None else (match[1], int(match[2]))
+
+
+@cache
+def module_path(path: str) -> str:
+    """A path in Dynamo's `nn_module_stack`, ``L['self'].layers['3'].mlp``, as ``layers.3.mlp``."""
+    name = re.sub(r"^L\['\w+'\]\.?", "", path)
+    return re.sub(r"\.?\['(\w+)'\]", r".\1", name).lstrip(".")

@@ -65,7 +65,7 @@ class Generator:
         `function` may call autograd, which would run the backward of tensors on a GPU in a thread of its own, where
         nothing is traced.
         """
-        with torch.inference_mode(False):  # whoever asks
+        with torch.inference_mode(False):  # whoever asks; this has several threads on
             return self._traced(function, specs, sizes or Sizes({}), is_sized)
 
     def _traced(
