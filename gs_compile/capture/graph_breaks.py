@@ -36,6 +36,10 @@ _LIGER = (
     "leave the kernels of Liger out that stand in layers (rope=False, rms_norm=False, swiglu=False and their like), as "
     "inductor fuses these operations itself; its losses may stay"
 )
+_UNHOOK = (
+    "remove the hook (its handle's .remove()), which would never be called, because layers run their backward without "
+    "their modules. Hooks on forwards are part of the model"
+)
 
 
 def graph_break_of(module: fx.GraphModule) -> GraphBreakError | None:
@@ -69,11 +73,7 @@ def _graph_break(where: str, reason: object) -> GraphBreakError:
     if "accelerate/hooks.py" in where:
         return GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{ABSENT}")
     if _BACKWARD_HOOKS in str(reason):
-        return GraphBreakError(
-            f"a module that is called at {where}\nhas a hook on its backward, which would never be called, because "
-            "layers run their backward without their modules: remove it (the handle's .remove()). Hooks on forwards "
-            "are part of the model"
-        )
+        return GraphBreakError(f"a module that is called at {where}\nhas a hook on its backward: {_UNHOOK}")
     return GraphBreakError(
         f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
         f"Dynamo's reason: {str(reason).strip()}\n"
@@ -85,6 +85,8 @@ def remedy(reason: object, where: str = "") -> str:
     """What to do about a graph break, in a line."""
     if "liger_kernel/" in where or ("/triton/" in where and "liger_kernel" in sys.modules):
         return _LIGER
+    if _BACKWARD_HOOKS in str(reason):
+        return _UNHOOK
     if any(sign in str(reason) for sign in _UNSIZED):
         return f"here the number of elements depends on values. {GROUPED[0].upper()}{GROUPED[1:]}"
     return (
