@@ -130,7 +130,7 @@ class _Separation:
         self.data = captured.names("batch", "constant", "buffer")
         self.shares = shares
         self.states = self.shares.states
-        self.made = Made()
+        self.made = Made(self._is_count)
 
     def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
@@ -237,7 +237,7 @@ class _Separation:
         if "local" not in kinds:
             mixes = why_sizes_mix(node, name)
             return _mixed(node, mixes) if mixes else State("local" if has_samples(node) else "same")
-        if mixes := why_it_mixes(node, self.made, self._is_count):
+        if mixes := why_it_mixes(node, self.made):
             return _mixed(maker_of(node), mixes)
         if (spec := spec_made(node)) is None:
             return State("local")

@@ -101,10 +101,12 @@ SIZE = "computes with the batch size"
 class Made:
     """What the values of a graph are made of, as they come in its order.
 
-    numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples'.
+    numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples', or
+    of counts. is_count: whether a value is one for all samples of a micro-batch, and depends on them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_count: Callable[[fx.Node], bool]) -> None:
+        self.is_count = is_count
         self.numbers, self.data, self.ranks = set[fx.Node](), set[fx.Node](), set[fx.Node]()
 
     def follow(self, node: fx.Node) -> None:
@@ -116,8 +118,9 @@ class Made:
         if (node.op == "placeholder" and has_samples(node)) or not self.data.isdisjoint(decide):
             self.data |= {node, *chain.from_iterable(map(in_memory_of, mutated(node)))}
         read = read[: 1 if _picks(name) else None]
-        follows = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point and not self.ranks.isdisjoint(read)
-        if follows or _is_order(node, name):
+        is_whole = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
+        is_counted = has_samples(node) and any(map(self.is_count, read))
+        if (is_whole and (is_counted or not self.ranks.isdisjoint(read))) or _is_order(node, name):
             self.ranks.add(node)
 
     def _is_number(self, node: fx.Node, name: str) -> bool:
@@ -127,17 +130,14 @@ class Made:
         return name in NUMBERING or (bool(made_from) and all(source in self.numbers for source in made_from))
 
 
-def why_it_mixes(node: fx.Node, made: Made, is_count: Callable[[fx.Node], bool]) -> str:
-    """Why an operation on samples mixes them; empty where it keeps them apart.
-
-    is_count: whether a value is one for all samples of a micro-batch, and depends on them.
-    """
+def why_it_mixes(node: fx.Node, made: Made) -> str:
+    """Why an operation on samples mixes them; empty where it keeps them apart."""
     maker, spec = maker_of(node), spec_made(node)
     name = operation(maker)
     read: Sequence[Any] = node.args[:1] if name == "cond" else ()
     if spec is not None and spec.dtype.is_floating_point:
         read = [each for each in node.all_input_nodes if computes(name) or _is_of_floats(each)]
-    if any(isinstance(each, fx.Node) and is_count(each) for each in read):
+    if any(isinstance(each, fx.Node) and made.is_count(each) for each in read):
         return COUNTED
     return why_it_runs_along(node, name) if spec is None else _why_rows_mix(maker, name, spec, made)
 
@@ -166,7 +166,7 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str
         return "computes with the numbers of the samples, which every micro-batch counts from 0"
     is_value = spec.dtype.is_floating_point and (computes(name) or name in TO_FLOATS)
     if is_value and not made.ranks.isdisjoint(read):
-        return "computes with the places of entries in the order of those of all samples"
+        return "computes with the places of entries in the order of those of all samples, or with their numbers"
     if name == "einsum" and spec.batch_dims and not set(letters_of_samples(node)) <= set(_equation(node)[1]):
         return "sums over the samples of the batch for each of them"
     return why_it_runs_along(node, name) or _why_it_picks(node, name, made)
@@ -292,9 +292,11 @@ def _why_it_picks(node: fx.Node, name: str, made: Made) -> str:
 
 
 def _is_order(node: fx.Node, name: str) -> bool:
-    """Whether a node says where entries of several samples are once they are in order."""
+    """Whether a node says where entries of several samples are, once they are in order or as they stand."""
     maker = maker_of(node)
     kind, spec = operation(maker), next(filter(None, map(tensor_spec, maker.all_input_nodes)), None)
+    if kind in ("nonzero", "argwhere") or (kind == "where" and len(maker.args) == 1):
+        return any(map(has_samples, maker.all_input_nodes))
     is_indices = kind == "argsort" if maker is node else node.args[1] == 1
     if not is_indices or kind not in ORDERING or spec is None or not spec.shape:
         return False

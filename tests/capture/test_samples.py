@@ -109,6 +109,10 @@ def inverse(places):
     return found
 
 
+def load(x):
+    return (x.argmax(-1)[..., None] == torch.arange(WIDTH)).sum((0, 1))
+
+
 def changed(x, *index):
     x = 1 * x
     x[index] = 0.0
@@ -138,6 +142,7 @@ def per_sample(x, kernel):
 
 ALONG, NUMBERS, COUNTED = "runs along the batch", "with the numbers of the samples", "with what is counted over"
 ROWS, PART, PAIRS = "takes rows of several samples", "takes a part of the samples", "pairs the samples"
+RANKS = "with the places of entries in the order of those of all samples"
 PICKED, SIZE, REDUCES = "by indices that none of them decides", "computes with the batch size", "reduces over the"
 NO_SUM = "of values reduced over the batch is no sum of shares"
 MIXES = {
@@ -182,7 +187,7 @@ MIXES = {
     "values in order, by another name": (lambda x: torch.msort(x), ALONG),
     "as many tokens as there is room for": (
         lambda x: like(flat(x) * (order(x).argsort() < 7)[:, None], x),
-        "with the places of entries in the order of those of all samples",
+        RANKS,
     ),
     "rows for columns": (lambda x: x.reshape(TOKENS, -1, WIDTH).transpose(0, 1), ROWS),
     "rows for columns, in two steps": (lambda x: flat(x).view(TOKENS, -1, WIDTH).transpose(0, 1), ROWS),
@@ -234,6 +239,9 @@ MIXES = {
     "a choice": (lambda x: chosen(x, (x > 9).any()), COUNTED),
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
+    "the load of each token's expert": (lambda x: x / load(x)[x.argmax(-1)][..., None], RANKS),
+    "tokens by how many there are": (lambda x: torch.where(x.argmax(-1) < load(x).max(), 1.0, 0.0)[..., None] * x, RANKS),
+    "places of tokens": (lambda x: x + (flat(x).sum(-1) > 9).nonzero().float().sum(), RANKS),
     "a count as a bound": (lambda x: torch.maximum(x, (x > 0).sum()), COUNTED),
     "counts of experts": (lambda x: (x @ torch.histc(x.argmax(-1).float(), WIDTH))[..., None], COUNTED),
     "a count, returned": (Counting, "is counted over the samples"),
