@@ -1,7 +1,8 @@
 """graph_breaks: where and why Dynamo has not made one graph of a forward, and what to do about it.
 
 Dynamo breaks a graph, or gives a whole frame up and compiles what it calls. Then the backend is asked for parts of the
-forward: the reasons are found by what Dynamo has kept of its compilations.
+forward: the reasons are found by what Dynamo has kept of its compilations. And it compiles a frame so many times, for
+what it is called with; after that it runs as it is written.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
+from torch._guards import CompileContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from gs_compile.capture.limit import over_limit
+from gs_compile.capture.frame_settings import compiled_frame
 from gs_compile.errors import ABSENT, GROUPED, CaptureError, GraphBreakError
 
 _TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
@@ -182,3 +185,42 @@ def _resumed_at(node: fx.Node) -> str:
     """The line at which Dynamo broke forward before this node: the name of the function it resumed in says so."""
     found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")
     return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else ""
+
+
+# Dynamo's limit -------------------------------------------------------------------------------------------------------
+
+
+def is_last_compile() -> bool:
+    """Whether Dynamo will compile the frame that it compiles now no more: it has reached its limit."""
+    if CompileContext.current_compile_id() is None:
+        return False
+    others: Any = compiled_frame("cache_size")["cache_size"]
+    return bool(others.num_cache_entries_with_same_id_matched_objs + 1 >= dynamo_config.recompile_limit)
+
+
+def note_last_compile(error: BaseException, is_last: bool) -> None:
+    """Add to the refusal of a frame that Dynamo compiles no more: the next call would run it as it is."""
+    if is_last:
+        error.add_note(
+            f"Dynamo has compiled this model {dynamo_config.recompile_limit} times, which is its limit: from now on it "
+            "runs without greedysnake. Call torch._dynamo.reset() before the next try"
+        )
+
+
+def last_over_limit() -> Any:
+    """What Dynamo has kept of the last frame that it did not compile, being over its limit; None: there is none."""
+    found = (metrics for metrics in reversed(get_compilation_metrics()) if over_limit(metrics))
+    return next(found, None)
+
+
+def over_limit(metrics: Any) -> str:
+    """Words on a frame that Dynamo did not compile for its limit; empty of others."""
+    if not str(metrics.fail_reason).startswith("Dynamo recompile limit exceeded"):
+        return ""
+    guard = str(metrics.recompile_reason).partition(": ")[2].partition(" #")[0].strip()  # "0/7: t == 2.0  # def ..."
+    return (
+        f"Dynamo has compiled this model's forward {dynamo_config.recompile_limit} times, which is its limit: calls of "
+        "other kinds run as they are written from now on, without greedysnake. The last one was of another kind: this "
+        f"did not hold any more: {guard or 'unknown'}. A number that changes from step to step is to be a tensor, "
+        "or a float that tensors are multiplied by, divided by or added to"
+    )
