@@ -101,8 +101,8 @@ SIZE = "computes with the batch size"
 class Made:
     """What the values of a graph are made of, as they come in its order.
 
-    numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples', or
-    of counts. is_count: whether a value is one for all samples of a micro-batch, and depends on them.
+    numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples',
+    or of counts. is_count: whether a value is one for all samples of a micro-batch, and depends on them.
     """
 
     def __init__(self, is_count: Callable[[fx.Node], bool]) -> None:

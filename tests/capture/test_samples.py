@@ -240,7 +240,7 @@ MIXES = {
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
     "the load of each token's expert": (lambda x: x / load(x)[x.argmax(-1)][..., None], RANKS),
-    "tokens by how many there are": (lambda x: torch.where(x.argmax(-1) < load(x).max(), 1.0, 0.0)[..., None] * x, RANKS),
+    "tokens by how many there are": (lambda x: x * (x.argmax(-1) < load(x).max())[..., None], RANKS),
     "places of tokens": (lambda x: x + (flat(x).sum(-1) > 9).nonzero().float().sum(), RANKS),
     "a count as a bound": (lambda x: torch.maximum(x, (x > 0).sum()), COUNTED),
     "counts of experts": (lambda x: (x @ torch.histc(x.argmax(-1).float(), WIDTH))[..., None], COUNTED),
