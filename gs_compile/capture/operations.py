@@ -64,10 +64,6 @@ AVERAGED_LOSSES = frozenset(
 OF_ROWS = {"multi_margin_loss": "target", "cosine_embedding_loss": "target"}
 WEIGHTED_LOSSES = frozenset("mse_loss l1_loss".split())  # whose mean is over their `weight`, where one is given
 AVERAGING = AVERAGED_LOSSES | COUNTED_LOSSES | {"mean"}
-RANDOM = frozenset(
-    "rand randn randint rand_like randn_like randint_like randperm bernoulli multinomial normal uniform random "
-    "exponential geometric cauchy log_normal poisson gumbel_softmax rrelu".split()
-)
 # These name places in a tensor's memory, which begins elsewhere where the tensor is a part of more.
 IN_MEMORY = frozenset("as_strided as_strided_copy as_strided_scatter".split())
 
@@ -78,12 +74,9 @@ def operation(node: fx.Node) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
-@cache
 def computes(name: str) -> bool:
-    """Whether an operation computes with the values of its operands, entry by entry; torch tags its own."""
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
-    return name in ARITHMETIC | COMPARING or any(torch.Tag.pointwise in each.tags for each in overloads)
+    """Whether an operation computes with the values of its operands, entry by entry."""
+    return name in ARITHMETIC | COMPARING or _is_tagged(name, torch.Tag.pointwise)
 
 
 def maker_of(node: fx.Node) -> fx.Node:
@@ -119,8 +112,10 @@ def is_free(node: fx.Node) -> bool:
 def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers, which are others where it runs again elsewhere."""
     name, arguments = operation(node), arguments_of(node)
-    drops = "dropout" in name and arguments.get("training", True) and arguments.get("p") != 0
-    return name in RANDOM or bool(drops)
+    if "attention" in name:  # which is tagged for its dropout
+        return bool(arguments.get("dropout_p", 0))
+    is_random = _is_tagged(name, torch.Tag.nondeterministic_seeded) or name == "gumbel_softmax" or "dropout" in name
+    return is_random and bool(arguments.get("training", True)) and arguments.get("p") != 0
 
 
 def normalises_by_batch(node: fx.Node) -> bool:
@@ -160,6 +155,13 @@ def has_samples(node: fx.Node) -> bool:
 def spelling(node: fx.Node) -> str:
     """The name of a node's operation as the graph has it."""
     return str(node.target) if node.op == "call_method" else getattr(packet_of(node), "__name__", str(node.target))
+
+
+@cache
+def _is_tagged(name: str, tag: torch.Tag) -> bool:
+    """Whether torch has an operation of that name with a tag."""
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and any(tag in getattr(packet, each).tags for each in packet.overloads())
 
 
 @cache
