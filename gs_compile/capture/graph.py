@@ -22,6 +22,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 from torch.utils._sympy.value_ranges import bound_sympy
 
+from gs_compile.capture.internals import tree_leaves
 from gs_compile.program.ir import EPILOGUE, Unit
 
 # What a graph input is. "batch" has the batch along dimension 0; "constant" is shared by all micro-batches; "size"
@@ -285,6 +286,11 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
 def packet_of(node: fx.Node) -> Any:
     """The operation of a node in an ATen graph, whichever overload of it that is."""
     return getattr(node.target, "overloadpacket", node.target)
+
+
+def tensors_in(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node of an ATen graph gives, without memory."""
+    return [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
 
 
 def output_values(module: fx.GraphModule) -> tuple[Any, ...]:
