@@ -26,6 +26,7 @@ from gs_compile.capture.operations import has_samples, is_free, operation
 from gs_compile.capture.residual_stream import Readers, ResidualStream, residual_streams
 from gs_compile.capture.vmapped import BRACKETS, INNER, LAZY, OUTER
 
+
 def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
     """The nodes of `graph` that `wanted` need; a change in place is needed by whatever shares its memory."""
     live = set(wanted)

@@ -28,6 +28,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 from torch.nn import functional
 
+from gs_compile.capture.given_up import watch
 from gs_compile.capture.loss import loss
 from gs_compile.errors import SeparationError
 
@@ -241,7 +242,6 @@ MIXES = {
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
     "the load of each token's expert": (lambda x: x / load(x)[x.argmax(-1)][..., None], RANKS),
     "tokens by how many there are": (lambda x: x * (x.argmax(-1) < load(x).max())[..., None], RANKS),
-    "places of tokens": (lambda x: x + (flat(x).sum(-1) > 9).nonzero().float().sum(), RANKS),
     "a count as a bound": (lambda x: torch.maximum(x, (x > 0).sum()), COUNTED),
     "counts of experts": (lambda x: (x @ torch.histc(x.argmax(-1).float(), WIDTH))[..., None], COUNTED),
     "a count, returned": (Counting, "is counted over the samples"),
@@ -319,6 +319,17 @@ def test_what_keeps_samples_apart_is_right():
     parts = zip(*(run(module, case.named(start, 2)) for start in (0, 2)), strict=True)
     for name, found, whole in zip(KEEPS, parts, run(case.specialized(4), case.named()), strict=True):
         torch.testing.assert_close(torch.cat(found), whole, msg=lambda words, name=name: f"{name}: {words}")
+
+
+def test_the_places_of_some_tokens_are_no_numbers_to_compute_with():
+    def placed(x):
+        places = (flat(x).sum(-1) > 0).nonzero()[:, 0]
+        return like(torch.zeros_like(flat(x)).index_add(0, places, places[:, None] * flat(x)[places]), x)
+
+    model = compiled(Tiny(blocks=[Block(placed), Block(placed)]))
+    watch()  # which the reset has ended
+    with pytest.raises(SeparationError, match=RANKS):
+        model(*batch(4))
 
 
 def test_a_function_that_gives_a_parameter_no_gradient_leaves_it_none():
