@@ -127,7 +127,7 @@ class _Fold:
                 stride=tuple(self.constant(value.stride())) if value.layout == torch.strided else (),
                 dtype=value.dtype,
                 device=value.device,
-                requires_grad=value.requires_grad,
+                requires_grad=_is_tracked(value),
                 batch_dims=tuple(dim for dim, size in enumerate(value.shape) if self.size(size).grows),
             )
         return tuple(self.spec(part) for part in value) if isinstance(value, (tuple, list)) else None
@@ -281,6 +281,11 @@ class _Copy:
 
 def _has_gradient(spec: Any) -> bool:
     return isinstance(spec, TensorSpec) and spec.requires_grad
+
+
+def _is_tracked(value: torch.Tensor) -> bool:
+    """Whether a gradient goes on from a tensor; torch says so of a view, too, that no_grad has made of one that has."""
+    return value.requires_grad and (value.grad_fn is not None or not value._is_view())
 
 
 def _of_one(squeeze: fx.Node) -> tuple[int, ...]:
