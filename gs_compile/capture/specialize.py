@@ -263,12 +263,17 @@ class _Copy:
         return free
 
     def _detached(self, node: fx.Node) -> fx.Node:
-        """Under no_grad an operation reads what has no gradient, so that no result has one; what is changed in place,
-        or given back as it is, keeps its own.
+        """Under no_grad a result has no gradient, nor has one of several, for which its operation reads what has none;
+        what is changed in place, or given back as it is, keeps its own.
         """
         tracked, changed = [each for each in node.all_input_nodes if _has_gradient(each.meta["spec"])], mutated(node)
-        if not tracked or (not changed and any(map(_has_gradient, tree_leaves(node.meta["spec"])))):
+        spec = node.meta["spec"]
+        if not tracked or (not changed and any(map(_has_gradient, tree_leaves(spec)))):
             return node
+        if not changed and isinstance(spec, TensorSpec):
+            detached = self.graph.call_method("detach", (node,))
+            detached.meta = dict(node.meta)
+            return detached
         for source in tracked:
             with self.graph.inserting_before(node):
                 detached = self.graph.call_method("detach", (source,))
