@@ -32,7 +32,7 @@ ARITHMETIC = (
     | SCALING
     | DIVIDING
     | frozenset("pow ipow float_power rsub floordiv floor_divide mod remainder fmod".split())
-    | frozenset("clamp clamp_min clamp_max clip fill masked_fill full_like where".split())
+    | frozenset("clamp clamp_min clamp_max clip fill masked_fill full_like where copy".split())
 )
 COMPARING = frozenset("eq ne lt le gt ge equal not_equal less less_equal greater greater_equal".split())
 REGROUPING = frozenset("view reshape flatten unflatten ravel view_as reshape_as".split())

@@ -54,7 +54,7 @@ ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
     "conv_tbc": (_FIXED, (0, 2)),
     "diff": (2, (-1,)),
-    "fill_diagonal": (_FIXED, None),  # by numbers of rows
+    **dict.fromkeys(("fill_diagonal", "diagonal_scatter"), (_FIXED, None)),  # by numbers of rows
     "fliplr": (_FIXED, (1,)),
     "flipud": (_FIXED, (0,)),
     "gumbel_softmax": (4, (-1,)),
@@ -148,7 +148,7 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str
         return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
     if any(len(each.batch_dims) > 1 for each in (spec, *map(tensor_spec, read)) if each is not None):
         return PAIRING
-    if name in ("isin", "bucketize") and any(map(has_samples, read[1:])):
+    if name in ("isin", "bucketize", "cartesian_prod") and any(map(has_samples, read[1:])):
         return PAIRING
     if name == "embedding" and arguments_of(node)["scale_grad_by_freq"]:
         return "divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)"

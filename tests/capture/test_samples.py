@@ -242,6 +242,8 @@ MIXES = {
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
     "the load of each token's expert": (lambda x: x / load(x)[x.argmax(-1)][..., None], RANKS),
     "tokens by how many there are": (lambda x: x * (x.argmax(-1) < load(x).max())[..., None], RANKS),
+    "a count, copied": (lambda x: torch.zeros_like(x).copy_((x > 0).sum()) + x, COUNTED),
+    "samples in turn": (lambda x: torch.cartesian_prod(torch.arange(2.0), x[:, 0, 0])[: x.shape[0], None, :1], PAIRS),
     "a count as a bound": (lambda x: torch.maximum(x, (x > 0).sum()), COUNTED),
     "counts of experts": (lambda x: (x @ torch.histc(x.argmax(-1).float(), WIDTH))[..., None], COUNTED),
     "a count, returned": (Counting, "is counted over the samples"),
