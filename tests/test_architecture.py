@@ -40,7 +40,7 @@ COMPARED = "|".join(name for name in get_args(Schedule) if name != "vertical")
 PRIVATE = {"_cdata", "_typed_storage", "_version", "_weak_ref", "__closure__", "cell_contents"}
 MUTABLE = {  # module-level state that changes, each with its reason in ARCHITECTURE.md
     "gs_compile.codegen.compiled.compilations_of",
-    "gs_compile.codegen.compiled._codes",
+    "gs_compile.codegen.codes._codes",
     "gs_compile.runtime.kernels._memory",
     "gs_compile.runtime.forks._parent",
     "gs_compile.runtime.threads._default",

@@ -13,7 +13,7 @@ from captured import Tiny, batch
 
 import gs_compile
 from gs_compile import progress
-from gs_compile.codegen import compiled
+from gs_compile.codegen import codes
 
 
 class Terminal(io.StringIO):
@@ -36,7 +36,7 @@ def test_a_first_step(stream, measured, tmp_path, monkeypatch, caplog):
     compiled to be timed is not compiled again.
     """
     monkeypatch.setattr(progress, "LOGGED_SECONDS", 0.0)
-    monkeypatch.setattr(compiled, "_codes", compiled.Codes())  # nothing is compiled
+    monkeypatch.setattr(codes, "_codes", codes.Codes())  # nothing is compiled
     monkeypatch.setattr(sys, "stderr", shown := stream())
     model = Tiny()
     optimizer = gs_compile.SGD(model.parameters(), lr=0.1)

@@ -13,101 +13,22 @@ from typing import Any
 import torch
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.nn import functional
-from torch.nn.modules import transformer
 
-from gs_compile.capture.liger import LOSSES
+from gs_compile.capture.liger import cross_entropy, of_causal_model
 
 _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
 
 
 def trace_libraries() -> bool:
     """Have Dynamo trace what libraries that are imported by now do; returns whether this changed anything."""
-    losses = _trace_chunked_loss(), _trace_liger_losses()
-    return any([_trace_adapters(), _trace_recorders(), *losses, _trace_noise(), _trace_masks()])
-
-
-def _trace_adapters() -> bool:
-    """How DoRA reads a weight that may be quantized, or is transposed, and `METHODS` of its layers.
-
-    PEFT asks for the name of the weight's module, at which Dynamo breaks the graph. A quantized weight breaks it still,
-    and PEFT's own function reads it. What is transposed becomes a parameter there, which no graph can make.
-    """
     changed = False
     for module, name, traced in FUNCTIONS:
-        original = getattr(sys.modules.get(f"peft.utils.{module}"), name, None)
+        original = getattr(sys.modules.get(module), name, None)
         changed |= original is not None and _substitute(original, traced)
     for kind, name, method, of_method in METHODS:
         layer = getattr(sys.modules.get(f"peft.tuners.{kind}.layer"), name, None)
         changed |= layer is not None and _substitute_method(layer, method, of_method)
     return changed
-
-
-def _trace_recorders() -> bool:
-    """Models of transformers that record what layers make.
-
-    The hooks for it are installed in the first forward that is asked for attentions, router logits or hidden
-    states. Dynamo breaks the graph there; so they are installed while it traces, once for a model.
-    """
-    install = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
-    if install is None:
-        return False
-
-    def while_tracing(context: ComptimeContext) -> None:
-        model: Any = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker()
-        install(model.realize().value)
-
-    def maybe_install_capturing_hooks(model: Any) -> None:
-        comptime(while_tracing)
-
-    return _substitute(install, maybe_install_capturing_hooks)
-
-
-def _trace_chunked_loss() -> bool:
-    """torch's loss of a head, without its own chunks.
-
-    These are a function that breaks the graph; `codegen.pieces` has pieces of all that a head does.
-    """
-    original = getattr(functional, "linear_cross_entropy", None)  # of torch 2.13 and later
-    if original is None:
-        return False
-    whole: Any = FunctionType(original.__code__, original.__globals__)  # another one, which Dynamo traces
-    whole.__kwdefaults__ = original.__kwdefaults__
-
-    def linear_cross_entropy(*given: Any, options: Any = None, **named: Any) -> Any:
-        return whole(*given, **named)
-
-    return _substitute(original, linear_cross_entropy)
-
-
-def _trace_liger_losses() -> bool:
-    """Liger's losses, without its kernels; `codegen.pieces` has pieces of the one that is fused with the head."""
-    changed = False
-    for (module, name), traced in LOSSES.items():
-        original = getattr(sys.modules.get(f"liger_kernel.transformers.{module}"), name, None)
-        changed |= original is not None and _substitute(original, traced)
-    return changed
-
-
-def _trace_noise() -> bool:
-    """The noise of NEFTune, for sequences of all lengths.
-
-    transformers draws it within a bound that is a tensor, which Dynamo can read where the length is a number.
-    """
-    noisy = getattr(sys.modules.get("transformers.integrations.neftune"), "neftune_post_forward_hook", None)
-    return noisy is not None and _substitute(noisy, _with_noise)
-
-
-def _trace_masks() -> bool:
-    """torch's stacks that are given a mask and no `is_causal`.
-
-    They look at the mask's values to find whether it is causal, at which Dynamo breaks the graph. That is a hint to
-    kernels alone, and the mask counts in either case: here it is what was said.
-    """
-
-    def _detect_is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return is_causal is True
-
-    return _substitute(transformer._detect_is_causal_mask, _detect_is_causal_mask)
 
 
 def _substitute(original: Any, traced: Callable[..., Any]) -> bool:
@@ -175,15 +96,11 @@ METHODS = (  # of PEFT's layers, by the module and the name of their class
 )
 
 
-def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
-    if not module.training:
-        return embedded
-    number = embedded.new_ones(embedded.shape[1:], dtype=torch.float32).sum()
-    bound: torch.Tensor = module.neftune_noise_alpha / number.sqrt()
-    return embedded + torch.zeros_like(embedded).uniform_(-1, 1) * bound
+# What functions are traced as -----------------------------------------------------------------------------------------
 
 
 def _weight(module: Any) -> Any:
+    """How DoRA reads a weight that may be quantized: one that is breaks the graph still, and PEFT itself reads it."""
     if hasattr(module, "W_q"):
         return module.dequantize()
     if type(module.weight).__name__ not in _PLAIN:
@@ -192,12 +109,72 @@ def _weight(module: Any) -> Any:
 
 
 def _transposed(weight: Any, fan_in_fan_out: bool) -> Any:
+    """What is transposed becomes a parameter in PEFT, which no graph can make."""
     if not fan_in_fan_out:
         return weight
     return (weight.detach() if isinstance(weight, torch.nn.Parameter) else weight).T
 
 
-FUNCTIONS = (  # of PEFT, by their modules
-    ("integrations", "dequantize_module_weight", _weight),
-    ("other", "transpose", _transposed),
+def _recorded(model: Any) -> None:
+    """Models of transformers that record what layers make, such as attentions, router logits or hidden states.
+
+    The hooks for it are installed in the first forward that is asked for some, where Dynamo breaks the graph; so they
+    are installed while it traces, once for a model.
+    """
+    comptime(_install_hooks)
+
+
+def _install_hooks(context: ComptimeContext) -> None:
+    model: Any = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    sys.modules["transformers.utils.output_capturing"].maybe_install_capturing_hooks(model.realize().value)
+
+
+def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
+    """The noise of NEFTune, for sequences of all lengths.
+
+    transformers draws it within a bound that is a tensor, which Dynamo can read where the length is a number.
+    """
+    if not module.training:
+        return embedded
+    number = embedded.new_ones(embedded.shape[1:], dtype=torch.float32).sum()
+    bound: torch.Tensor = module.neftune_noise_alpha / number.sqrt()
+    return embedded + torch.zeros_like(embedded).uniform_(-1, 1) * bound
+
+
+def _in_one(*given: Any, options: Any = None, **named: Any) -> Any:
+    """torch's loss of a head without its own chunks, which are a function that breaks the graph.
+
+    `codegen.pieces` has pieces of all that a head does.
+    """
+    return _IN_ONE(*given, **named)
+
+
+def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Of torch's stacks that are given a mask and no `is_causal`: what was said.
+
+    They look at the mask's values, at which Dynamo breaks the graph. That is a hint to kernels alone, and the mask
+    counts in either case.
+    """
+    return is_causal is True
+
+
+def _another(function: Any) -> Any:
+    """The same function, which Dynamo traces where it has a substitute for that one."""
+    if function is None:
+        return None
+    copied = FunctionType(function.__code__, function.__globals__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_IN_ONE = _another(getattr(functional, "linear_cross_entropy", None))  # of torch 2.13 and later
+FUNCTIONS: tuple[tuple[str, str, Callable[..., Any]], ...] = (  # by their modules
+    ("peft.utils.integrations", "dequantize_module_weight", _weight),
+    ("peft.utils.other", "transpose", _transposed),
+    ("transformers.utils.output_capturing", "maybe_install_capturing_hooks", _recorded),
+    ("transformers.integrations.neftune", "neftune_post_forward_hook", _with_noise),
+    ("torch.nn.functional", "linear_cross_entropy", _in_one),
+    ("torch.nn.modules.transformer", "_detect_is_causal_mask", _is_causal),
+    ("liger_kernel.transformers.functional", "liger_cross_entropy", cross_entropy),  # without Liger's kernels
+    ("liger_kernel.transformers.model.loss_utils", "LigerForCausalLMLoss", of_causal_model),
 )

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from gs_compile.capture.operations import has_samples, mutated, operation
-from gs_compile.capture.residual_stream import Readers, ResidualStream, is_free, residual_streams, storage_of
-
-VMAP_BRACKETS = LOAD, ENTER, LEAVE = "lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"
+from gs_compile.capture.in_place import mutated, storage_of
+from gs_compile.capture.operations import has_samples, is_free, operation
+from gs_compile.capture.residual_stream import Readers, ResidualStream, residual_streams
+from gs_compile.capture.vmapped import BRACKETS, INNER, LAZY, OUTER
 
 
 def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
@@ -95,7 +95,7 @@ def _with_readers(
         return max(each for each in origins if each <= unit)
 
     others, begun = [node for node in readers if node not in position], {node: at for at, node in origins.items()}
-    brackets = [node for node in others if _name(node) in VMAP_BRACKETS]  # of what may come before them in the graph
+    brackets = [node for node in others if node.target in BRACKETS]  # of what may come before them in the graph
     for node in chain(filter(lambda node: node not in brackets, reversed(others)), brackets):
         units = {position[reader] for reader in readers[node]} | ({begun[node]} if node in begun else set())
         unit = own.get(node, num_layers + 1) if not units else min(units) if len(units) == 1 else begin(min(units))
@@ -127,20 +127,15 @@ def _inside_vmaps(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     opened: list[tuple[list[fx.Node], list[fx.Node]]] = []  # brackets, and what is inside
     before: list[fx.Node] = []
     for node in nodes:
-        name = _name(node)
-        if name == LEAVE:
+        if node.target is OUTER:
             brackets, inside = opened.pop()
             regions |= dict.fromkeys([*brackets, node], inside)
-        if name not in VMAP_BRACKETS:  # those of a vmap inside of another have the nodes of both
+        if node.target not in BRACKETS:  # those of a vmap inside of another have the nodes of both
             for _, inside in opened:
                 inside.append(node)
-        if name in (LOAD, ENTER):
+        if node.target in (LAZY, INNER):
             before.append(node)
-        if name == ENTER:
+        if node.target is INNER:
             opened.append((before, []))
             before = []
     return regions
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", ""))

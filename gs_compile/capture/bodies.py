@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from gs_compile.capture.graph import output_values
+from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.operations import (
     ADDING,
     DIVIDING,
@@ -23,12 +24,10 @@ from gs_compile.capture.operations import (
     SCALING,
     has_samples,
     maker_of,
-    mutated,
     operation,
     spec_made,
     tensor_spec,
 )
-from gs_compile.capture.residual_stream import in_memory_of
 from gs_compile.capture.samples import (
     COUNTED,
     Made,
@@ -67,7 +66,8 @@ class _Body:
     """Looks at the operations of a graph in their order; reduces nothing."""
 
     def __init__(self) -> None:
-        self.made, self.sums, self.counts = Made(), set[fx.Node](), set[fx.Node]()
+        self.sums, self.counts = set[fx.Node](), set[fx.Node]()
+        self.made = Made(self.counts.__contains__)
 
     def why(self, body: fx.GraphModule) -> tuple[fx.Node, str] | None:
         for node in body.graph.nodes:
@@ -95,7 +95,7 @@ class _Body:
             keeps = self._keeps_sums(node, name)
             return "" if keeps else f"`{name}` of values reduced over the batch is no sum of shares"
         reads = any(map(has_samples, read)) or not self.counts.isdisjoint(read)
-        mixes = why_it_mixes(node, self.made, self.counts.__contains__) if reads else why_sizes_mix(node, name)
+        mixes = why_it_mixes(node, self.made) if reads else why_sizes_mix(node, name)
         if why := why_values_mix(node, name) or mixes:
             return why
         if not reads or (spec := spec_made(node)) is None or spec.batch_dims or name in FILLING:

@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
-from gs_compile.capture.dynamo import absorb_libraries, capture, hint
-from gs_compile.capture.graph import Captured
+from gs_compile.capture.dynamo import absorb_libraries, capture
+from gs_compile.capture.graph import Captured, hint
 from gs_compile.errors import InspectionError
 
 

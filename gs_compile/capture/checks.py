@@ -16,8 +16,8 @@ from torch import fx
 
 from gs_compile.capture.arrange import needed_by
 from gs_compile.capture.graph import TensorSpec, block_of, source_lines
-from gs_compile.capture.operations import has_samples
-from gs_compile.capture.residual_stream import changed, is_free, storage_of
+from gs_compile.capture.in_place import changed, storage_of
+from gs_compile.capture.operations import has_samples, is_free
 from gs_compile.capture.shares import Shares
 from gs_compile.errors import CaptureError, CheckError
 

@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import TensorSpec, source_line
+from gs_compile.capture.graph import TensorSpec, at_line
 from gs_compile.capture.operations import operation
 from gs_compile.errors import CaptureError, SeparationError
 
@@ -77,8 +77,7 @@ def refuse_dealing_by_index(graph: fx.Graph) -> None:
         if _deals(*specs):
             raise CaptureError(
                 f"`{node.name}` distributes the rows of a tensor to the places of a mask, whose number depends on "
-                f"values{f', at {where}' if (where := source_line(node)) else ''}: write x.masked_scatter(mask[..., "
-                "None], y)"
+                f"values{at_line(node)}: write x.masked_scatter(mask[..., None], y)"
             )
 
 

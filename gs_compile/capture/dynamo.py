@@ -8,17 +8,14 @@ Facts of Dynamo that this file rests on are each under a test in ``tests/capture
 
 from __future__ import annotations
 
-import linecache
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
-from traceback import FrameSummary
-from types import CodeType, FrameType
-from typing import Any, NoReturn
+from types import CodeType
+from typing import Any
 
 import sympy
 import torch
@@ -26,20 +23,10 @@ from torch import fx
 
 from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.floats import as_tensors
-from gs_compile.capture.graph import Captured, Input, Role
-from gs_compile.capture.remedies import remedy
-from gs_compile.errors import (
-    ABSENT,
-    CaptureError,
-    GraphBreakError,
-    MixedDeviceError,
-    NoBatchInputError,
-    VersionError,
-)
+from gs_compile.capture.graph import Captured, Input, Role, hint
+from gs_compile.errors import CaptureError, MixedDeviceError, NoBatchInputError, VersionError
 
 OLDEST_TORCH = (2, 11)
-_TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
-_TORCH_MODULES = f"{_TORCH}/nn/modules/"
 
 
 def check_torch(version: str = torch.__version__) -> None:
@@ -62,12 +49,10 @@ try:
     from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, install_guard
     from torch._dynamo.source import LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
     from torch._guards import CompileContext
-    from torch.utils._sympy.value_ranges import bound_sympy
 
     from gs_compile.capture.frame_settings import enter_settings, free, is_freed, is_ours
-    from gs_compile.capture.limit import over_limit
+    from gs_compile.capture.graph_breaks import graph_break_of
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
@@ -214,24 +199,6 @@ class _Functions(set[Any]):
         return {f"{each.__module__}.{each.__qualname__}" for each in self}
 
 
-def hint(size: Any) -> int:
-    """A size as it is now, without leaving a guard on a symbolic one; the most of one that depends on values."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    known = size.node.hint
-    most = bound_sympy(size.node.expr, size.node.shape_env.var_to_range).upper if known is None else known
-    return int(min(sys.maxsize, most))
-
-
-def is_sized(value: Any) -> bool:
-    """Whether no value of a tensor decides a size, or those of tensors."""
-    if isinstance(value, torch.Tensor):
-        return is_sized(tuple(value.shape))
-    if isinstance(value, (tuple, list)):
-        return all(map(is_sized, value))
-    return not isinstance(value, torch.SymInt) or value.node.hint is not None
-
-
 # Placeholders ---------------------------------------------------------------------------------------------------------
 
 
@@ -307,127 +274,11 @@ def _has_float_symbols(module: fx.GraphModule) -> bool:
 
 
 def _refuse_graph_break(module: fx.GraphModule) -> None:
-    found, reason = getattr(module, "compile_subgraph_reason", None), "step_unsupported"
-    if found is not None and found.graph_break:
-        if absorb_libraries() or enter_settings():
-            raise _TraceAgain(restart_reason="greedysnake: a call that can be passed over, or traced otherwise")
-        where, reason = user_line(found.user_stack), str(found.reason)
-    else:
-        where = next(filter(None, map(_resumed_at, module.graph.nodes)), "")
-    if where:
-        words = reason
-        if reason == "step_unsupported":  # of an inlined call, or of a line where Dynamo cannot go on later
-            words = [reason, *(list(counters["graph_break"]) or counters["unimplemented"])][-1]
-        for kind in ("graph_break", "unimplemented"):
-            counters[kind].pop(words, None)  # so that the next of these words is the last again
-        raise _graph_break(where, words)
-
-
-def user_line(stack: Iterable[FrameSummary]) -> str:
-    """The user's line, the innermost that is not torch's own; and torch's, where that is where Dynamo stands."""
-    frames = [frame for frame in stack if "torch/_dynamo" not in frame.filename]
-    lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames]
-    own = [line for line in lines if not line.startswith(_TORCH)]
-    if not lines or not own or own[-1] == lines[-1]:
-        return lines[-1] if lines else "an unknown line"
-    return f"{own[-1]} (inside it, {lines[-1]})"
-
-
-def _graph_break(where: str, reason: object) -> GraphBreakError:
-    if "accelerate/hooks.py" in where:
-        return GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{ABSENT}")
-    return GraphBreakError(
-        f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
-        f"Dynamo's reason: {str(reason).strip()}\n"
-        f"greedysnake reorders the whole step, so it needs forward in one graph: {remedy(reason, where)}"
-    )
-
-
-# What Dynamo says where it gives a whole frame up: at a break in a loop, and at an error that the trace alone meets.
-_GIVES_UP = ("frame skipped", "Observed exception")
-
-
-def refuse(error: CaptureError) -> NoReturn:
-    """Raise an error that a call met; where the call comes from a frame that Dynamo gave up, Dynamo's reason for that.
-
-    The graph of such a call is a part of a forward. Where a part may be all that is wrong, its error has a note of what
-    Dynamo has broken forwards at.
-    """
-    if isinstance(error, GraphBreakError):
-        raise error
-    if (found := _given_up_around(sys._getframe())) is not None:
-        broken = _graph_break(*found)
-        broken.__notes__ = getattr(error, "__notes__", [])
-        raise broken from error
-    if (name := _passed_over(sys._getframe())) is not None:
-        raise GraphBreakError(
-            f"the model is itself a torch.nn.{name}: under model.compile() Dynamo skips the forward of torch's own "
-            "modules, and captures each block separately. Compile it with torch.compile, which captures it as a whole: "
-            'model = torch.compile(model, backend="greedysnake")'
-        ) from error
-    given_up = [words for words in counters["unimplemented"] if any(sign in words for sign in _GIVES_UP)]
-    words = "\n".join(found[-1].strip() for found in (list(counters["graph_break"]), given_up) if found)
-    if words:
-        error.add_note(f"If Dynamo has broken this model's forward, that is the cause. Its latest reasons:\n{words}")
-    raise error
-
-
-def last_given_up() -> str:
-    """A sentence on where and why Dynamo gave a function up last; empty where it has given up none."""
-    last = next((each for each in reversed(get_compilation_metrics()) if each.fail_type), None)
-    if last is not None and (words := over_limit(last)):
-        return f". {words}"
-    where, reason = next(reversed(_given_up().values()), ("", ""))
-    words = f". Dynamo gave a forward up at {where}\nDynamo's reason: {reason.strip()}\n"
-    return f"{words}If it is the model's, {remedy(reason)}" if where else ""
-
-
-def _given_up_around(frame: FrameType | None) -> tuple[str, str] | None:
-    """Where and why Dynamo gave up the innermost of this frame and those around it; None: it gave up none of them."""
-    given_up = _given_up()
-    while frame is not None:
-        found = given_up.get((frame.f_code.co_filename, frame.f_code.co_firstlineno))
-        if found and frame.f_code not in orig_code_map:  # code of Dynamo's own is of a function that it has captured
-            return found
-        frame = frame.f_back
-    return None
-
-
-def _passed_over(frame: FrameType | None) -> str | None:
-    """The class of the module whose forward was to be compiled, where that is torch's own, which Dynamo passes over."""
-    while frame is not None:
-        forward, frame = frame, frame.f_back
-        is_torchs = forward.f_code.co_name == "forward" and forward.f_code.co_filename.startswith(_TORCH_MODULES)
-        if is_torchs and forward.f_code not in orig_code_map and _is_compiled(frame):
-            return type(forward.f_locals["self"]).__name__
-    return None
-
-
-def _is_compiled(frame: FrameType | None) -> bool:
-    """Whether a frame is of the function that ``module.compile()`` has Dynamo compile."""
-    around = frame and frame.f_back
-    if frame is None or around is None:
-        return False
-    return frame.f_code.co_name == "_call_impl" and around.f_code.co_filename.startswith(f"{_TORCH}/_dynamo/")
-
-
-def _given_up() -> dict[tuple[Any, Any], tuple[str, str]]:
-    """By the file and first line of each function that Dynamo has given up lately, the user's line and the reason."""
-    found = {}
-    for each in get_compilation_metrics():
-        if each.fail_type and not over_limit(each):
-            file, line = each.fail_user_frame_filename, each.fail_user_frame_lineno
-            if not file or not line or "torch/_dynamo" in file:  # code of Dynamo's own: the function is named
-                file, line = str(each.co_filename), int(each.co_firstlineno or 0)
-            where = f"{file}:{line}: {linecache.getline(file, line).strip()}"
-            found[each.co_filename, each.co_firstlineno] = where, str(each.fail_reason)
-    return found
-
-
-def _resumed_at(node: fx.Node) -> str:
-    """The line at which Dynamo broke forward before this node: the name of the function it resumed in says so."""
-    found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")
-    return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else ""
+    found = getattr(module, "compile_subgraph_reason", None)
+    if found is not None and found.graph_break and (absorb_libraries() or enter_settings()):
+        raise _TraceAgain(restart_reason="greedysnake: a call that can be passed over, or traced otherwise")
+    if (broken := graph_break_of(module)) is not None:
+        raise broken
 
 
 def _refuse_mixed_devices(inputs: Sequence[Input], examples: Sequence[Any]) -> None:

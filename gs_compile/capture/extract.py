@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import Source, UnitGraph, graph_module
+from gs_compile.capture.in_place import changed, storage_of
 from gs_compile.capture.operations import IN_MEMORY, operation
-from gs_compile.capture.residual_stream import changed, storage_of
 from gs_compile.capture.specialize import ENTER_AUTOCAST, EXIT_AUTOCAST
 from gs_compile.program.ir import Unit
 

@@ -14,8 +14,7 @@ from typing import Any
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from gs_compile.capture.dynamo import hint
-from gs_compile.capture.graph import packet_of
+from gs_compile.capture.graph import hint, packet_of
 
 
 def count_flops(module: fx.GraphModule, number: Callable[[Any], int] = hint) -> float:

@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gs_compile.capture.dynamo import Unsupported
 from gs_compile.capture.frame_settings import callback_handler, compiled_frame, is_ours, set_from_the_start
-from gs_compile.capture.limit import last_over_limit, over_limit
-from gs_compile.capture.remedies import remedy
+from gs_compile.capture.graph_breaks import last_over_limit, over_limit, remedy
 from gs_compile.errors import UncapturedWarning
 
 

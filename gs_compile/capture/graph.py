@@ -7,10 +7,11 @@ the user's.
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Literal, Protocol
 
@@ -19,7 +20,9 @@ import torch
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
+from torch.utils._sympy.value_ranges import bound_sympy
 
+from gs_compile.capture.internals import tree_leaves
 from gs_compile.program.ir import EPILOGUE, Unit
 
 # What a graph input is. "batch" has the batch along dimension 0; "constant" is shared by all micro-batches; "size"
@@ -285,6 +288,11 @@ def packet_of(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
 
 
+def tensors_in(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node of an ATen graph gives, without memory."""
+    return [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
+
+
 def output_values(module: fx.GraphModule) -> tuple[Any, ...]:
     """The values that a graph returns: nodes, or constants."""
     values = module.graph.output_node().args[0]
@@ -316,9 +324,32 @@ def layer_name(layer: int, cut: BlockCut | None = None) -> str:
     return f"the {cut.names[part]} {cut.part} of layer {block}"
 
 
+def hint(size: Any) -> int:
+    """A size as it is now, without leaving a guard on a symbolic one; the most of one that depends on values."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    known = size.node.hint
+    most = bound_sympy(size.node.expr, size.node.shape_env.var_to_range).upper if known is None else known
+    return int(min(sys.maxsize, most))
+
+
+def is_sized(value: Any) -> bool:
+    """Whether no value of a tensor decides a size, or those of tensors."""
+    if isinstance(value, torch.Tensor):
+        return is_sized(tuple(value.shape))
+    if isinstance(value, (tuple, list)):
+        return all(map(is_sized, value))
+    return not isinstance(value, torch.SymInt) or value.node.hint is not None
+
+
 def source_line(node: fx.Node) -> str:
     """The user's line that made `node`, as ``file:line: text``; empty where Dynamo kept none."""
     return next(reversed(source_lines(node)), "")
+
+
+def at_line(node: fx.Node) -> str:
+    """The same for the end of a sentence: ``, at file:line: text``."""
+    return f", at {line}" if (line := source_line(node)) else ""
 
 
 def source_lines(node: fx.Node) -> list[str]:
@@ -333,8 +364,12 @@ def block_of(node: fx.Node) -> Block | None:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
-    path = str(list(stack.values())[-1][0])
-    match = re.match(r"^(?:L\['\w+'\]\.?)?(.*?)\.?(?:\['(\d+)'\]|\b(\d+)\b)(?:[.\[]|$)", path)
-    if match is None:
-        return None
-    return match.group(1).rstrip("."), int(match.group(2) or match.group(3))
+    match = re.match(r"(.*?)\.?\b(\d+)(?:\.|$)", module_path(list(stack.values())[-1][0]))
+    return None if match is None else (match[1], int(match[2]))
+
+
+@cache
+def module_path(path: str) -> str:
+    """A path in Dynamo's `nn_module_stack`, ``L['self'].layers['3'].mlp``, as ``layers.3.mlp``."""
+    name = re.sub(r"^L\['\w+'\]\.?", "", path)
+    return re.sub(r"\.?\['(\w+)'\]", r".\1", name).lstrip(".")

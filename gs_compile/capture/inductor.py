@@ -32,8 +32,9 @@ from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture import toolchain
-from gs_compile.capture.dynamo import user_line
 from gs_compile.capture.graph import Length, TensorSpec, graph_module
+from gs_compile.capture.graph_breaks import user_line
+from gs_compile.capture.operations import named
 from gs_compile.errors import GraphBreakError
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Generator:
         `function` may call autograd, which would run the backward of tensors on a GPU in a thread of its own, where
         nothing is traced.
         """
-        with torch.inference_mode(False):  # whoever asks
+        with torch.inference_mode(False):  # whoever asks; this has several threads on
             return self._traced(function, specs, sizes or Sizes({}), is_sized)
 
     def _traced(
@@ -268,7 +269,4 @@ def draws_random(node: fx.Node) -> bool:
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a node of an ATen graph by name, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    arguments = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return arguments | dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
+    return named(node.target, node.args, node.kwargs)

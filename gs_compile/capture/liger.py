@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,9 +55,3 @@ def of_causal_model(
         **{name: value for name, value in named.items() if name.startswith(_SETTINGS)},
     )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-LOSSES: dict[tuple[str, str], Callable[..., Any]] = {  # by their modules and names
-    ("functional", "liger_cross_entropy"): cross_entropy,
-    ("model.loss_utils", "LigerForCausalLMLoss"): of_causal_model,
-}

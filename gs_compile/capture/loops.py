@@ -21,10 +21,8 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gs_compile.capture.dynamo import hint
-from gs_compile.capture.graph import output_values, packet_of
+from gs_compile.capture.graph import hint, output_values, packet_of, tensors_in
 from gs_compile.capture.inductor import changes_memory
-from gs_compile.capture.internals import tree_leaves
 
 aten = torch.ops.aten
 REDUCING = {aten.sum, aten.mean, aten.amax, aten.amin, aten.any, aten.all, aten.prod, aten.argmax, aten.argmin}
@@ -95,7 +93,7 @@ class _Graph:
         return ((maker, each) for maker, each in makers if maker is not self.root[node])
 
     def _visit(self, node: fx.Node) -> None:
-        is_cpu = any(each.device.type == "cpu" for each in _tensors(node))
+        is_cpu = any(each.device.type == "cpu" for each in tensors_in(node))
         body = _Body(is_heavy=is_cpu and packet_of(node) in HEAVY)
         for maker, each in self._inputs(node):
             inner = self.bodies.get(maker)
@@ -127,7 +125,7 @@ class _Graph:
 
 def _is_loop(node: fx.Node) -> bool:
     """Whether a compiler writes the operation itself."""
-    if node.op != "call_function" or not _tensors(node):
+    if node.op != "call_function" or not tensors_in(node):
         return False
     packet, tags = packet_of(node), getattr(node.target, "tags", ())
     if node.target is aten.scatter.value:  # of a number into a tensor of one number: a comparison
@@ -136,13 +134,9 @@ def _is_loop(node: fx.Node) -> bool:
     return packet in REDUCING | MAKING | READING or torch.Tag.pointwise in tags or is_view
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
-
-
 def _memory(node: fx.Node) -> list[object]:
-    return [StorageWeakRef(each.untyped_storage()) for each in _tensors(node)]
+    return [StorageWeakRef(each.untyped_storage()) for each in tensors_in(node)]
 
 
 def _numel(node: fx.Node) -> int:
-    return sum(hint(each.numel()) for each in _tensors(node))
+    return sum(hint(each.numel()) for each in tensors_in(node))

@@ -33,7 +33,8 @@ from torch.nn import functional
 from gs_compile.capture.bodies import why_bodies_mix
 from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
 from gs_compile.capture.dealing import refuse_dealing_by_index
-from gs_compile.capture.graph import Captured, LossTerm, block_of, output_values, source_line
+from gs_compile.capture.graph import Captured, LossTerm, at_line, block_of, output_values
+from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.operations import (
     ADDING,
     AVERAGED_LOSSES,
@@ -51,14 +52,12 @@ from gs_compile.capture.operations import (
     draws,
     has_samples,
     maker_of,
-    mutated,
     operation,
     reduction_of,
     spec_made,
     tensor_spec,
 )
 from gs_compile.capture.places import PAIRING
-from gs_compile.capture.residual_stream import in_memory_of
 from gs_compile.capture.samples import (
     Made,
     aligned,
@@ -95,6 +94,7 @@ def loss(
     micro-batches before the head.
     """
     _refuse_sparse(module)
+    _refuse_kernels(module)
     refuse_dealing_by_index(module.graph)
     shares = Shares(module.graph)
     place_checks(shares, _kept(module, kept))
@@ -110,7 +110,16 @@ def _refuse_sparse(module: fx.GraphModule) -> None:
         if arguments_of(node)["sparse"]:
             raise CaptureError(
                 f"the embedding `{node.name}` makes a sparse gradient, which greedysnake cannot "
-                f"sum{f', at {where}' if (where := source_line(node)) else ''}: leave sparse=True out"
+                f"sum{at_line(node)}: leave sparse=True out"
+            )
+
+
+def _refuse_kernels(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if operation(node) == "triton_kernel_wrapper_mutation":
+            raise CaptureError(
+                f"`{node.name}` is a Triton kernel that forward calls itself{at_line(node)}, so nothing says what it "
+                "writes: make an operator of it (torch.library.custom_op)"
             )
 
 
@@ -121,7 +130,7 @@ class _Separation:
         self.data = captured.names("batch", "constant", "buffer")
         self.shares = shares
         self.states = self.shares.states
-        self.made = Made()
+        self.made = Made(self._is_count)
 
     def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
@@ -142,12 +151,8 @@ class _Separation:
 
     def _output(self, node: fx.Node, output: fx.Node) -> fx.Node:
         state = self.states[node]
-        if node in self.made.numbers:
-            state = _mixed(node, "is of the numbers of the samples, which every micro-batch counts from 0")
-        if state.kind == "local" and node.meta.get("is_in_turns"):
-            state = _mixed(
-                node, "has all samples several times in turn (return the parts, or stack them behind samples)"
-            )
+        if why := self._why_not_in_rows(node, state):
+            state = _mixed(node, why)
         if state.kind == "mixed" and self._is_of_whole(node):
             return self.shares.whole(node)
         if state.kind == "mixed":
@@ -158,6 +163,18 @@ class _Separation:
         if state.kind == "sum":
             self.shares.say(node, "sum", "micro-batches add")
         return node
+
+    def _why_not_in_rows(self, node: fx.Node, state: State) -> str:
+        """Why the micro-batches' values behind one another are not the batch's, of an output with rows; else empty."""
+        if node in self.made.numbers:
+            return "is of the numbers of the samples, which every micro-batch counts from 0"
+        if state.kind != "local" or (spec := tensor_spec(node)) is None:
+            return ""
+        if node.meta.get("is_in_turns"):
+            return "has all samples several times in turn (return the parts, or stack them behind samples)"
+        if not spec.batch_dims:
+            return "is counted over the samples of the batch"
+        return PAIRING if len(spec.batch_dims) > 1 else ""
 
     # The classes -----------------------------------------------------------------------------------------------------
 
@@ -220,7 +237,7 @@ class _Separation:
         if "local" not in kinds:
             mixes = why_sizes_mix(node, name)
             return _mixed(node, mixes) if mixes else State("local" if has_samples(node) else "same")
-        if mixes := why_it_mixes(node, self.made, self._is_count):
+        if mixes := why_it_mixes(node, self.made):
             return _mixed(maker_of(node), mixes)
         if (spec := spec_made(node)) is None:
             return State("local")
@@ -360,10 +377,9 @@ def _not_shares(node: fx.Node, name: str) -> State:
 
 def _refusal(output: fx.Node, state: State) -> str:
     assert state.cause is not None
-    where = source_line(state.cause)
     return (
         f"output `{output.name}` of the whole batch cannot be computed from micro-batches: `{state.cause.name}` "
-        f"({operation(state.cause)}) {state.why}{f', at {where}' if where else ''}. "
+        f"({operation(state.cause)}) {state.why}{at_line(state.cause)}. "
         "Compute it outside of the model from its other outputs, leave it out (options={'outputs': 'loss'} drops all "
         "but the loss), or set micro_batch_size to the whole batch"
     )

@@ -13,13 +13,10 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gs_compile.capture.dynamo import hint
-from gs_compile.capture.graph import output_values
-from gs_compile.capture.internals import tree_leaves
+from gs_compile.capture.graph import hint, output_values, tensors_in
 from gs_compile.capture.loops import Loops, loops
 
 
@@ -76,7 +73,5 @@ def most_alive(memory: Iterable[Lifetime]) -> int:
 
 def _storages(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
     """The memory a node's tensors are in, and its bytes; views share it."""
-    for made in tree_leaves(node.meta.get("val")):
-        if isinstance(made, torch.Tensor):
-            storage = made.untyped_storage()
-            yield StorageWeakRef(storage), hint(storage.nbytes())
+    for storage in (each.untyped_storage() for each in tensors_in(node)):
+        yield StorageWeakRef(storage), hint(storage.nbytes())

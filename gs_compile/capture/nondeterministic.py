@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gs_compile.capture.graph import source_line
-from gs_compile.capture.operations import operation
+from gs_compile.capture.operations import named, operation
 
 Answer = Literal["replaced", "refused", "unknown"]  # with deterministic=True, by another kernel; of another's operator
 
@@ -138,8 +138,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answ
     name = _name(func)
     if name not in REPLACED | REFUSED:
         return None
-    names = [each.name for each in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = named(func, args, kwargs)
     if name in ONLY and not ONLY[name](given):
         return None
     is_product = name == "scatter_reduce" and given["reduce"] == "prod"

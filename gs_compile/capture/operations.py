@@ -1,4 +1,4 @@
-"""operations: what torch's functions do to samples and to memory, by name.
+"""operations: what torch's functions do to samples, by name.
 
 Dynamo's graph calls Python functions, operators and tensor methods; `operation` gives all spellings of one operation
 the same plain name, and the tables below say what is known of it.
@@ -7,17 +7,16 @@ the same plain name, and the tables below say what is known of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from keyword import iskeyword
 from typing import Any
 
+import torch
 from torch import fx
 from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
 
 from gs_compile.capture.graph import TensorSpec, packet_of
-from gs_compile.capture.internals import tree_leaves
 
 LINEAR = frozenset(
     "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
@@ -27,13 +26,13 @@ JOINING = frozenset("stack cat concat concatenate hstack vstack dstack column_st
 ADDING = frozenset("add iadd sub isub subtract".split())
 SCALING = frozenset("mul imul multiply".split())
 DIVIDING = frozenset("truediv itruediv div divide true_divide".split())
-# With a number, these compute with its value; other operations take numbers as shapes.
+# With a number, these compute with its value, beside what `computes` knows; others take numbers as shapes.
 ARITHMETIC = (
     ADDING
     | SCALING
     | DIVIDING
     | frozenset("pow ipow float_power rsub floordiv floor_divide mod remainder fmod".split())
-    | frozenset("clamp clamp_min clamp_max clip fill masked_fill full_like where".split())
+    | frozenset("clamp clamp_min clamp_max clip fill masked_fill full_like where copy".split())
 )
 COMPARING = frozenset("eq ne lt le gt ge equal not_equal less less_equal greater greater_equal".split())
 REGROUPING = frozenset("view reshape flatten unflatten ravel view_as reshape_as".split())
@@ -65,21 +64,19 @@ AVERAGED_LOSSES = frozenset(
 OF_ROWS = {"multi_margin_loss": "target", "cosine_embedding_loss": "target"}
 WEIGHTED_LOSSES = frozenset("mse_loss l1_loss".split())  # whose mean is over their `weight`, where one is given
 AVERAGING = AVERAGED_LOSSES | COUNTED_LOSSES | {"mean"}
-RANDOM = frozenset(
-    "rand randn randint rand_like randn_like randint_like randperm bernoulli multinomial normal uniform random "
-    "exponential geometric cauchy log_normal poisson gumbel_softmax rrelu".split()
-)
 # These name places in a tensor's memory, which begins elsewhere where the tensor is a part of more.
 IN_MEMORY = frozenset("as_strided as_strided_copy as_strided_scatter".split())
-IN_PLACE_OPERATORS = frozenset(
-    "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
-)
 
 
 def operation(node: fx.Node) -> str:
     """The plain name of a node's operation: ``add`` for torch.add, operator.add, aten.add.Tensor and Tensor.add_."""
-    name = _name(node).removeprefix("special_")
+    name = spelling(node).removeprefix("special_")
     return name if name.startswith("__") else name.rstrip("_")
+
+
+def computes(name: str) -> bool:
+    """Whether an operation computes with the values of its operands, entry by entry."""
+    return name in ARITHMETIC | COMPARING or _is_tagged(name, torch.Tag.pointwise)
 
 
 def maker_of(node: fx.Node) -> fx.Node:
@@ -94,57 +91,38 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {**parameters, **dict(zip(parameters, node.args, strict=False)), **node.kwargs}
 
 
+def named(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator of a library by the names in its schema, defaults included."""
+    schema = operator._schema.arguments
+    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return defaults | dict(zip((each.name for each in schema), args, strict=False)) | dict(kwargs)
+
+
 def reduction_of(arguments: Mapping[str, Any]) -> str:
     """How a loss of torch.nn.functional reduces, its two old switches included: none, mean or sum."""
     old = arguments.get("size_average"), arguments.get("reduce")
     return str(arguments["reduction"]) if old == (None, None) else legacy_get_string(*old, emit_warning=False)
 
 
-# Changes in place -----------------------------------------------------------------------------------------------------
-
-
-def mutated(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose tensors a node changes in place, as ``x.add_``, ``x[i] = y``, ``x += y`` and ``out=`` do."""
-    if node.op not in ("call_method", "call_function"):
-        return []
-    name, arguments = _name(node), arguments_of(node)
-    ends = name.split(".")[0].endswith("_") and not name.endswith("__") and not iskeyword(name[:-1])  # operator.and_
-    changed: Any
-    if (written := _written(node)) is not None:
-        changed = written
-    elif node.target in (functional.batch_norm, functional.instance_norm):  # running statistics, in training
-        is_measured = arguments.get("training", arguments.get("use_input_stats"))
-        changed = [arguments["running_mean"], arguments["running_var"]] if is_measured else []
-    elif node.target in (functional.embedding, functional.embedding_bag):  # rows that are longer
-        changed = arguments["weight"] if arguments["max_norm"] is not None else []
-    elif ends or name in IN_PLACE_OPERATORS or arguments.get("inplace"):
-        changed = [*node.args, *node.kwargs.values()][0]
-    else:
-        changed = node.kwargs.get("out")
-    return [each for each in tree_leaves(changed) if isinstance(each, fx.Node)] if changed else []
-
-
-def _written(node: fx.Node) -> list[Any] | None:
-    """The arguments that an operator of a library writes to, as its schema says; None: it says of none."""
-    schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return None
-    given = {**dict(zip((each.name for each in schema.arguments), node.args, strict=False)), **node.kwargs}
-    return [given.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write]
+def is_free(node: fx.Node) -> bool:
+    """Inputs and constants belong to every unit that reads them."""
+    return node.op in ("placeholder", "get_attr")
 
 
 def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers, which are others where it runs again elsewhere."""
     name, arguments = operation(node), arguments_of(node)
-    drops = "dropout" in name and arguments.get("training", True) and arguments.get("p") != 0
-    return name in RANDOM or bool(drops)
+    if "attention" in name:  # which is tagged for its dropout
+        return bool(arguments.get("dropout_p", 0))
+    is_random = _is_tagged(name, torch.Tag.nondeterministic_seeded) or name == "gumbel_softmax" or "dropout" in name
+    return is_random and bool(arguments.get("training", True)) and arguments.get("p") != 0
 
 
 def normalises_by_batch(node: fx.Node) -> bool:
     """Whether a node is batch normalisation in training."""
     if node.target is functional.batch_norm:
         return bool(arguments_of(node)["training"])
-    return "batch_norm" in _name(node) and True in node.args[5:6]  # of torch itself
+    return "batch_norm" in spelling(node) and True in node.args[5:6]  # of torch itself
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
@@ -174,8 +152,16 @@ def has_samples(node: fx.Node) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _name(node: fx.Node) -> str:
+def spelling(node: fx.Node) -> str:
+    """The name of a node's operation as the graph has it."""
     return str(node.target) if node.op == "call_method" else getattr(packet_of(node), "__name__", str(node.target))
+
+
+@cache
+def _is_tagged(name: str, tag: torch.Tag) -> bool:
+    """Whether torch has an operation of that name with a tag."""
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and any(tag in getattr(packet, each).tags for each in packet.overloads())
 
 
 @cache

@@ -19,9 +19,8 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils.checkpoint import CheckpointPolicy
 
-from gs_compile.capture.dynamo import is_sized
 from gs_compile.capture.flops import node_flops
-from gs_compile.capture.graph import graph_module, output_values
+from gs_compile.capture.graph import graph_module, is_sized, output_values
 
 # From what saves most operations for its bytes to all that the backward reads: whether everything but products is
 # computed again, and the part of memory to stay in.

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import fx
 
 from gs_compile.capture.graph import OutputSpec, TensorSpec, UnitGraph, output_values
-from gs_compile.capture.operations import FUNCTION, mutated, operation
+from gs_compile.capture.in_place import mutated
+from gs_compile.capture.operations import FUNCTION, operation
 from gs_compile.program.ir import Unit
 
 

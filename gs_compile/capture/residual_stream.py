@@ -23,7 +23,7 @@ from itertools import accumulate, chain
 from torch import fx
 
 from gs_compile.capture.graph import TensorSpec, block_of, source_line
-from gs_compile.capture.operations import has_samples, mutated, operation
+from gs_compile.capture.operations import has_samples, is_free, operation
 from gs_compile.capture.stacks import Stack, stacks
 from gs_compile.errors import UniformityError
 
@@ -75,32 +75,10 @@ def _has_parameters(stack: Stack, batch: Set[str]) -> bool:
     return any(is_free(each) and each.name not in batch for each in read)
 
 
-def is_free(node: fx.Node) -> bool:
-    """Inputs and constants belong to every unit that reads them."""
-    return node.op in ("placeholder", "get_attr")
-
-
 def is_like(node: fx.Node, spec: TensorSpec) -> bool:
     """Whether a value is a tensor of this shape and dtype."""
     found = node.meta["spec"]
     return isinstance(found, TensorSpec) and (found.shape, found.dtype) == (spec.shape, spec.dtype)
-
-
-def storage_of(node: fx.Node) -> int | None:
-    """A number of the memory that a value is in; None where nothing is known of it."""
-    storage: int | None = node.meta.get("storage")
-    return storage
-
-
-def in_memory_of(value: fx.Node) -> Set[fx.Node]:
-    """All values that are in the memory of one."""
-    storage = storage_of(value)
-    return {value, *(each for each in value.graph.nodes if storage is not None and storage_of(each) == storage)}
-
-
-def changed(nodes: Iterable[fx.Node]) -> Set[int | None]:
-    """The memory that operations among these change in place, as `storage_of` numbers it."""
-    return {storage_of(each) for node in nodes for each in mutated(node)} - {None}
 
 
 class _Search:

@@ -9,7 +9,7 @@ it, but not numbers that are computed with.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import fx
 from torch.nn import functional
 
 from gs_compile.capture.graph import TensorSpec, block_of
+from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import (
-    ARITHMETIC,
     AVERAGING,
     CASTING,
     COMPARING,
@@ -29,17 +29,16 @@ from gs_compile.capture.operations import (
     REGROUPING,
     SHAPING,
     arguments_of,
+    computes,
     has_samples,
     is_sized,
     maker_of,
-    mutated,
     normalises_by_batch,
     operation,
     spec_made,
     tensor_spec,
 )
 from gs_compile.capture.places import PAIRING, PART, index_along
-from gs_compile.capture.residual_stream import in_memory_of
 
 # Operations along dimensions: the place of these among the arguments, and which they are otherwise (None: all).
 _LAST = (1, (-1,))
@@ -55,7 +54,7 @@ ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
     "conv_tbc": (_FIXED, (0, 2)),
     "diff": (2, (-1,)),
-    "fill_diagonal": (_FIXED, None),  # by numbers of rows
+    **dict.fromkeys(("fill_diagonal", "diagonal_scatter"), (_FIXED, None)),  # by numbers of rows
     "fliplr": (_FIXED, (1,)),
     "flipud": (_FIXED, (0,)),
     "gumbel_softmax": (4, (-1,)),
@@ -102,10 +101,12 @@ SIZE = "computes with the batch size"
 class Made:
     """What the values of a graph are made of, as they come in its order.
 
-    numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples'.
+    numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples',
+    or of counts. is_count: whether a value is one for all samples of a micro-batch, and depends on them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_count: Callable[[fx.Node], bool]) -> None:
+        self.is_count = is_count
         self.numbers, self.data, self.ranks = set[fx.Node](), set[fx.Node](), set[fx.Node]()
 
     def follow(self, node: fx.Node) -> None:
@@ -117,8 +118,9 @@ class Made:
         if (node.op == "placeholder" and has_samples(node)) or not self.data.isdisjoint(decide):
             self.data |= {node, *chain.from_iterable(map(in_memory_of, mutated(node)))}
         read = read[: 1 if _picks(name) else None]
-        follows = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point and not self.ranks.isdisjoint(read)
-        if follows or _is_order(node, name):
+        is_whole = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
+        is_counted = has_samples(node) and any(map(self.is_count, read))
+        if (is_whole and (is_counted or not self.ranks.isdisjoint(read))) or _is_order(node, name):
             self.ranks.add(node)
 
     def _is_number(self, node: fx.Node, name: str) -> bool:
@@ -128,16 +130,14 @@ class Made:
         return name in NUMBERING or (bool(made_from) and all(source in self.numbers for source in made_from))
 
 
-def why_it_mixes(node: fx.Node, made: Made, is_count: Callable[[fx.Node], bool]) -> str:
-    """Why an operation on samples mixes them; empty where it keeps them apart.
-
-    is_count: whether a value is one for all samples of a micro-batch, and depends on them.
-    """
+def why_it_mixes(node: fx.Node, made: Made) -> str:
+    """Why an operation on samples mixes them; empty where it keeps them apart."""
     maker, spec = maker_of(node), spec_made(node)
     name = operation(maker)
-    computes = name in ARITHMETIC and spec is not None and spec.dtype.is_floating_point
-    counted = node.args[:1] if name == "cond" else node.all_input_nodes if computes else ()
-    if any(isinstance(each, fx.Node) and is_count(each) for each in counted):
+    read: Sequence[Any] = node.args[:1] if name == "cond" else ()
+    if spec is not None and spec.dtype.is_floating_point:
+        read = [each for each in node.all_input_nodes if computes(name) or _is_of_floats(each)]
+    if any(isinstance(each, fx.Node) and made.is_count(each) for each in read):
         return COUNTED
     return why_it_runs_along(node, name) if spec is None else _why_rows_mix(maker, name, spec, made)
 
@@ -148,7 +148,7 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str
         return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
     if any(len(each.batch_dims) > 1 for each in (spec, *map(tensor_spec, read)) if each is not None):
         return PAIRING
-    if name in ("isin", "bucketize") and any(map(has_samples, read[1:])):
+    if name in ("isin", "bucketize", "cartesian_prod") and any(map(has_samples, read[1:])):
         return PAIRING
     if name == "embedding" and arguments_of(node)["scale_grad_by_freq"]:
         return "divides gradients by how often the batch has an index (leave scale_grad_by_freq=True out)"
@@ -164,8 +164,9 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str
     given = [source for source in read if source in made.numbers and node not in made.numbers]
     if given and (not all(map(_is_in_order, given)) if _picks(name) else spec.dtype.is_floating_point):
         return "computes with the numbers of the samples, which every micro-batch counts from 0"
-    if name in ARITHMETIC | TO_FLOATS and spec.dtype.is_floating_point and not made.ranks.isdisjoint(read):
-        return "computes with the places of entries in the order of those of all samples"
+    is_value = spec.dtype.is_floating_point and (computes(name) or name in TO_FLOATS)
+    if is_value and not made.ranks.isdisjoint(read):
+        return "computes with the places of entries in the order of those of all samples, or with their numbers"
     if name == "einsum" and spec.batch_dims and not set(letters_of_samples(node)) <= set(_equation(node)[1]):
         return "sums over the samples of the batch for each of them"
     return why_it_runs_along(node, name) or _why_it_picks(node, name, made)
@@ -196,9 +197,7 @@ def computes_with_batch(node: fx.Node, name: str) -> bool:
     """Whether an operation computes with a number that follows from the batch size, where others take it as a shape."""
     numbers = node.meta.get("batch_numbers", {})
     is_filled = name in ("full", "new_full") and node.meta.get("is_filled_with_batch", False)
-    return bool(numbers) and (
-        name in ARITHMETIC | COMPARING or is_filled or any(isinstance(each, float) for each in numbers)
-    )
+    return bool(numbers) and (computes(name) or is_filled or any(isinstance(each, float) for each in numbers))
 
 
 def _is_of_floats(node: fx.Node) -> bool:
@@ -293,9 +292,11 @@ def _why_it_picks(node: fx.Node, name: str, made: Made) -> str:
 
 
 def _is_order(node: fx.Node, name: str) -> bool:
-    """Whether a node says where entries of several samples are once they are in order."""
+    """Whether a node says where entries of several samples are, once they are in order or as they stand."""
     maker = maker_of(node)
     kind, spec = operation(maker), next(filter(None, map(tensor_spec, maker.all_input_nodes)), None)
+    if kind in ("nonzero", "argwhere") or (kind == "where" and len(maker.args) == 1):
+        return any(map(has_samples, maker.all_input_nodes))
     is_indices = kind == "argsort" if maker is node else node.args[1] == 1
     if not is_indices or kind not in ORDERING or spec is None or not spec.shape:
         return False

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from gs_compile.capture.dealing import ONE_PLACE_EACH, operands
-from gs_compile.capture.graph import LossTerm, Source, TensorSpec, source_line
+from gs_compile.capture.graph import LossTerm, Source, TensorSpec, at_line, source_line
 from gs_compile.capture.operations import WEIGHTED_LOSSES, operation
 from gs_compile.capture.whole_batch import of_whole_batch
 
@@ -95,11 +95,10 @@ class Shares:
     def checked_places(self, scatter: fx.Node) -> None:
         """Have a masked_scatter raise where a micro-batch has more places than entries, or fewer."""
         target, mask, source = operands(scatter)
-        where = f", at {line}" if (line := source_line(scatter)) else ""
         with self.graph.inserting_before(scatter):
             detached = self._new(torch.Tensor.detach, (source,), like=source)
             detached.meta["spec"] = replace(source.meta["spec"], requires_grad=False)
-            args = (mask, target, detached, self._fraction(target), where)
+            args = (mask, target, detached, self._fraction(target), at_line(scatter))
             checked = self._new(ONE_PLACE_EACH, args, like=mask)
         checked.meta.pop("storage", None)
         scatter.args, scatter.kwargs = (target, checked, source), {}

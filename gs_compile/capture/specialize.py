@@ -20,8 +20,10 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, graph_module, source_line
-from gs_compile.capture.operations import CHOOSING, mutated, operation, tensor_spec
+from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_line, graph_module
+from gs_compile.capture.in_place import mutated
+from gs_compile.capture.internals import tree_leaves
+from gs_compile.capture.operations import CHOOSING, operation
 from gs_compile.capture.places import is_in_turns, place
 from gs_compile.errors import GROUPED, CaptureError
 
@@ -30,6 +32,8 @@ _KINDS: Mapping[type, type] = dict(zip(SYMBOLIC, (int, float, bool), strict=True
 GRAD_MODE = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
+EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -37,8 +41,8 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
     """`captured` at `micro_batch_size` samples, with the other symbolic sizes as in `sizes` (placeholder: number).
 
     Every node that stays has ``meta["spec"]``: a `TensorSpec`, or a tuple of them, or None. Activation checkpointing
-    is absorbed (layers are recomputed anyway), gradient mode becomes ``detach``, and autocast regions become
-    ``meta["autocast"]``, so that a node's meaning does not depend on its neighbours.
+    is absorbed (layers are recomputed anyway), gradient and inference mode become ``detach``, and autocast regions
+    become ``meta["autocast"]``, so that a node's meaning does not depend on its neighbours.
     """
     numbers: dict[Any, int] = {}
     for node in captured.module.graph.find_nodes(op="placeholder"):
@@ -123,7 +127,7 @@ class _Fold:
                 stride=tuple(self.constant(value.stride())) if value.layout == torch.strided else (),
                 dtype=value.dtype,
                 device=value.device,
-                requires_grad=value.requires_grad,
+                requires_grad=_is_tracked(value),
                 batch_dims=tuple(dim for dim, size in enumerate(value.shape) if self.size(size).grows),
             )
         return tuple(self.spec(part) for part in value) if isinstance(value, (tuple, list)) else None
@@ -173,6 +177,10 @@ class _Copy:
                 return map_arg(node.args[0], lambda each: self._returned(each, known[each]))
             if node.target is GRAD_MODE:
                 self.grad_mode = bool(node.args[0])
+            elif node.target is ENTER_INFERENCE:
+                known[node], self.grad_mode = self.grad_mode, not node.args[0]
+            elif node.target is EXIT_INFERENCE:
+                self.grad_mode = known[node.args[0]]
             elif node.target is ENTER_AUTOCAST:
                 self.autocast = (*self.autocast, node.args)
             elif node.target is EXIT_AUTOCAST:
@@ -243,7 +251,7 @@ class _Copy:
         if values - given and operation(node) not in CHOOSING:
             raise CaptureError(
                 f"the size of the result of `{node.name}` ({operation(node)}) depends on values, so its memory cannot "
-                f"be planned{f', at {where}' if (where := source_line(node)) else ''}: {GROUPED}"
+                f"be planned{at_line(node)}: {GROUPED}"
             )
 
     def _attribute(self, module: fx.GraphModule, name: str) -> str:
@@ -255,26 +263,34 @@ class _Copy:
         return free
 
     def _detached(self, node: fx.Node) -> fx.Node:
-        """Under no_grad a result has no gradient, whatever it was made from; what is changed in place keeps its own."""
-        tracked = [source for source in node.all_input_nodes if _has_gradient(source)]
-        if tracked and (changed := mutated(node)):
-            for source in tracked:
-                with self.graph.inserting_before(node):
-                    detached = self.graph.call_method("detach", (source,))
-                at = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-                detached.meta = source.meta | at | {"spec": replace(source.meta["spec"], requires_grad=False)}
-                node.replace_input_with(source, detached)
-            same = [each for each in changed if each.meta["storage"] == node.meta["storage"] is not None]
-            return same[0] if same else node
-        if not tracked or tensor_spec(node) is None or _has_gradient(node):
+        """Under no_grad a result has no gradient, nor has one of several, for which its operation reads what has none;
+        what is changed in place, or given back as it is, keeps its own.
+        """
+        tracked, changed = [each for each in node.all_input_nodes if _has_gradient(each.meta["spec"])], mutated(node)
+        spec = node.meta["spec"]
+        if not tracked or (not changed and any(map(_has_gradient, tree_leaves(spec)))):
             return node
-        detached = self.graph.call_method("detach", (node,))
-        detached.meta = dict(node.meta)
-        return detached
+        if not changed and isinstance(spec, TensorSpec):
+            detached = self.graph.call_method("detach", (node,))
+            detached.meta = dict(node.meta)
+            return detached
+        for source in tracked:
+            with self.graph.inserting_before(node):
+                detached = self.graph.call_method("detach", (source,))
+            at = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+            detached.meta = source.meta | at | {"spec": replace(source.meta["spec"], requires_grad=False)}
+            node.replace_input_with(source, detached)
+        same = [each for each in changed if each.meta["storage"] == node.meta["storage"] is not None]
+        return same[0] if same else node
 
 
-def _has_gradient(node: fx.Node) -> bool:
-    return (spec := tensor_spec(node)) is not None and spec.requires_grad
+def _has_gradient(spec: Any) -> bool:
+    return isinstance(spec, TensorSpec) and spec.requires_grad
+
+
+def _is_tracked(value: torch.Tensor) -> bool:
+    """Whether a gradient goes on from a tensor; torch says so of a view, too, that no_grad has made of one that has."""
+    return value.requires_grad and (value.grad_fn is not None or not value._is_view())
 
 
 def _of_one(squeeze: fx.Node) -> tuple[int, ...]:

@@ -37,16 +37,18 @@ from gs_compile.capture.graph import (
     Source,
     TensorSpec,
     UnitGraph,
+    at_line,
     layer_name,
     source_line,
 )
+from gs_compile.capture.in_place import is_changed, refuse_changes, storage_of
 from gs_compile.capture.loss import Separated
-from gs_compile.capture.operations import mutated, operation
+from gs_compile.capture.operations import is_free
 from gs_compile.capture.reached import reached_from
-from gs_compile.capture.residual_stream import is_free, is_like, storage_of
+from gs_compile.capture.residual_stream import is_like
 from gs_compile.capture.stacks import stacks
-from gs_compile.capture.whole_batch import Whole, is_changed, made_of, placeholder
-from gs_compile.errors import GROUPED, CaptureError, MutationError, SeparationError, UniformityError
+from gs_compile.capture.whole_batch import Whole, made_of, placeholder
+from gs_compile.errors import GROUPED, CaptureError, SeparationError, UniformityError
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
 
 
@@ -177,7 +179,7 @@ class _Cut:
 
     def _carried(self) -> list[fx.Node]:
         """x0 ... xL: what goes from each unit to the next."""
-        self._refuse_shared_memory(self._crossing())
+        refuse_changes(self.readers, self.at, self._crossing(), self.wanted)
         self._copy_entries()
         self.origins = {at: self._begun(at, origin) for at, origin in self.origins.items()}
         for at in filter(None, self.origins):
@@ -312,47 +314,6 @@ class _Cut:
     def _is_batch(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and node.name in self.batch
 
-    def _refuse_shared_memory(self, crossing: dict[fx.Node, set[int]]) -> None:
-        """A unit may change its own values in place, and copies of what it reads, never what others still read."""
-        free = {storage_of(node): node for node in self.graph.nodes if is_free(node)}
-        for change, storage in ((node, storage_of(each)) for node in self.graph.nodes for each in mutated(node)):
-            place = source_line(change) or operation(change)
-            if storage is None:
-                continue
-            if storage in free:  # also where nothing that is returned needs it
-                raise MutationError(
-                    f"the model changes its input or buffer `{free[storage].name}` in place ({place}): micro-batches "
-                    "and recomputation would do it again; make it a result of forward, or freeze it (eval mode)"
-                )
-            if operation(change).startswith("_foreach"):  # of which torch's trace loses gradients
-                raise MutationError(f"the model changes several tensors in place at once ({place}): do so one by one")
-            if change not in self.readers:
-                continue
-            at = self.at[change]
-            for value in self.wanted:
-                if storage_of(value) == storage and self.at[value] != at:
-                    raise MutationError(
-                        f"the model returns `{value.name}`, which a later unit changes in place at {place}; use the "
-                        "out-of-place form there"
-                    )
-            seen = [value for value in crossing if storage_of(value) == storage]
-            read = [value for value in seen if self.at[value] != at and at in crossing[value]]
-            for value in seen:
-                if len(read) > 1 or self._is_seen_elsewhere(change, value):
-                    raise MutationError(
-                        f"`{value.name}` is read by several units and changed in place at {place}; use the "
-                        "out-of-place form there"
-                    )
-
-    def _is_seen_elsewhere(self, change: fx.Node, value: fx.Node) -> bool:
-        """Whether another unit reads `value` on the wrong side of `change`: each sees its maker's last version."""
-        order = {node: index for index, node in enumerate(self.readers)}
-        readers = [user for user in value.users if user in order and self.at[user] != self.at[value]]
-        if self.at[change] == self.at[value]:
-            return any(order[reader] < order[change] for reader in readers)
-        late = [reader for reader in readers if order[reader] > order[change]]
-        return order[value] < order[change] and any(self.at[reader] != self.at[change] for reader in late)
-
     # Outputs and units -----------------------------------------------------------------------------------------------
 
     def _output(self, value: Any) -> OutputSpec:
@@ -382,11 +343,9 @@ class _Cut:
         """Raise for a value of a unit's results that has no memory planned."""
         spec = node.meta["spec"]
         if not isinstance(spec, TensorSpec) or not spec.is_sized:
-            where = source_line(node)
             raise CaptureError(
-                f"`{node.name}` leaves its block, or the model, and its size depends on "
-                f"values{f', at {where}' if where else ''}: use it in its block, or replace the entries that it leaves "
-                f"out by zeros; {GROUPED}"
+                f"`{node.name}` leaves its block, or the model, and its size depends on values{at_line(node)}: use it "
+                f"in its block, or replace the entries that it leaves out by zeros; {GROUPED}"
             )
 
     def _name(self, position: int) -> Unit:

@@ -12,14 +12,13 @@ as its experts, are parts of it.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import fx
 
-from gs_compile.capture.graph import block_of
+from gs_compile.capture.graph import block_of, module_path
 
 Stack = Sequence[Sequence[fx.Node]]  # the nodes of each block, both in the order of the graph
 
@@ -64,9 +63,5 @@ def _blocks(node: fx.Node) -> Iterator[tuple[Hashable, Hashable]]:
 
 def _calls(node: fx.Node) -> list[_Call]:
     """The calls of modules around a node, the outermost first."""
-    found = []
-    for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
-        name = re.sub(r"^L\['\w+'\]\.?", "", str(path))
-        name = re.sub(r"\.?\['(\w+)'\]", r".\1", name).lstrip(".")
-        found.append(_Call(name, kind, int(str(key).partition("@")[2] or 0)))
-    return found
+    stack = (node.meta.get("nn_module_stack") or {}).items()
+    return [_Call(module_path(path), kind, int(str(key).partition("@")[2] or 0)) for key, (path, kind) in stack]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import BlockCut, Captured, Length, TensorSpec, UnitGraph, layer_name
+from gs_compile.capture.graph import BlockCut, Captured, Length, TensorSpec, UnitGraph, layer_name, module_path
 from gs_compile.capture.split import Split
 
 
@@ -144,7 +144,7 @@ def _operations(unit: UnitGraph) -> list[tuple[str, str]]:
             constants = [str(arg) for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, fx.Node)]
             name = getattr(node.target, "__name__", str(node.target))
             stack = node.meta.get("nn_module_stack")
-            place = str(list(stack.values())[-1][0]).replace("L['self'].", "") if stack else node.name
+            place = module_path(list(stack.values())[-1][0]) if stack else node.name
             rows.append((f"{name}({', '.join(constants)})", place))
     return rows
 

@@ -21,6 +21,7 @@ from gs_compile.capture.operations import operation
 BEGIN, END = predispatch._add_batch_dim, predispatch._remove_batch_dim
 INNER, OUTER = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
 LAZY = predispatch.lazy_load_decompositions
+BRACKETS = LAZY, INNER, OUTER
 ENTRY_BY_ENTRY = frozenset(
     "add sub mul floordiv floor_divide remainder mod neg abs minimum maximum clamp where "
     "eq ne lt le gt ge and or xor not invert bitwise_and bitwise_or bitwise_xor bitwise_not "

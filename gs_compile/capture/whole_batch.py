@@ -17,8 +17,8 @@ from torch import fx
 from gs_compile.capture.arrange import needed_by
 from gs_compile.capture.extract import extract
 from gs_compile.capture.graph import Source, UnitGraph
-from gs_compile.capture.operations import tensor_spec
-from gs_compile.capture.residual_stream import changed, is_free, storage_of
+from gs_compile.capture.in_place import storage_of
+from gs_compile.capture.operations import is_free, tensor_spec
 from gs_compile.program.ir import EPILOGUE
 
 
@@ -74,11 +74,6 @@ def made_of(value: fx.Node, at: Mapping[fx.Node, int], layers: Collection[int]) 
         else:
             beside.add(node)
     return taps[::-1], inputs
-
-
-def is_changed(value: fx.Node) -> bool:
-    """Whether a later operation changes the memory of a value in place."""
-    return storage_of(value) in changed(node for node in value.graph.nodes if value < node)
 
 
 def is_of_samples(node: fx.Node) -> bool:

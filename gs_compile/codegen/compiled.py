@@ -6,7 +6,6 @@ captured --specialize--> --loss--> --split--> --uniform--> --differentiate-->  u
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
@@ -24,14 +23,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.capture.dynamo import current_compile_id
 from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph, output_values
-from gs_compile.capture.inductor import Compiler, Generator, best_compiler
 from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.off_meta import off_meta
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
 from gs_compile.capture.uniform import Uniform, structure, uniform
+from gs_compile.codegen.codes import MOST_MODELS, code_of, codes_of, global_settings, let_oldest_go
 from gs_compile.codegen.costs import AllSizes
-from gs_compile.codegen.differentiate import SharedCode
 from gs_compile.codegen.levels import SavedLevel
 from gs_compile.codegen.pieces import InPieces
 from gs_compile.codegen.side_by_side import Wanted, compile_all
@@ -51,30 +49,7 @@ from gs_compile.version import __version__
 # For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
 
-MOST_CODES = 512  # a model has three for each size of the micro-batch
-MOST_MODELS = 64  # of one capture: sequence lengths, and sizes of the last micro-batch
 MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and in evaluation
-
-
-class Codes:
-    """The code that equal layers of all captures share: of each, by its lengths. Any thread may ask for some."""
-
-    def __init__(self) -> None:
-        self._found: dict[Hashable, dict[tuple[int, ...], InPieces]] = {}
-        self._guard = threading.Lock()
-
-    def get(self, key: Hashable, lengths: tuple[int, ...], make: Callable[[SharedCode | None], InPieces]) -> InPieces:
-        """The code at some lengths; made where there is none, with what it has in common with those of others."""
-        with self._guard:
-            codes = self._found[key] = self._found.pop(key, {})  # the latest last
-            let_oldest_go(self._found, MOST_CODES)
-            if lengths not in codes:
-                codes[lengths] = make(next(iter(codes.values())).common if codes else None)
-                let_oldest_go(codes, MOST_MODELS)
-            return codes[lengths]
-
-
-_codes = Codes()
 
 
 @dataclass(frozen=True)
@@ -95,7 +70,7 @@ class SpecializedModel:
 
     @cached_property
     def codes(self) -> Mapping[Unit, InPieces]:
-        return _codes_of(self.split.units, self.uniform.keys, self.options)
+        return codes_of(self.split.units, self.uniform.keys, self.options)
 
     @cached_property
     def counted(self) -> Mapping[Unit, InPieces]:
@@ -103,7 +78,7 @@ class SpecializedModel:
         if not any(unit.is_meta for unit in self.split.units):
             return self.codes
         as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
-        codes = _codes_of(list(map(off_meta, self.split.units)), self.uniform.keys, as_traced)
+        codes = codes_of(list(map(off_meta, self.split.units)), self.uniform.keys, as_traced)
         for unit, code in codes.items():
             code.costs = code.costs or self.costs.setdefault(unit, AllSizes()).of(code.unit, self.micro_batch_size)
         return codes
@@ -217,7 +192,7 @@ class SpecializedModel:
     def fingerprint(self) -> str:
         """Of the code of all units, under the settings of now: see `Differentiated.fingerprint`."""
         codes = dict.fromkeys(code.fingerprint for code in self.codes.values())
-        return sha256(repr((__version__, _global_settings(), [*codes])).encode()).hexdigest()
+        return sha256(repr((__version__, global_settings(), [*codes])).encode()).hexdigest()
 
     @cached_property
     def draws_random(self) -> bool:
@@ -288,7 +263,7 @@ class Compilation:
         if key not in self.wholes:
             unit = model.split.whole.graph(specialize(self.captured, num_samples, model.sizes))
             as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
-            self.wholes[key] = unit, _code(unit, structure(unit), as_traced)
+            self.wholes[key] = unit, code_of(unit, structure(unit), as_traced)
             let_oldest_go(self.wholes, MOST_MODELS)
         return self.wholes[key]
 
@@ -368,48 +343,6 @@ def levels_of(models: Sequence[SpecializedModel]) -> tuple[tuple[Level, ...], ..
 def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
     alike = takewhile(lambda each: len({level.reads_input for level in each}) == 1, zip(*sizes, strict=False))
     return tuple(Level(tuple(level.nbytes for level in each), each[0].reads_input) for each in alike)
-
-
-def _codes_of(units: Sequence[UnitGraph], keys: Sequence[Hashable], options: Options) -> dict[Unit, InPieces]:
-    """The code of units with these keys, prologue first and epilogue last."""
-    *inner, head = zip(units, keys, strict=True)
-    codes = {unit.unit: _code(unit, key, options) for unit, key in inner}
-    codes[EPILOGUE] = _code(*head, options, {key: codes[unit.unit] for unit, key in inner})
-    return codes
-
-
-def _code(
-    unit: UnitGraph, key: Hashable, options: Options, beside: Mapping[Hashable, InPieces] | None = None
-) -> InPieces:
-    """The code of a class of units, with what it has in common with the same class at other lengths.
-
-    beside: of the head, the code of the other units, by their keys: it may take as much memory.
-    """
-    expert, chosen = options.expert, options.expert.compiler
-    compiler: Compiler = best_compiler(unit.device_type) if chosen == "auto" or unit.is_meta else chosen
-    generator = Generator(compiler, options.mode)
-    size: int | None = 0
-    if beside is not None and not unit.is_meta:  # pieces of the head have as much memory as layers have in theirs
-        size = expert.piece_tokens
-    elif isinstance(unit.unit, int) and not (unit.is_joint or unit.is_meta):
-        size = expert.layer_tokens or 0
-    others = (frozenset(beside), expert.layer_tokens) if beside else None
-    full_key = (key, generator, _global_settings(), size, others, unit.is_meta)
-    distinct = {id(code): code for code in (beside or {}).values()}.values()
-    lengths = tuple(unit.symbols.values())
-    return _codes.get(full_key, lengths, lambda common: InPieces(unit, generator, common, distinct, size))
-
-
-def let_oldest_go(found: dict[Any, Any], most: int) -> None:
-    """Leave the entries that were put in last, `most` of them."""
-    while len(found) > most:
-        del found[next(iter(found))]
-
-
-def _global_settings() -> Hashable:
-    """The settings that code depends on beside its graph; Dynamo guards on it, so a change comes with a new capture."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return (torch.get_default_dtype(), deterministic, torch.get_float32_matmul_precision(), torch.get_num_threads())
 
 
 def losses_among(outputs: Sequence[Any]) -> list[Any]:

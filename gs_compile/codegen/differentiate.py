@@ -15,6 +15,7 @@ HuggingFace's mixture-of-experts layers.)
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -40,6 +41,8 @@ from gs_compile.errors import LengthWarning
 Tensors = Sequence[torch.Tensor]
 Function = Callable[..., Sequence[Any]]
 T = TypeVar("T")
+
+ONE_AT_A_TIME = threading.RLock()  # threads trace and compile: torch changes the state of its process for that
 
 
 @dataclass
@@ -98,7 +101,7 @@ class Differentiated:
         """
         key = (name, level)
         if key not in self._functions:
-            with self._timed():
+            with self._making():
                 shared = self._of_all_lengths(
                     lambda code: partial(code.function(name, level), *self._lengths),
                     self._cuts.code if level else None,
@@ -143,7 +146,7 @@ class Differentiated:
             raise CannotSaveError(
                 "the sizes of tensors inside depend on values, so the gain of saving them is not known"
             )
-        with self._timed():
+        with self._making():
             if shared := self._of_all_lengths(lambda code: code._cuts):
                 code, found, reason = shared
                 assert code._sizes is not None
@@ -211,7 +214,7 @@ class Differentiated:
             cut = found[level - 1]
             return cut.graph(name) if code is self else self._resized(name, cut)
         if name not in self.graphs:
-            with self._timed():
+            with self._making():
                 self.graphs[name] = self._traced(name)
         return self.graphs[name]
 
@@ -272,7 +275,8 @@ class Differentiated:
         if name == "backward":
             kept = [spec for at, spec in enumerate(inputs) if at != self._x or cut.level.reads_input]
             inputs = [*kept, *cut.level.specs, *gradients]
-        return self._generator.trace(partial(cut.graph(name), *self._lengths), inputs)
+        with self._making():
+            return self._generator.trace(partial(cut.graph(name), *self._lengths), inputs)
 
     def _traced(self, name: str, watch: Watch | None = None) -> fx.GraphModule:
         functions = {"forward": self._run, "backward": self._backward, "both": self._both, "joint": self._joint}
@@ -288,7 +292,8 @@ class Differentiated:
     def nondeterministic(self) -> tuple[Nondeterministic, ...]:
         """What of its code in a training step may give other bits in another run on a GPU."""
         watch = Watch(self.unit.module)
-        whole = self._traced(self.last_name, watch)
+        with self._making():
+            whole = self._traced(self.last_name, watch)
         if self._generator.compiler == "inductor" and self.last_name != "forward":
             watch.note_embeddings(whole, self.factored(self.last_name, whole)[0])
         return tuple(watch.found)
@@ -317,11 +322,12 @@ class Differentiated:
         return factor(whole or self.graph(name), [*[False] * num_results, *chosen])
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Counts what is inside, also where that counts parts of itself."""
-        start, before = time.perf_counter(), self.seconds
-        yield
-        self.seconds = before + time.perf_counter() - start
+    def _making(self) -> Iterator[None]:
+        """One thread is inside at a time. Counts what it takes, also where that counts parts of itself."""
+        with ONE_AT_A_TIME:
+            start, before = time.perf_counter(), self.seconds
+            yield
+            self.seconds = before + time.perf_counter() - start
 
     # The functions that are traced, of what runs the unit ------------------------------------------------------------
 

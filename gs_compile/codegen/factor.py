@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gs_compile.capture.dynamo import hint
 from gs_compile.capture.gradients import Factors, Product, Rows, Term
-from gs_compile.capture.graph import graph_module, output_values
+from gs_compile.capture.graph import graph_module, hint, output_values
 
 aten = torch.ops.aten
 Form = Callable[[Tensor, Tensor], Factors]  # what two results of the code are together

@@ -27,9 +27,8 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gs_compile.capture.dynamo import hint, is_sized
 from gs_compile.capture.flops import count_flops
-from gs_compile.capture.graph import TensorSpec, graph_module, output_values, packet_of
+from gs_compile.capture.graph import TensorSpec, graph_module, hint, is_sized, output_values, packet_of
 from gs_compile.capture.inductor import changes_memory, draws_random, memory_of
 from gs_compile.capture.partition import LIKE, CannotSaveError, choices, write_sizes
 from gs_compile.placement.levels import aligned

@@ -63,7 +63,7 @@ class InPieces(Differentiated):
         if not self.tokens_per_piece:
             return super().function(name, level)
         if name not in self._in_pieces:
-            with self._timed():
+            with self._making():
                 for part, taken in zip(self._parts, self._taken_by(self._seeds(name)), strict=True):
                     if name != "forward":
                         part.compile_code(taken)
@@ -102,7 +102,8 @@ class InPieces(Differentiated):
     def tokens_per_piece(self) -> int | None:
         """The most tokens of a piece, for this length; None: it runs whole. Pieces of all lengths share their code."""
         try:
-            return self._chosen()
+            with self._making():
+                return self._chosen()
         except Exception as error:  # noqa: BLE001 (of any kind, from any of torch's operations)
             self.whole_reason = shorten(str(error), 200) or type(error).__name__
             log.info("unit %s runs on all tokens at a time: %s", self.unit.unit, self.whole_reason)
@@ -230,13 +231,13 @@ class InPieces(Differentiated):
 
     def _taken_by(self, seeds: Iterable[str]) -> list[tuple[int, ...]]:
         """Of each part, the results that have a gradient where these values have one."""
-        names = set(seeds)
         if (key := frozenset(seeds)) not in self._taken:
-            found = self._taken.setdefault(key, [])
+            names, found = set(key), list[tuple[int, ...]]()
             for part in reversed(self._parts):
-                found.insert(0, taken := part.part.taken_of(names))
+                found.append(taken := part.part.taken_of(names))
                 if taken:
                     names.update(part.part.inputs[index] for index in part.part.taking(taken).graph.differentiable)
+            self._taken[key] = found[::-1]
         return self._taken[key]
 
     def _named(self, inputs: Sequence[Tensor]) -> Values:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from gs_compile.capture.inductor import in_this_process, num_cache_misses
-from gs_compile.codegen.differentiate import Differentiated
+from gs_compile.codegen.differentiate import ONE_AT_A_TIME, Differentiated
 from gs_compile.machine import available_memory, num_ranks, usable_cores
 from gs_compile.progress import stage
 
@@ -40,11 +40,14 @@ class Wanted(NamedTuple):
 
 def compile_all(wanted: Sequence[Wanted]) -> None:
     """Compile these, where they are not compiled yet; a bar on the terminal says how far it is."""
-    missing = list(dict.fromkeys(each for each in wanted if not each.code.has_function(each.name, each.level)))
-    if not missing:
-        return
-    first, *others = missing
-    with stage("compiling the layers' code", len(missing)) as advance:
+    with ONE_AT_A_TIME:  # a fork has this thread alone, and what it holds
+        missing = dict.fromkeys(each for each in wanted if not each.code.has_function(each.name, each.level))
+        if missing:
+            _compile(*missing)
+
+
+def _compile(first: Wanted, *others: Wanted) -> None:
+    with stage("compiling the layers' code", 1 + len(others)) as advance:
 
         def own(share: Sequence[Wanted]) -> None:
             for each in share:

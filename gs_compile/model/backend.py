@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_memory, guard_model, refuse
+from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_memory, guard_model
 from gs_compile.capture.given_up import watch
+from gs_compile.capture.graph_breaks import is_last_compile, note_last_compile, refuse
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.internals import without_overrides
-from gs_compile.capture.limit import is_last_compile, note_last_compile
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.dynamo import last_given_up
+from gs_compile.capture.graph_breaks import last_given_up
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.model.call import Call

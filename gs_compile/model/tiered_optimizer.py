@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.dynamo import absorb_libraries, last_given_up
+from gs_compile.capture.dynamo import absorb_libraries
 from gs_compile.capture.given_up import watch
+from gs_compile.capture.graph_breaks import last_given_up
 from gs_compile.capture.internals import untraced, without_overrides
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state

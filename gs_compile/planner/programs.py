@@ -10,7 +10,8 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Unpack
 
-from gs_compile.codegen.compiled import let_oldest_go, levels_of
+from gs_compile.codegen.codes import let_oldest_go
+from gs_compile.codegen.compiled import levels_of
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.passes.lower import flush, lower

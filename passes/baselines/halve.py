@@ -19,8 +19,8 @@ from itertools import pairwise
 from torch import fx
 
 from gs_compile.capture.graph import BlockCut, block_of, source_line
-from gs_compile.capture.operations import operation
-from gs_compile.capture.residual_stream import Readers, is_free, is_like
+from gs_compile.capture.operations import is_free, operation
+from gs_compile.capture.residual_stream import Readers, is_like
 from gs_compile.errors import UniformityError
 
 NUM_RESIDUALS = 2  # of a block: around the attention, and around the feed-forward

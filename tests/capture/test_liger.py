@@ -12,7 +12,7 @@ from torch.nn import functional
 from zoo import VOCAB, WIDTH, assert_same_gradients, gradients
 
 import gs_compile
-from gs_compile.capture.remedies import remedy
+from gs_compile.capture.graph_breaks import remedy
 from gs_compile.errors import GraphBreakError
 
 

@@ -19,9 +19,11 @@ from criteria import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.nn import functional
 
-from gs_compile.errors import SeparationError
+from gs_compile.capture.loss import loss
+from gs_compile.errors import CaptureError, SeparationError
 
 
 def contrastive(logits, labels):
@@ -117,6 +119,17 @@ def test_refusal_names_the_operation_and_the_line(name):
     lines, start = inspect.getsourcelines(function)
     places = [f"at {__file__}:{number}: {line.strip()}" for number, line in enumerate(lines, start)]
     assert any(place in message for place in places), message
+
+
+def test_a_kernel_that_forward_calls_itself():
+    """Nothing reads what it returns, so it would be left out with all that it writes."""
+    case = captured(Criterion(cross_entropy), *logits_and_labels())
+    module = case.specialized(2)
+    with module.graph.inserting_before(module.graph.output_node()):
+        kernel = module.graph.call_function(triton_kernel_wrapper_mutation, kwargs={"kernel_idx": 0})
+    kernel.meta["spec"] = None
+    with pytest.raises(CaptureError, match="is a Triton kernel that forward calls itself"):
+        loss(module, case.captured, kept=[True], alone=True)
 
 
 def known_then_changed(logits, labels):

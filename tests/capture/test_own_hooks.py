@@ -8,9 +8,10 @@ import pytest
 import torch
 import zoo
 from tiered import adamw, options
+from torch.utils.flop_counter import FlopCounterMode
 from zoo import GPT, assert_same_gradients, compile_model, gradients, loss_of, train
 
-from gs_compile.errors import OptimizerError, UncapturedWarning
+from gs_compile.errors import GraphBreakError, OptimizerError, ReleasedParameterError, UncapturedWarning
 from gs_compile.model.tiered_call import TieredCall
 
 batch = partial(zoo.batch, marked=False)  # as users give it
@@ -54,6 +55,14 @@ def test_hooks_of_the_compiled_model_itself_run_as_they_are_written(capsys):
     assert_same_gradients(found[1], expected)
     assert found[2] == printed
     assert len(seen) == 4
+
+
+def test_a_hook_on_the_backward_of_a_module_is_refused_by_name():
+    model = compile_model(GPT())
+    model.blocks[1].register_full_backward_hook(print)
+    with pytest.raises(GraphBreakError, match="has a hook on its backward: remove the hook") as caught:
+        loss_of(model, *batch())
+    assert "compiled autograd" not in str(caught.value)  # which Dynamo would have it be
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +117,17 @@ def test_a_teacher_in_another_graph_is_named(teacher, monkeypatch):
     model = compile_model(GPT(), 2)
     with pytest.raises(OptimizerError, match="call a teacher on the tiers"):
         taught(model, model.blocks[0], teacher, monkeypatch)
+
+
+def test_a_step_inside_of_a_dispatch_mode_is_told_why_nothing_is_captured(teacher):
+    """In a run, and in its first step."""
+    words = "Inside of FlopCounterMode Dynamo captures nothing"
+    model = GPT()
+    optimizer = adamw([{"params": list(model.parameters())}])
+    model.compile(backend="greedysnake")
+    with FlopCounterMode(display=False):
+        loss_of(model, *batch()).backward()
+        with pytest.raises(OptimizerError, match=words):
+            optimizer.step()
+        with pytest.raises(ReleasedParameterError, match=words):
+            loss_of(teacher, *batch()).backward()

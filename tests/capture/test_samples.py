@@ -28,6 +28,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 from torch.nn import functional
 
+from gs_compile.capture.given_up import watch
 from gs_compile.capture.loss import loss
 from gs_compile.errors import SeparationError
 
@@ -62,6 +63,11 @@ class Scaling(nn.Module):
 
     def forward(self, x):
         return x + self.function(x, self.scale)
+
+
+class Counting(nn.Module):
+    def forward(self, x):
+        return (x > 0).sum((0, 1))
 
 
 class Block(nn.Module):
@@ -104,6 +110,10 @@ def inverse(places):
     return found
 
 
+def load(x):
+    return (x.argmax(-1)[..., None] == torch.arange(WIDTH)).sum((0, 1))
+
+
 def changed(x, *index):
     x = 1 * x
     x[index] = 0.0
@@ -133,6 +143,7 @@ def per_sample(x, kernel):
 
 ALONG, NUMBERS, COUNTED = "runs along the batch", "with the numbers of the samples", "with what is counted over"
 ROWS, PART, PAIRS = "takes rows of several samples", "takes a part of the samples", "pairs the samples"
+RANKS = "with the places of entries in the order of those of all samples"
 PICKED, SIZE, REDUCES = "by indices that none of them decides", "computes with the batch size", "reduces over the"
 NO_SUM = "of values reduced over the batch is no sum of shares"
 MIXES = {
@@ -177,7 +188,7 @@ MIXES = {
     "values in order, by another name": (lambda x: torch.msort(x), ALONG),
     "as many tokens as there is room for": (
         lambda x: like(flat(x) * (order(x).argsort() < 7)[:, None], x),
-        "with the places of entries in the order of those of all samples",
+        RANKS,
     ),
     "rows for columns": (lambda x: x.reshape(TOKENS, -1, WIDTH).transpose(0, 1), ROWS),
     "rows for columns, in two steps": (lambda x: flat(x).view(TOKENS, -1, WIDTH).transpose(0, 1), ROWS),
@@ -229,6 +240,13 @@ MIXES = {
     "a choice": (lambda x: chosen(x, (x > 9).any()), COUNTED),
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
+    "the load of each token's expert": (lambda x: x / load(x)[x.argmax(-1)][..., None], RANKS),
+    "tokens by how many there are": (lambda x: x * (x.argmax(-1) < load(x).max())[..., None], RANKS),
+    "a count, copied": (lambda x: torch.zeros_like(x).copy_((x > 0).sum()) + x, COUNTED),
+    "samples in turn": (lambda x: torch.cartesian_prod(torch.arange(2.0), x[:, 0, 0])[: x.shape[0], None, :1], PAIRS),
+    "a count as a bound": (lambda x: torch.maximum(x, (x > 0).sum()), COUNTED),
+    "counts of experts": (lambda x: (x @ torch.histc(x.argmax(-1).float(), WIDTH))[..., None], COUNTED),
+    "a count, returned": (Counting, "is counted over the samples"),
 }  # fmt: skip
 KEEPS = {
     "attention": partial(Attention, batch_first=True),
@@ -266,7 +284,7 @@ KEEPS = {
 
 
 def made(function):
-    return function() if isinstance(function, partial) else Block(function)
+    return function() if isinstance(function, partial | type) else Block(function)
 
 
 class Each(nn.Module):
@@ -305,6 +323,17 @@ def test_what_keeps_samples_apart_is_right():
         torch.testing.assert_close(torch.cat(found), whole, msg=lambda words, name=name: f"{name}: {words}")
 
 
+def test_the_places_of_some_tokens_are_no_numbers_to_compute_with():
+    def placed(x):
+        places = (flat(x).sum(-1) > 0).nonzero()[:, 0]
+        return like(torch.zeros_like(flat(x)).index_add(0, places, places[:, None] * flat(x)[places]), x)
+
+    model = compiled(Tiny(blocks=[Block(placed), Block(placed)]))
+    watch()  # which the reset has ended
+    with pytest.raises(SeparationError, match=RANKS):
+        model(*batch(4))
+
+
 def test_a_function_that_gives_a_parameter_no_gradient_leaves_it_none():
     """Which optimizers pass over, where zeros would have it decay."""
     torch.manual_seed(0)
@@ -327,6 +356,7 @@ def test_a_scan_over_the_sequence_trains():
     [
         (lambda p, y: torch.cat([p, -p]), "has all samples several times in turn"),  # micro-batches are put in a row
         (lambda p, y: (p, torch.arange(p.shape[0])), "is of the numbers of the samples"),
+        (lambda p, y: (p, torch.ones(p.shape[0], p.shape[0])), "pairs the samples of the batch"),
     ],
 )
 def test_what_is_no_output(criterion, words):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from gs_compile.capture.inductor import Generator
-from gs_compile.codegen import compiled as compilation
+from gs_compile.codegen import codes as shared
 from gs_compile.codegen import differentiate as differentiate_module
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.program.ir import EPILOGUE, PROLOGUE
@@ -201,7 +201,7 @@ def test_compiled_once_for_all_layers(monkeypatch):
         return compiled_function(self, name, graph)
 
     monkeypatch.setattr(differentiate_module.Differentiated, "_compiled", counting)
-    monkeypatch.setattr(compilation, "_codes", compilation.Codes())
+    monkeypatch.setattr(shared, "_codes", shared.Codes())
     args = batch(4)
     run = compiled(Tiny(blocks=[Block() for _ in range(6)]))
     loss = run(*args)
@@ -214,7 +214,7 @@ def test_compiled_once_for_all_layers(monkeypatch):
 
 
 def test_threads_that_ask_for_code_at_once_share_it():
-    codes, together = compilation.Codes(), threading.Barrier(4)
+    codes, together = shared.Codes(), threading.Barrier(4)
 
     def make(common):
         time.sleep(0.01)

@@ -139,7 +139,8 @@ def experts(way):
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["two samples", "one sample"])
 @pytest.mark.parametrize("way", [*APART, *TOGETHER], ids=lambda way: way.__name__)
 def test_experts_are_in_pieces_where_their_tokens_stay_apart(way, size, generator):
-    unit = layer_of(experts(way), SAMPLES if way is by_number else size)  # micro-batches would have other numbers
+    of_all = way in (by_number, with_few_places)  # micro-batches would have other numbers, and other places
+    unit = layer_of(experts(way), SAMPLES if of_all else size)
     code = in_pieces(unit, generator)
     equal(*code_and_autograd(unit, generator, code=code), generator)
     if way in APART:

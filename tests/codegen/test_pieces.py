@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 
@@ -32,8 +35,10 @@ from torch.nn.functional import cross_entropy
 from benchmarks.pieces import UNITS, code_of
 from benchmarks.pieces import inputs_of as drawn
 from gs_compile.capture.graph import UnitGraph
+from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.parts import PartInPieces
 from gs_compile.codegen.pieces import LEAST, InPieces
+from gs_compile.codegen.token_wise import Part
 from gs_compile.hf.fused_head import log_probabilities
 
 
@@ -327,6 +332,39 @@ def test_each_length_has_its_own_pieces():
     assert short.tokens_per_piece is None
     assert InPieces(unit_at(4 * LEAST), EAGER, short.common, [Room(0)], None).tokens_per_piece == LEAST
     assert short.tokens_per_piece is None
+
+
+def test_threads_make_code_one_after_the_other(monkeypatch):
+    """Tracing changes the state of the process; each thread sees whole answers."""
+    busy, trace = threading.Lock(), Generator.trace
+
+    def alone(*given, **named):
+        assert busy.acquire(blocking=False), "another thread traces"
+        time.sleep(0.01)
+        try:
+            return trace(*given, **named)
+        finally:
+            busy.release()
+
+    monkeypatch.setattr(Generator, "trace", alone)
+    codes = [InPieces(unit_at(4 * LEAST), EAGER, None, [Room(0)], None) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda code: code.tokens_per_piece, codes)) == [LEAST, LEAST]
+
+
+def test_a_second_thread_sees_which_results_all_parts_take(monkeypatch):
+    code, found, taken_of = in_pieces(layer_of(Attention, 2)), [], Part.taken_of
+
+    def meanwhile(part, names):
+        if not found:
+            found.append(None)
+            with ThreadPoolExecutor(1) as pool:
+                found[0] = pool.submit(code._taken_by, code._seeds("backward")).result()
+        return taken_of(part, names)
+
+    monkeypatch.setattr(Part, "taken_of", meanwhile)
+    assert code._taken_by(code._seeds("backward")) == found[0]
+    assert len(found[0]) == len(code._parts)
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch.nn import functional
 from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, compile_model, gradients, train
 
 from gs_compile.capture.inductor import Generator, Sizes
-from gs_compile.codegen import compiled
+from gs_compile.codegen import codes, compiled
 from gs_compile.errors import LengthWarning
 from gs_compile.model.backend import greedysnake
 
@@ -93,7 +93,7 @@ def test_programs_of_many_sizes_are_not_kept_for_ever(monkeypatch):
 def no_codes(monkeypatch):
     """No capture and no code is there already, from another test of the process."""
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "_codes", compiled.Codes())
+    monkeypatch.setattr(codes, "_codes", codes.Codes())
 
 
 @pytest.mark.usefixtures("no_codes")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gs_compile.codegen import compiled
+from gs_compile.codegen import codes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -45,7 +45,7 @@ def main(name, arguments, constants, monkeypatch):
     for key, value in constants.items():
         monkeypatch.setattr(module, key, value)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
-    monkeypatch.setattr(compiled, "best_compiler", lambda device_type: "eager")
+    monkeypatch.setattr(codes, "best_compiler", lambda device_type: "eager")
     monkeypatch.setenv("CI", "1")  # TRL tells nobody that it was used
     module.main()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zoo
 
-from gs_compile.codegen import compiled
+from gs_compile.codegen import codes
 from gs_compile.codegen.costs import Counts, extended
 from gs_compile.planner.cost.workload import ModelSpec
 
@@ -37,11 +37,11 @@ def counted(name, sizes, **settings):
     ],
 )
 def test_costs_are_those_of_each_sizes_own_graphs(name, settings, monkeypatch):
-    monkeypatch.setattr(compiled, "_codes", compiled.Codes())
+    monkeypatch.setattr(codes, "_codes", codes.Codes())
     found, units = counted(name, SIZES, **settings)
     graphs = [code.graphs for each in (units, units.in_pieces(PIECE)) for code in each.counted.values()]
     assert not any(graphs), "none was traced"
-    monkeypatch.setattr(compiled, "_codes", compiled.Codes())
+    monkeypatch.setattr(codes, "_codes", codes.Codes())
     assert found == counted(name, SIZES[-1:], **settings)[0]
 
 

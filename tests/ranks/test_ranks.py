@@ -19,7 +19,7 @@ import torch.distributed as dist
 from launch import Fleet
 from torch.distributed.device_mesh import init_device_mesh
 
-from gs_compile.codegen import compiled
+from gs_compile.codegen import codes
 from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
 from gs_compile.runtime import ranks as module
@@ -167,7 +167,7 @@ def launched(info, tmp_path):
         given = example.options(tmp_path / "storage")
         given["expert"]["recompute"] = "all"  # so that nothing is planned
         patched.setattr(example, "options", lambda storage: given)
-        patched.setattr(compiled, "best_compiler", lambda device_type: "eager")
+        patched.setattr(codes, "best_compiler", lambda device_type: "eager")
         patched.setattr(sys, "argv", [path.name, "--steps", "8", "--storage", str(tmp_path / "storage")])
         assert example.main() == 0
     return (dist.get_rank(), dist.get_world_size(), dist.get_backend()), printed.getvalue()

@@ -1,0 +1,226 @@
+"""graph_breaks: where and why Dynamo has not made one graph of a forward, and what to do about it.
+
+Dynamo breaks a graph, or gives a whole frame up and compiles what it calls. Then the backend is asked for parts of the
+forward: the reasons are found by what Dynamo has kept of its compilations. And it compiles a frame so many times, for
+what it is called with; after that it runs as it is written.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from traceback import FrameSummary
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
+from torch._guards import CompileContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from gs_compile.capture.frame_settings import compiled_frame
+from gs_compile.errors import ABSENT, GROUPED, CaptureError, GraphBreakError
+
+_TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
+_TORCH_MODULES = f"{_TORCH}/nn/modules/"
+
+# What Dynamo says where a size that depends on values decides what the code does.
+_UNSIZED = ("Dynamic shape operator", "data-dependent expression", "Data-dependent branching")
+# What it says where it gives a whole frame up: at a break in a loop, and at an error that the trace alone meets.
+_GIVES_UP = ("frame skipped", "Observed exception")
+_BACKWARD_HOOKS = "Module-level backwards hooks"  # what it breaks at
+
+_LIGER = (
+    "leave the kernels of Liger out that stand in layers (rope=False, rms_norm=False, swiglu=False and their like), as "
+    "inductor fuses these operations itself; its losses may stay"
+)
+_UNHOOK = (
+    "remove the hook (its handle's .remove()), which would never be called, because layers run their backward without "
+    "their modules. Hooks on forwards are part of the model"
+)
+
+
+def graph_break_of(module: fx.GraphModule) -> GraphBreakError | None:
+    """The error of a graph that is a part of a forward."""
+    found, reason = getattr(module, "compile_subgraph_reason", None), "step_unsupported"
+    if found is not None and found.graph_break:
+        where, reason = user_line(found.user_stack), str(found.reason)
+    else:
+        where = next(filter(None, map(_resumed_at, module.graph.nodes)), "")
+    if not where:
+        return None
+    words = reason
+    if reason == "step_unsupported":  # of an inlined call, or of a line where Dynamo cannot go on later
+        words = [reason, *(list(counters["graph_break"]) or counters["unimplemented"])][-1]
+    for kind in ("graph_break", "unimplemented"):
+        counters[kind].pop(words, None)  # so that the next of these words is the last again
+    return _graph_break(where, words)
+
+
+def user_line(stack: Iterable[FrameSummary]) -> str:
+    """The user's line, the innermost that is not torch's own; and torch's, where that is where Dynamo stands."""
+    frames = [frame for frame in stack if "torch/_dynamo" not in frame.filename]
+    lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames]
+    own = [line for line in lines if not line.startswith(_TORCH)]
+    if not lines or not own or own[-1] == lines[-1]:
+        return lines[-1] if lines else "an unknown line"
+    return f"{own[-1]} (inside it, {lines[-1]})"
+
+
+def _graph_break(where: str, reason: object) -> GraphBreakError:
+    if "accelerate/hooks.py" in where:
+        return GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{ABSENT}")
+    if _BACKWARD_HOOKS in str(reason):
+        return GraphBreakError(f"a module that is called at {where}\nhas a hook on its backward: {_UNHOOK}")
+    return GraphBreakError(
+        f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
+        f"Dynamo's reason: {str(reason).strip()}\n"
+        f"greedysnake reorders the whole step, so it needs forward in one graph: {remedy(reason, where)}"
+    )
+
+
+def remedy(reason: object, where: str = "") -> str:
+    """What to do about a graph break, in a line."""
+    if "liger_kernel/" in where or ("/triton/" in where and "liger_kernel" in sys.modules):
+        return _LIGER
+    if _BACKWARD_HOOKS in str(reason):
+        return _UNHOOK
+    if any(sign in str(reason) for sign in _UNSIZED):
+        return f"here the number of elements depends on values. {GROUPED[0].upper()}{GROUPED[1:]}"
+    return (
+        "remove the construct, or move it out of forward (print, .item(), control flow on tensor values are the usual "
+        "causes)"
+    )
+
+
+def refuse(error: CaptureError) -> NoReturn:
+    """Raise an error that a call met; where the call comes from a frame that Dynamo gave up, Dynamo's reason for that.
+
+    The graph of such a call is a part of a forward. Where a part may be all that is wrong, its error has a note of what
+    Dynamo has broken forwards at.
+    """
+    if isinstance(error, GraphBreakError):
+        raise error
+    if (found := _given_up_around(sys._getframe())) is not None:
+        broken = _graph_break(*found)
+        broken.__notes__ = getattr(error, "__notes__", [])
+        raise broken from error
+    if (name := _passed_over(sys._getframe())) is not None:
+        raise GraphBreakError(
+            f"the model is itself a torch.nn.{name}: under model.compile() Dynamo skips the forward of torch's own "
+            "modules, and captures each block separately. Compile it with torch.compile, which captures it as a whole: "
+            'model = torch.compile(model, backend="greedysnake")'
+        ) from error
+    given_up = [words for words in counters["unimplemented"] if any(sign in words for sign in _GIVES_UP)]
+    words = "\n".join(found[-1].strip() for found in (list(counters["graph_break"]), given_up) if found)
+    if words:
+        error.add_note(f"If Dynamo has broken this model's forward, that is the cause. Its latest reasons:\n{words}")
+    raise error
+
+
+def last_given_up() -> str:
+    """A sentence on why Dynamo captures nothing now, or where and why it gave a function up last; empty: it has not."""
+    modes = [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+    if modes:
+        return (
+            f". Inside of {modes[-1]} Dynamo captures nothing, and the model runs as plain PyTorch does: train outside "
+            "of it. Operations can be counted with it on a model that is not compiled"
+        )
+    last = next((each for each in reversed(get_compilation_metrics()) if each.fail_type), None)
+    if last is not None and (words := over_limit(last)):
+        return f". {words}"
+    where, reason = next(reversed(_given_up().values()), ("", ""))
+    words = f". Dynamo gave a forward up at {where}\nDynamo's reason: {reason.strip()}\n"
+    return f"{words}If it is the model's, {remedy(reason)}" if where else ""
+
+
+def _given_up_around(frame: FrameType | None) -> tuple[str, str] | None:
+    """Where and why Dynamo gave up the innermost of this frame and those around it; None: it gave up none of them."""
+    given_up = _given_up()
+    while frame is not None:
+        found = given_up.get((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+        if found and frame.f_code not in orig_code_map:  # code of Dynamo's own is of a function that it has captured
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _passed_over(frame: FrameType | None) -> str | None:
+    """The class of the module whose forward was to be compiled, where that is torch's own, which Dynamo passes over."""
+    while frame is not None:
+        forward, frame = frame, frame.f_back
+        is_torchs = forward.f_code.co_name == "forward" and forward.f_code.co_filename.startswith(_TORCH_MODULES)
+        if is_torchs and forward.f_code not in orig_code_map and _is_compiled(frame):
+            return type(forward.f_locals["self"]).__name__
+    return None
+
+
+def _is_compiled(frame: FrameType | None) -> bool:
+    """Whether a frame is of the function that ``module.compile()`` has Dynamo compile."""
+    around = frame and frame.f_back
+    if frame is None or around is None:
+        return False
+    return frame.f_code.co_name == "_call_impl" and around.f_code.co_filename.startswith(f"{_TORCH}/_dynamo/")
+
+
+def _given_up() -> dict[tuple[Any, Any], tuple[str, str]]:
+    """By the file and first line of each function that Dynamo has given up lately, the user's line and the reason."""
+    found = {}
+    for each in get_compilation_metrics():
+        if each.fail_type and not over_limit(each):
+            file, line = each.fail_user_frame_filename, each.fail_user_frame_lineno
+            if not file or not line or "torch/_dynamo" in file:  # code of Dynamo's own: the function is named
+                file, line = str(each.co_filename), int(each.co_firstlineno or 0)
+            where = f"{file}:{line}: {linecache.getline(file, line).strip()}"
+            found[each.co_filename, each.co_firstlineno] = where, str(each.fail_reason)
+    return found
+
+
+def _resumed_at(node: fx.Node) -> str:
+    """The line at which Dynamo broke forward before this node: the name of the function it resumed in says so."""
+    found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")
+    return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else ""
+
+
+# Dynamo's limit -------------------------------------------------------------------------------------------------------
+
+
+def is_last_compile() -> bool:
+    """Whether Dynamo will compile the frame that it compiles now no more: it has reached its limit."""
+    if CompileContext.current_compile_id() is None:
+        return False
+    others: Any = compiled_frame("cache_size")["cache_size"]
+    return bool(others.num_cache_entries_with_same_id_matched_objs + 1 >= dynamo_config.recompile_limit)
+
+
+def note_last_compile(error: BaseException, is_last: bool) -> None:
+    """Add to the refusal of a frame that Dynamo compiles no more: the next call would run it as it is."""
+    if is_last:
+        error.add_note(
+            f"Dynamo has compiled this model {dynamo_config.recompile_limit} times, which is its limit: from now on it "
+            "runs without greedysnake. Call torch._dynamo.reset() before the next try"
+        )
+
+
+def last_over_limit() -> Any:
+    """What Dynamo has kept of the last frame that it did not compile, being over its limit; None: there is none."""
+    found = (metrics for metrics in reversed(get_compilation_metrics()) if over_limit(metrics))
+    return next(found, None)
+
+
+def over_limit(metrics: Any) -> str:
+    """Words on a frame that Dynamo did not compile for its limit; empty of others."""
+    if not str(metrics.fail_reason).startswith("Dynamo recompile limit exceeded"):
+        return ""
+    guard = str(metrics.recompile_reason).partition(": ")[2].partition(" #")[0].strip()  # "0/7: t == 2.0  # def ..."
+    return (
+        f"Dynamo has compiled this model's forward {dynamo_config.recompile_limit} times, which is its limit: calls of "
+        "other kinds run as they are written from now on, without greedysnake. The last one was of another kind: this "
+        f"did not hold any more: {guard or 'unknown'}. A number that changes from step to step is to be a tensor, "
+        "or a float that tensors are multiplied by, divided by or added to"
+    )
