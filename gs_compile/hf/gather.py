@@ -35,14 +35,15 @@ def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> Mapping
 
     Padding needs an attention mask, which then ends them, or position ids, by which it is one more of the sequences
     that are packed in a row; labels there are ignored. Raises OptionError where batches have other entries than the
-    first, or would need padding and have neither, or labels that padding changes.
+    first, or would need padding and have neither, or labels that padding changes. Labels themselves need no mask, as
+    Whisper's, whose decoder has none.
     """
     first = batches[0]
     if any(batch.keys() != first.keys() for batch in batches):
         raise OptionError(f"the batches of a step have different entries: {sorted({*map(tuple, batches)})}")
     padding = {"input_ids": pad_token_id, "labels": _IGNORED, "shift_labels": _IGNORED}
     joined = {
-        name: _joined(name, [batch[name] for batch in batches], padding.get(name, 0), first, pad_token_id)
+        name: _joined(name, batches, padding.get(name, 0), pad_token_id)
         for name in first
         if name not in (*_OFFSETS, _KEPT)
     }
@@ -62,18 +63,20 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
 
     Tensors are (samples, tokens, ...) or (samples, ...). A loss is that of all batches, and each gets its share: the
     whole where it is a mean, which Trainer divides by the number of batches. Of logits, each has those of as many last
-    tokens of its own as it has asked for.
+    tokens of its own as it has asked for. Tokens are a decoder's where there is one, but of what its encoder gives.
     """
     named = outputs if isinstance(outputs, Mapping) else {}
     of_samples = [named.get(name) for name in _OF_SAMPLES]
-    sizes = [_size(batch) for batch in batches]
-    longest = max(length for _, length in sizes)
-    lengths = (longest, longest - 1)  # which a shifted label leaves
+    of_encoder = {id(each) for name in named if name.startswith("encoder_") for each in tree_leaves(named[name])}
+    numbers, lengths_given = zip(*map(_size, batches), strict=True)
+    lengths_decoded = [_decoder_length(batch) for batch in batches] if of_encoder else lengths_given
 
-    def part(start: int, number: int, missing: int, kept: int, whole: Tensor) -> Tensor:
+    def part(at: int, start: int, kept: int, whole: Tensor) -> Tensor:
         if not whole.dim():
             return whole if batches[0].get("num_items_in_batch") is None else whole / len(batches)
-        rows = whole[start : start + number]
+        rows, tokens = whole[start : start + numbers[at]], lengths_given if id(whole) in of_encoder else lengths_decoded
+        missing = max(tokens) - tokens[at]
+        lengths = (max(tokens), max(tokens) - 1)  # which a shifted label leaves
         if kept and whole is of_samples[0]:
             end = whole.shape[1] - missing
             return rows[:, max(end - kept, 0) : end]
@@ -83,11 +86,11 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
             has_tokens = whole.dim() > 2 and whole.shape[1] >= min(lengths)
         return rows[:, : whole.shape[1] - missing] if has_tokens and missing else rows
 
-    starts = itertools.accumulate((number for number, _ in sizes), initial=0)
+    starts = itertools.accumulate(numbers, initial=0)
     kept = [batch.get(_KEPT, 0) if len(batches) > 1 else 0 for batch in batches]
     return [
-        tree_map_only(Tensor, partial(part, start, number, longest - length, to_keep), outputs)
-        for start, (number, length), to_keep in zip(starts, sizes, kept, strict=False)
+        tree_map_only(Tensor, partial(part, at, start, to_keep), outputs)
+        for at, (start, to_keep) in enumerate(zip(starts, kept, strict=False))
     ]
 
 
@@ -108,19 +111,35 @@ def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
     return number, length
 
 
-def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, Any], pad_token_id: int) -> Any:
+def _num_rows(batch: Mapping[str, Any]) -> int | None:
+    """Of the first tensor."""
+    return next((len(each) for each in batch.values() if isinstance(each, Tensor) and each.dim()), None)
+
+
+def _decoder_length(batch: Mapping[str, Any]) -> int:
+    """The tokens of a decoder: of its inputs, or the labels or inputs of the encoder that these are made of."""
+    given = (batch.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds", "labels"))
+    found = (each.shape[1] for each in given if isinstance(each, Tensor) and each.dim() > 1)
+    return next(found, _size(batch)[1])
+
+
+def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: int, pad_token_id: int) -> Any:
+    first, values = batches[0], [batch[name] for batch in batches]
+    if all(isinstance(batch[name], list) and len(batch[name]) == _num_rows(batch) for batch in batches):
+        return list(itertools.chain.from_iterable(values))  # an entry for each sample, such as texts
     if all(isinstance(value, Mapping) for value in values):  # as sentence-transformers' models take all they are given
         return gathered(values, pad_token_id)
     if not all(isinstance(value, Tensor) and value.dim() for value in values):
         if any(value is not values[0] and value != values[0] for value in values):
             raise OptionError(
-                f"{name!r} is not a tensor with a row for each sample, and differs between the batches of a step"
+                f"{name!r} is no tensor or list with a row for each sample, and differs between the batches of a step"
             )
         return values[0]
     shapes = [value.shape[1:] for value in values]
     if len(set(shapes)) == 1:
         return torch.cat(list(values))
-    if "attention_mask" not in first and "position_ids" not in first:
+    is_label = padding == _IGNORED and not values[0].is_floating_point()
+    if not is_label and "attention_mask" not in first and "position_ids" not in first:
         raise OptionError(
             f"{name!r} has sequences of different lengths in the batches of a step, and there are no attention_mask "
             "and no position_ids to pad them with: pad all batches to one length, or have the collator make a mask"

@@ -31,6 +31,38 @@ def test_answers_chosen_among_all_tokens_are_not_padded():
         gathered(batches, 0)
 
 
+def test_labels_of_a_decoder_need_no_mask():
+    """As Whisper's, beside spectrograms of one length; each batch gets as many tokens as its own labels have."""
+    batches = [{"input_features": torch.zeros(2, 8, 40), "labels": torch.full((2, n), n)} for n in (3, 5)]
+    assert gathered(batches, 0)["labels"].tolist() == [[3] * 3 + [-100] * 2] * 2 + [[5] * 5] * 2
+    logits, encoded = torch.zeros(4, 5, 7), torch.zeros(4, 20, 6)
+    found = parted({"logits": logits, "encoder_last_hidden_state": encoded}, batches)
+    assert [each["logits"].shape for each in found] == [(2, 3, 7), (2, 5, 7)]
+    assert [each["encoder_last_hidden_state"].shape for each in found] == [(2, 20, 6)] * 2
+    with pytest.raises(OptionError, match="'labels' has sequences of different lengths"):
+        gathered([{**each, "labels": each["labels"].float()} for each in batches], 0)  # no loss passes over -100 there
+
+
+@pytest.mark.parametrize("second", ["a", "b"])
+def test_entries_of_lists_are_samples(second):
+    """Texts stay beside their samples, also where those of two batches are alike; a list of another length is no such."""
+    batches = [{"pixels": torch.zeros(2, 3), "texts": [text] * 2, "size": [8, 8, 8]} for text in ("a", second)]
+    assert gathered(batches, 0)["texts"] == ["a", "a", second, second]
+    assert gathered(batches, 0)["size"] == [8, 8, 8]
+
+
+def test_a_decoder_has_lengths_of_its_own():
+    """The padding of sources says nothing of that of targets."""
+    batches = [
+        {"input_ids": torch.zeros(2, n), "attention_mask": torch.ones(2, n), "labels": torch.zeros(2, m).long()}
+        for n, m in ((4, 9), (6, 8))
+    ]
+    made = {"logits": torch.zeros(4, 9, 7), "encoder_last_hidden_state": torch.zeros(4, 6, 5)}
+    found = parted(made, batches)
+    assert [each["logits"].shape[1] for each in found] == [9, 8]
+    assert [each["encoder_last_hidden_state"].shape[1] for each in found] == [4, 6]
+
+
 @pytest.mark.parametrize(("numbers", "whole"), [((2, 2), 4), ((3, 1), 5), ((0, 2), 0), ((9, 1), 11)])
 def test_logits_that_are_kept_are_each_batchs_own(numbers, whole):
     """The last ones, also of a batch that was padded at its end."""
