@@ -14,7 +14,7 @@ from gs_compile.capture.internals import wrap_compiled_call
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import has_fused_head, make_capturable
-from gs_compile.hf.gather import gathered, parted
+from gs_compile.hf.gather import Padding, gathered, parted
 from gs_compile.hf.weights import options_of
 from gs_compile.model.optim import SGD
 
@@ -91,7 +91,7 @@ def stored_reference(
     return SGD(model.parameters(), lr=0.0), compile_within
 
 
-def answered(questions: Sequence[_Question], pad_token_id: int) -> list[Any]:
+def answered(questions: Sequence[_Question], padding: Padding) -> list[Any]:
     """What each call would have returned; calls of one model in one mode are made as one."""
     answers: dict[_Question, Any] = {}
     for question in questions:
@@ -100,6 +100,6 @@ def answered(questions: Sequence[_Question], pad_token_id: int) -> list[Any]:
         alike = [each for each in questions if (each.call, each.has_grad) == (question.call, question.has_grad)]
         batches = [each.batch for each in alike]
         with torch.set_grad_enabled(question.has_grad):
-            outputs = question.call(**gathered(batches, pad_token_id))
-        answers |= zip(alike, parted(outputs, batches), strict=True)
+            outputs = question.call(**gathered(batches, padding))
+        answers |= zip(alike, parted(outputs, batches, padding), strict=True)
     return [answers[question] for question in questions]
