@@ -35,7 +35,7 @@ class Padding(NamedTuple):
         """Whether these are padded so, and a model that reads the last token finds it there."""
         masks = [each for batch in batches for each in _masks(batch) if each.dim() == 2]
         starts, ends = (any(not each[:, at].all() for each in masks) for at in (0, -1))
-        return bool(masks) and (starts and not ends if starts or ends else self.is_left)
+        return bool(masks) and not ends and (starts or self.is_left)
 
 
 RIGHT = Padding()
@@ -91,15 +91,14 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding 
         rows, tokens = whole[start : start + numbers[at]], lengths_given if id(whole) in of_encoder else lengths_decoded
         missing = max(tokens) - tokens[at]
         lengths = (max(tokens), max(tokens) - 1)  # which a shifted label leaves
-        first = missing if is_left and tokens is lengths_given else 0
-        last = whole.shape[1] - missing + first
+        own = slice(missing, None) if is_left and tokens is lengths_given else slice(None, -missing or None)
         if kept and whole is of_samples[0]:
-            return rows[:, max(last - kept, 0) : last]
+            return rows[:, own][:, -kept:]
         if whole.dim() == 2:
             has_tokens = whole.shape[1] in lengths and all(whole is not each for each in of_samples)
         else:
             has_tokens = whole.dim() > 2 and whole.shape[1] >= min(lengths)
-        return rows[:, first:last] if has_tokens and missing else rows
+        return rows[:, own] if has_tokens else rows
 
     starts = itertools.accumulate(numbers, initial=0)
     kept = [batch.get(_KEPT, 0) if len(batches) > 1 else 0 for batch in batches]
