@@ -351,6 +351,8 @@ class StoredState(Tensor):
         name = function.__name__
         if function in (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.detach, _GET_DATA):
             return args[0]
+        if name == "__set__" and args[1] is args[0]:
+            return None
         if name in _ASSIGNS or (name.endswith("_") and not name.endswith("__") and name not in _LOOKS):
             raise ReleasedParameterError(
                 f"{name}: optimizer.state only shows a state that lives on the tiers. {CHANGE_STATE}"
