@@ -10,7 +10,7 @@ import zoo
 from tiered import adamw, options
 from zoo import GPT, assert_same_gradients, compile_model, gradients, loss_of, train
 
-from gs_compile.errors import OptimizerError, UncapturedWarning
+from gs_compile.errors import CaptureError, OptimizerError, UncapturedWarning
 from gs_compile.model.tiered_call import TieredCall
 
 batch = partial(zoo.batch, marked=False)  # as users give it
@@ -54,6 +54,15 @@ def test_hooks_of_the_compiled_model_itself_run_as_they_are_written(capsys):
     assert_same_gradients(found[1], expected)
     assert found[2] == printed
     assert len(seen) == 4
+
+
+def test_hooks_on_the_backward_of_modules_inside_are_named():
+    """Dynamo's own hint, compiled autograd, does not help here."""
+    model = compile_model(GPT(), 2)
+    model.blocks[0].register_full_backward_hook(print)
+    with pytest.raises(CaptureError) as caught:
+        train(model, *batch())
+    assert "register_full_backward_hook" in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
 @pytest.fixture(scope="module")
