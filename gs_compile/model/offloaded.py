@@ -316,10 +316,8 @@ class UnavailableGradient(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """To be looked at, zeroed, sent somewhere and dropped is what it allows."""
         name = getattr(function, "__name__", "")
-        if name in _CONVERSIONS or function == _GET_DATA:  # Module.to gives its `.data` what this returns
+        if _sends(name, function, args):
             return args[0]
-        if name == "__set__" and args[1] is args[0]:
-            return None
         if name in ("zero_", "_foreach_zero_"):
             for gradient in args[0] if name == "_foreach_zero_" else args[:1]:
                 gradient.is_zeroed = True
@@ -349,10 +347,8 @@ class StoredState(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__
-        if function in (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.detach, _GET_DATA):
+        if function is Tensor.detach or _sends(name, function, args):
             return args[0]
-        if name == "__set__" and args[1] is args[0]:
-            return None
         if name in _ASSIGNS or (name.endswith("_") and not name.endswith("__") and name not in _LOOKS):
             raise ReleasedParameterError(
                 f"{name}: optimizer.state only shows a state that lives on the tiers. {CHANGE_STATE}"
@@ -361,6 +357,11 @@ class StoredState(Tensor):
             raise ReleasedParameterError(f"{name}: optimizer.state shows no values: read it in optimizer.state_dict()")
         found = nn.Parameter.__torch_function__(function, (), args, kwargs or {})
         return tree_map_only(Tensor, lambda each: each.as_subclass(cls) if each.is_meta else each, found)
+
+
+def _sends(name: str, function: Any, args: Sequence[Any]) -> bool:
+    """Whether a function sends a tensor somewhere, gives its `.data` to be sent, or has it take that back."""
+    return name in _CONVERSIONS or function == _GET_DATA or (name == "__set__" and args[1] is args[0])
 
 
 @dataclass(frozen=True)
