@@ -119,7 +119,8 @@ def refuse(error: CaptureError) -> NoReturn:
     given_up = [words for words in counters["unimplemented"] if any(sign in words for sign in _GIVES_UP)]
     words = "\n".join(found[-1].strip() for found in (list(counters["graph_break"]), given_up) if found)
     if words:
-        error.add_note(f"If Dynamo has broken this model's forward, that is the cause. Its latest reasons:\n{words}")
+        because = f"If Dynamo has broken this model's forward, that is the cause. Its latest reasons:\n{words}"
+        error.add_note(f"{because}\nThen {remedy(words)}")
     raise error
 
 

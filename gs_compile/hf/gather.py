@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -19,33 +19,47 @@ _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _KEPT = "logits_to_keep"  # of how many last tokens a model gives logits; 0: of all
+_MASK = "attention_mask"
 _CHOSEN = {"start_positions", "end_positions"}  # labels that are chosen among all tokens, those of padding included
 # Of a model: without tokens where they are (samples, ...), of any width.
 _OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")
 
 
-def pad_token_id_of(model: Any, tokenizer: Any = None) -> int:
-    """The token to pad with: the model's, by which classifiers find the end of a sequence, or the tokenizer's."""
+class Padding(NamedTuple):
+    """token_id: to pad with. is_left: ahead of the tokens, where no batch of a step shows on which side its own is."""
+
+    token_id: int = 0
+    is_left: bool = False
+
+    def is_left_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these are padded so, and a model that reads the last token finds it there."""
+        masks = [each for batch in batches for each in _masks(batch) if each.dim() == 2]
+        starts, ends = (any(not each[:, at].all() for each in masks) for at in (0, -1))
+        return bool(masks) and not ends and (starts or self.is_left)
+
+
+RIGHT = Padding()
+
+
+def padding_of(model: Any, tokenizer: Any = None) -> Padding:
+    """The side is the tokenizer's, the token the model's, by which classifiers find the end of a sequence."""
     known = (getattr(of, "pad_token_id", None) for of in (getattr(model, "config", None), tokenizer))
-    return next((each for each in known if each is not None), 0)
+    token_id = next((each for each in known if each is not None), 0)
+    return Padding(token_id, getattr(tokenizer, "padding_side", "right") == "left")
 
 
-def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> Mapping[str, Any]:
-    """One batch of all samples, of the first one's type; shorter sequences are padded at their end, as collators do.
+def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> Mapping[str, Any]:
+    """One batch of all samples, of the first one's type; shorter sequences are padded on the side that collators have.
 
     Padding needs an attention mask, which then ends them, or position ids, by which it is one more of the sequences
     that are packed in a row; labels there are ignored. Raises OptionError where batches have other entries than the
-    first, or would need padding and have neither, or labels that padding changes.
+    first, or would need padding and have neither, or labels that padding changes. Labels themselves need no mask, as
+    Whisper's, whose decoder has none.
     """
     first = batches[0]
     if any(batch.keys() != first.keys() for batch in batches):
         raise OptionError(f"the batches of a step have different entries: {sorted({*map(tuple, batches)})}")
-    padding = {"input_ids": pad_token_id, "labels": _IGNORED, "shift_labels": _IGNORED}
-    joined = {
-        name: _joined(name, [batch[name] for batch in batches], padding.get(name, 0), first, pad_token_id)
-        for name in first
-        if name not in (*_OFFSETS, _KEPT)
-    }
+    joined = {name: _joined(name, batches, padding) for name in first if name not in (*_OFFSETS, _KEPT)}
     if _KEPT in first:
         joined[_KEPT] = _to_keep(batches)
     if not isinstance(first, MutableMapping):
@@ -57,37 +71,40 @@ def gathered(batches: Sequence[Mapping[str, Any]], pad_token_id: int) -> Mapping
     return found
 
 
-def parted(outputs: Any, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
+def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> list[Any]:
     """What a model has made of the gathered batches, for each of them.
 
     Tensors are (samples, tokens, ...) or (samples, ...). A loss is that of all batches, and each gets its share: the
     whole where it is a mean, which Trainer divides by the number of batches. Of logits, each has those of as many last
-    tokens of its own as it has asked for.
+    tokens of its own as it has asked for. Tokens are a decoder's where there is one, but of what its encoder gives.
     """
     named = outputs if isinstance(outputs, Mapping) else {}
     of_samples = [named.get(name) for name in _OF_SAMPLES]
-    sizes = [_size(batch) for batch in batches]
-    longest = max(length for _, length in sizes)
-    lengths = (longest, longest - 1)  # which a shifted label leaves
+    of_encoder = {id(each) for name in named if name.startswith("encoder_") for each in tree_leaves(named[name])}
+    is_left = padding.is_left_of(batches)
+    numbers, lengths_given = zip(*map(_size, batches), strict=True)
+    lengths_decoded = [_decoder_length(batch) for batch in batches] if of_encoder else lengths_given
 
-    def part(start: int, number: int, missing: int, kept: int, whole: Tensor) -> Tensor:
+    def part(at: int, start: int, kept: int, whole: Tensor) -> Tensor:
         if not whole.dim():
             return whole if batches[0].get("num_items_in_batch") is None else whole / len(batches)
-        rows = whole[start : start + number]
+        rows, tokens = whole[start : start + numbers[at]], lengths_given if id(whole) in of_encoder else lengths_decoded
+        missing = max(tokens) - tokens[at]
+        lengths = (max(tokens), max(tokens) - 1)  # which a shifted label leaves
+        own = slice(missing, None) if is_left and tokens is lengths_given else slice(None, -missing or None)
         if kept and whole is of_samples[0]:
-            end = whole.shape[1] - missing
-            return rows[:, max(end - kept, 0) : end]
+            return rows[:, own][:, -kept:]
         if whole.dim() == 2:
             has_tokens = whole.shape[1] in lengths and all(whole is not each for each in of_samples)
         else:
             has_tokens = whole.dim() > 2 and whole.shape[1] >= min(lengths)
-        return rows[:, : whole.shape[1] - missing] if has_tokens and missing else rows
+        return rows[:, own] if has_tokens else rows
 
-    starts = itertools.accumulate((number for number, _ in sizes), initial=0)
+    starts = itertools.accumulate(numbers, initial=0)
     kept = [batch.get(_KEPT, 0) if len(batches) > 1 else 0 for batch in batches]
     return [
-        tree_map_only(Tensor, partial(part, start, number, longest - length, to_keep), outputs)
-        for start, (number, length), to_keep in zip(starts, sizes, kept, strict=False)
+        tree_map_only(Tensor, partial(part, at, start, to_keep), outputs)
+        for at, (start, to_keep) in enumerate(zip(starts, kept, strict=False))
     ]
 
 
@@ -108,19 +125,43 @@ def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
     return number, length
 
 
-def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, Any], pad_token_id: int) -> Any:
+def _num_rows(batch: Mapping[str, Any]) -> int | None:
+    """Of the first tensor."""
+    return next((len(each) for each in batch.values() if isinstance(each, Tensor) and each.dim()), None)
+
+
+def _masks(batch: Mapping[str, Any]) -> Iterator[Tensor]:
+    for name, each in batch.items():
+        if isinstance(each, Mapping):
+            yield from _masks(each)
+        elif name == _MASK and isinstance(each, Tensor):
+            yield each
+
+
+def _decoder_length(batch: Mapping[str, Any]) -> int:
+    """The tokens of a decoder: of its inputs, or the labels or inputs of the encoder that these are made of."""
+    given = (batch.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds", "labels"))
+    found = (each.shape[1] for each in given if isinstance(each, Tensor) and each.dim() > 1)
+    return next(found, _size(batch)[1])
+
+
+def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -> Any:
+    first, values = batches[0], [batch[name] for batch in batches]
+    if all(isinstance(batch[name], list) and len(batch[name]) == _num_rows(batch) for batch in batches):
+        return list(itertools.chain.from_iterable(values))  # an entry for each sample, such as texts
     if all(isinstance(value, Mapping) for value in values):  # as sentence-transformers' models take all they are given
-        return gathered(values, pad_token_id)
+        return gathered(values, padding)
     if not all(isinstance(value, Tensor) and value.dim() for value in values):
         if any(value is not values[0] and value != values[0] for value in values):
             raise OptionError(
-                f"{name!r} is not a tensor with a row for each sample, and differs between the batches of a step"
+                f"{name!r} is no tensor or list with a row for each sample, and differs between the batches of a step"
             )
         return values[0]
     shapes = [value.shape[1:] for value in values]
     if len(set(shapes)) == 1:
         return torch.cat(list(values))
-    if "attention_mask" not in first and "position_ids" not in first:
+    is_label = name in ("labels", "shift_labels") and not values[0].is_floating_point()
+    if not is_label and _MASK not in first and "position_ids" not in first:
         raise OptionError(
             f"{name!r} has sequences of different lengths in the batches of a step, and there are no attention_mask "
             "and no position_ids to pad them with: pad all batches to one length, or have the collator make a mask"
@@ -132,14 +173,18 @@ def _joined(name: str, values: Sequence[Any], padding: int, first: Mapping[str, 
             "or give gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
         )
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    if name == "position_ids" and "attention_mask" not in first:
+    if name == "position_ids" and _MASK not in first:
         return torch.cat([_followed(value, whole[0]) for value in values])
-    return torch.cat([_padded(value, whole, padding) for value in values])
+    filling = _IGNORED if is_label else padding.token_id if name == "input_ids" else 0
+    are_tokens = all(value.shape[1] == _size(batch)[1] for batch, value in zip(batches, values, strict=True))
+    is_left = are_tokens and padding.is_left_of(batches)
+    return torch.cat([_padded(value, whole, filling, is_left=is_left) for value in values])
 
 
-def _padded(value: Tensor, whole: Sequence[int], padding: int) -> Tensor:
+def _padded(value: Tensor, whole: Sequence[int], filling: int, *, is_left: bool) -> Tensor:
     missing = [size - own for size, own in zip(whole, value.shape[1:], strict=True)]
-    return functional.pad(value, [n for size in reversed(missing) for n in (0, size)], value=padding)
+    pairs = [(size, 0) if is_left else (0, size) for size in reversed(missing)]
+    return functional.pad(value, list(itertools.chain.from_iterable(pairs)), value=filling)
 
 
 def _followed(positions: Tensor, length: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.hf.fitting import fit
-from gs_compile.hf.gather import gathered, pad_token_id_of
+from gs_compile.hf.gather import Padding, gathered, padding_of
 from gs_compile.model.resume import resume
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 
@@ -128,7 +128,7 @@ def _of_steps(loader: DataLoader[Any], num_batches: int, size: int, model: Any) 
         num_batches,
     )
     kept = {name: getattr(loader, name) for name in _KEPT}
-    kept["collate_fn"] = partial(_collated, loader.collate_fn, loader.batch_size or size, pad_token_id_of(model))
+    kept["collate_fn"] = partial(_collated, loader.collate_fn, loader.batch_size or size, padding_of(model))
     if isinstance(loader.dataset, IterableDataset) and loader.batch_size:
         samples = _FullBatches(loader.dataset, loader.batch_size) if loader.drop_last else loader.dataset
         return DataLoader(samples, batch_size=num_batches * loader.batch_size, **kept)
@@ -182,7 +182,7 @@ class _FullBatches(IterableDataset[Any]):
         return getattr(self.dataset, name)  # such as `set_epoch`, which Accelerate calls
 
 
-def _collated(collate: Callable[[Any], Any], size: int, pad_token_id: int, samples: Sequence[Any]) -> Any:
+def _collated(collate: Callable[[Any], Any], size: int, padding: Padding, samples: Sequence[Any]) -> Any:
     """One batch of all samples, each `size` of them collated on their own where a batch is a mapping."""
     batches = [collate(samples[start : start + size]) for start in range(0, len(samples), size)]
-    return gathered(batches, pad_token_id) if isinstance(batches[0], Mapping) else collate(samples)
+    return gathered(batches, padding) if isinstance(batches[0], Mapping) else collate(samples)

@@ -14,7 +14,7 @@ from gs_compile.capture.internals import wrap_compiled_call
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import has_fused_head, make_capturable
-from gs_compile.hf.gather import gathered, parted
+from gs_compile.hf.gather import Padding, gathered, parted
 from gs_compile.hf.weights import options_of
 from gs_compile.model.optim import SGD
 
@@ -30,15 +30,16 @@ class _Question:
 
 def compile_for_strands(
     model: Any, options: Mapping[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Callable[[int], None]:
+) -> Callable[..., None]:
     """Compile a model in place, to run in a context. From now on strands ask for its results; `answered` calls it.
 
-    Returns what compiles it again, with micro-batches of so many samples at most.
+    Returns what compiles it again, with micro-batches of so many samples at most, and other options.
     """
+    options = dict(options)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if has_fused_head(base):
         make_capturable(base)
-        options = {**options, "outputs": "all"}  # a loss that it gives, as that of routers, is a term of the trainer's
+        options["outputs"] = "all"  # a loss that it gives, as that of routers, is a term of the trainer's
 
     def asking(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **batch: Any) -> Any:
@@ -53,7 +54,8 @@ def compile_for_strands(
 
         return ask
 
-    def compile_within(most_samples: int) -> None:
+    def compile_within(most_samples: int, **changes: Any) -> None:
+        options.update(changes)
         size = min(most_samples, options["micro_batch_size"])
         model.compile(backend="greedysnake", options={**options, "micro_batch_size": size})
         wrap_compiled_call(model, asking)
@@ -74,7 +76,7 @@ def stored_reference(
     options: Mapping[str, Any],
     given: Mapping[str, Any],
     autocast: Callable[[], AbstractContextManager[Any]],
-) -> tuple[SGD, Callable[[int], None]]:
+) -> tuple[SGD, Callable[..., None]]:
     """Compile a model that is never trained, so that its parameters are stored.
 
     Returns the optimizer that holds them, and what `compile_for_strands` does.
@@ -91,7 +93,7 @@ def stored_reference(
     return SGD(model.parameters(), lr=0.0), compile_within
 
 
-def answered(questions: Sequence[_Question], pad_token_id: int) -> list[Any]:
+def answered(questions: Sequence[_Question], padding: Padding) -> list[Any]:
     """What each call would have returned; calls of one model in one mode are made as one."""
     answers: dict[_Question, Any] = {}
     for question in questions:
@@ -100,6 +102,7 @@ def answered(questions: Sequence[_Question], pad_token_id: int) -> list[Any]:
         alike = [each for each in questions if (each.call, each.has_grad) == (question.call, question.has_grad)]
         batches = [each.batch for each in alike]
         with torch.set_grad_enabled(question.has_grad):
-            outputs = question.call(**gathered(batches, pad_token_id))
-        answers |= zip(alike, parted(outputs, batches), strict=True)
+            outputs = question.call(**(gathered(batches, padding) if len(batches) > 1 else batches[0]))
+        found = parted(outputs, batches, padding) if len(batches) > 1 else [outputs]
+        answers |= zip(alike, found, strict=True)
     return [answers[question] for question in questions]

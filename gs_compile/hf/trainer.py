@@ -6,6 +6,7 @@ of them to the model at once; the backend cuts them into micro-batches again.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from gs_compile.errors import LaneError, MemoryBudgetError, NoFitError, OptionEr
 from gs_compile.hf import strands
 from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
-from gs_compile.hf.gather import gathered, pad_token_id_of
+from gs_compile.hf.gather import Padding, gathered, padding_of
 from gs_compile.hf.together import answered, compile_for_strands, stored_reference
 from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
@@ -200,8 +201,8 @@ class TrainerMixin(DurableTrainer):
             raise RuntimeError("the batch is out of memory.") from error
 
     @property
-    def _pad_token_id(self) -> int:
-        return pad_token_id_of(self.model, getattr(self, "processing_class", None))
+    def _padding(self) -> Padding:
+        return padding_of(self.model, getattr(self, "processing_class", None))
 
     def _equivalent(self) -> tuple[type[TieredOptimizer], dict[str, Any]]:
         """This package's optimizer for what the arguments ask for, and its settings."""
@@ -246,6 +247,7 @@ class _Gathering(_Trainer):  # type: ignore[misc]
     """
 
     compute_loss: Any
+    _asked: dict[str, Any]
     _batches: list[Any]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -260,9 +262,9 @@ class _Gathering(_Trainer):  # type: ignore[misc]
             return torch.zeros((), device=self.args.device)
         batches, self._batches = self._batches, []
         with self._smaller_if_too_large(), self._under_way(), _replaced(self, _prepare_inputs=lambda batch: batch):
-            if self._has_own_loss and len(batches) > 1:
+            if self._has_own_loss:
                 return self._own_training_step(model, batches, num_items_in_batch)
-            batch = gathered(batches, self._pad_token_id)
+            batch = gathered(batches, self._padding)
             self.current_gradient_accumulation_steps = 1  # it is the loss of the whole step, not divided again
             return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
 
@@ -274,9 +276,20 @@ class _Gathering(_Trainer):  # type: ignore[misc]
             with self.compute_loss_context_manager():  # a thread's own, as a strand is one
                 return compute(*args, **kwargs)
 
-        def loss_of_all(model: Any, batches: list[Any], **kwargs: Any) -> torch.Tensor:
-            losses = [partial(loss_of, model, batch, **kwargs) for batch in batches]
-            return torch.stack(strands.run(losses, partial(answered, pad_token_id=self._pad_token_id))).sum()
+        def losses_of(model: Any, batches: list[Any], **kwargs: Any) -> list[torch.Tensor]:
+            losses = [partial(loss_of, model, copy.copy(batch), **kwargs) for batch in batches]
+            return strands.run(losses, partial(answered, padding=self._padding))
+
+        def loss_of_all(*args: Any, **kwargs: Any) -> torch.Tensor:
+            try:
+                return torch.stack(losses_of(*args, **kwargs)).sum()
+            except (AttributeError, TypeError) as error:
+                if "NoneType" not in str(error) or "outputs" in self._asked:
+                    raise
+            log.info("compute_loss seems to read other outputs than the loss, which the model returns from now on")
+            self._asked["outputs"] = "all"
+            self._compile_within[0](self._batch_size, outputs="all")
+            return torch.stack(losses_of(*args, **kwargs)).sum()
 
         with _replaced(self, compute_loss=loss_of_all):
             return super().training_step(model, batches, num_items_in_batch)  # type: ignore[no-any-return]

@@ -234,7 +234,7 @@ class _Step(torch.autograd.Function):
         if ctx.call is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: greedysnake frees the checkpoints of a step when "
-                "its backward uses them, also with retain_graph=True; call the model again"
+                "its backward uses them, also with retain_graph=True: add the losses of a call, or call the model again"
             )
         if all(gradient is None for gradient in gradients):
             return (None, *ctx.num_trained * (None,))

@@ -32,7 +32,7 @@ LOOKS = frozenset(
 )
 _ASKS = ("is_", "_is_")
 _MAKES = frozenset("empty_like full_like ones_like rand_like randn_like zeros_like".split())
-GET_DATA: Any = cast(Any, Tensor.data).__get__
+_GET_DATA: Any = cast(Any, Tensor.data).__get__
 _VIEWS = frozenset("data T mT H mH real imag".split())  # attributes that show values; all others look
 _CONVERSIONS = frozenset("to cpu cuda float double half bfloat16 type".split())
 _REFUSED = {
@@ -313,10 +313,8 @@ class UnavailableGradient(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """To be looked at, zeroed, sent somewhere and dropped is what it allows."""
         name = getattr(function, "__name__", "")
-        if name in _CONVERSIONS or function == GET_DATA:  # Module.to gives its `.data` what this returns
+        if sends(name, function, args):
             return args[0]
-        if name == "__set__" and args[1] is args[0]:
-            return None
         if name in ("zero_", "_foreach_zero_"):
             for gradient in args[0] if name == "_foreach_zero_" else args[:1]:
                 gradient.is_zeroed = True
@@ -333,6 +331,11 @@ class UnavailableGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "UnavailableGradient()"
+
+
+def sends(name: str, function: Any, args: Sequence[Any]) -> bool:
+    """Whether a function sends a tensor somewhere, gives its `.data` to be sent, or has it take that back."""
+    return name in _CONVERSIONS or function == _GET_DATA or (name == "__set__" and args[1] is args[0])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from gs_compile.capture.internals import tree_map_only, without_overrides
 from gs_compile.errors import MasterWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model.files import mapped_rows
-from gs_compile.model.offloaded import GET_DATA, LOOKS
+from gs_compile.model.offloaded import LOOKS, sends
 from gs_compile.model.parameter_store import MASTER, ParameterStore, component
 from gs_compile.model.residency import residency_of
 
@@ -128,7 +128,7 @@ class StoredState(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__
-        if function in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.detach, GET_DATA):
+        if function is torch.Tensor.detach or sends(name, function, args):
             return args[0]
         if name in _ASSIGNS or (name.endswith("_") and not name.endswith("__") and name not in LOOKS):
             raise ReleasedParameterError(

@@ -182,8 +182,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 raise OptimizerError(
                     "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was "
                     'called before this optimizer was made. Compile it, model.compile(backend="greedysnake"), or by '
-                    "torch.compile where it is itself a module of torch.nn; make the optimizer before the first call, "
-                    "or use a torch.optim optimizer" + last_given_up()
+                    "torch.compile where it is itself a module of torch.nn; call model(...), not model.forward(...); "
+                    "make the optimizer before the first call, or use a torch.optim optimizer" + last_given_up()
                 )
             return loss
         self._close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
@@ -10,7 +12,7 @@ from zoo import VOCAB, small
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import make_capturable
-from gs_compile.hf.gather import gathered, parted
+from gs_compile.hf.gather import Padding, gathered, padding_of, parted
 
 
 @pytest.mark.parametrize(("num_items", "share"), [(None, 6.0), (4, 3.0)])
@@ -26,9 +28,57 @@ def test_answers_chosen_among_all_tokens_are_not_padded():
         {"input_ids": torch.zeros(2, n), "attention_mask": torch.ones(2, n), "start_positions": torch.ones(2)}
         for n in (3, 4)
     ]
-    assert len(gathered([batches[0], batches[0]], 0)["start_positions"]) == 4
+    assert len(gathered([batches[0], batches[0]])["start_positions"]) == 4
     with pytest.raises(OptionError, match=r"'start_positions' is a position among all tokens.*padding='max_length'"):
-        gathered(batches, 0)
+        gathered(batches)
+
+
+def test_labels_of_a_decoder_need_no_mask():
+    """As Whisper's, beside spectrograms of one length; each batch gets as many tokens as its own labels have."""
+    batches = [{"input_features": torch.zeros(2, 8, 40), "labels": torch.full((2, n), n)} for n in (3, 5)]
+    assert gathered(batches)["labels"].tolist() == [[3] * 3 + [-100] * 2] * 2 + [[5] * 5] * 2
+    logits, encoded = torch.zeros(4, 5, 7), torch.zeros(4, 20, 6)
+    found = parted({"logits": logits, "encoder_last_hidden_state": encoded}, batches)
+    assert [each["logits"].shape for each in found] == [(2, 3, 7), (2, 5, 7)]
+    assert [each["encoder_last_hidden_state"].shape for each in found] == [(2, 20, 6)] * 2
+    with pytest.raises(OptionError, match="'labels' has sequences of different lengths"):
+        gathered([{**each, "labels": each["labels"].float()} for each in batches])  # no loss passes over -100 there
+
+
+@pytest.mark.parametrize(
+    ("ones", "side", "is_left"), [([0, 1], "right", True), ([1, 0], "left", False), ([1, 1], "left", True)]
+)
+def test_padding_is_on_the_side_of_the_collator(ones, side, is_left):
+    """Its batches show it, else the tokenizer says it: a model that reads the last token finds it there."""
+    masks = [torch.tensor([[ones[0], *[1] * (n - 2), ones[1]]] * 2) for n in (3, 5)]
+    batches = [{"input_ids": mask * 0 + mask.shape[1], "attention_mask": mask} for mask in masks]
+    batches = [*batches, {name: each[:, :4] for name, each in batches[1].items()}]
+    padding = padding_of(None, SimpleNamespace(pad_token_id=7, padding_side=side))
+    whole = gathered(batches, padding)
+    assert whole["input_ids"][0].tolist() == ([7, 7, 3, 3, 3] if is_left else [3, 3, 3, 7, 7])
+    assert whole["attention_mask"][0].sum() == sum(ones) + 1
+    for batch, found in zip(batches, parted({"hidden": whole["input_ids"][..., None]}, batches, padding), strict=True):
+        assert torch.equal(found["hidden"][..., 0], batch["input_ids"])
+
+
+@pytest.mark.parametrize("second", ["a", "b"])
+def test_entries_of_lists_are_samples(second):
+    """Texts stay beside their samples, also where two batches have the same; a list of another length is one value."""
+    batches = [{"pixels": torch.zeros(2, 3), "texts": [text] * 2, "size": [8, 8, 8]} for text in ("a", second)]
+    assert gathered(batches)["texts"] == ["a", "a", second, second]
+    assert gathered(batches)["size"] == [8, 8, 8]
+
+
+def test_a_decoder_has_lengths_of_its_own():
+    """The padding of sources says nothing of that of targets."""
+    batches = [
+        {"input_ids": torch.zeros(2, n), "attention_mask": torch.ones(2, n), "labels": torch.zeros(2, m).long()}
+        for n, m in ((4, 9), (6, 8))
+    ]
+    made = {"logits": torch.zeros(4, 9, 7), "encoder_last_hidden_state": torch.zeros(4, 6, 5)}
+    found = parted(made, batches)
+    assert [each["logits"].shape[1] for each in found] == [9, 8]
+    assert [each["encoder_last_hidden_state"].shape[1] for each in found] == [4, 6]
 
 
 @pytest.mark.parametrize(("numbers", "whole"), [((2, 2), 4), ((3, 1), 5), ((0, 2), 0), ((9, 1), 11)])
@@ -39,7 +89,7 @@ def test_logits_that_are_kept_are_each_batchs_own(numbers, whole):
         {"input_ids": torch.full((2, n), n), "attention_mask": torch.ones(2, n), "logits_to_keep": number}
         for n, number in zip(lengths, numbers, strict=True)
     ]
-    assert gathered(batches, 0)["logits_to_keep"] == whole
+    assert gathered(batches)["logits_to_keep"] == whole
     places = torch.arange(5).expand(4, 5)[..., None]
     made = {"logits": places[:, -whole:], "hidden": places}
     for length, number, found in zip(lengths, numbers, parted(made, batches), strict=True):
@@ -49,15 +99,15 @@ def test_logits_that_are_kept_are_each_batchs_own(numbers, whole):
 
 def test_places_of_logits_that_are_kept_are_no_places_of_a_step():
     batch = {"input_ids": torch.zeros(2, 3), "attention_mask": torch.ones(2, 3), "logits_to_keep": torch.tensor([1])}
-    assert gathered([batch], 0)["logits_to_keep"].tolist() == [1]
+    assert gathered([batch])["logits_to_keep"].tolist() == [1]
     with pytest.raises(OptionError, match="'logits_to_keep' has places"):
-        gathered([batch, batch], 0)
+        gathered([batch, batch])
 
 
 def test_a_batch_within_a_batch_is_joined_and_parted():
     """As sentence-transformers' models take one, and return it with what they have made."""
     batches = [{"input": {"input_ids": torch.full((2, n), n), "attention_mask": torch.ones(2, n)}} for n in (3, 4)]
-    inner = gathered(batches, 7)["input"]
+    inner = gathered(batches, Padding(7))["input"]
     assert inner["input_ids"].tolist() == [[3, 3, 3, 7]] * 2 + [[4] * 4] * 2
     assert inner["attention_mask"].sum() == 14
     made = {"sentence_embedding": torch.arange(16).view(4, 4), **inner}

@@ -199,6 +199,18 @@ def test_a_change_of_what_the_state_shows_is_refused(change):
         change(next(iter(optimizer.state.values()))["exp_avg"])
 
 
+def test_states_are_sent_where_they_are():
+    """By the loop over states that many scripts, and Poutyne, have for a model that was moved."""
+    optimizer = gs_compile.AdamW(torch.nn.Linear(2, 2).parameters())
+    for state in optimizer.state.values():
+        for each in state.values():
+            each.data = each.data.to("cpu")
+            assert each._grad is None
+    assert all(state["exp_avg"].is_meta for state in optimizer.state.values())
+    with pytest.raises(ReleasedParameterError, match="__set__: optimizer"):
+        state["exp_avg"].data = torch.zeros(2)
+
+
 @pytest.mark.parametrize(
     "read", [lambda shown: shown.norm().item(), lambda shown: float(shown.square().sum()), torch.Tensor.tolist]
 )
