@@ -26,16 +26,20 @@ _OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")
 
 
 class Padding(NamedTuple):
-    """token_id: to pad with. is_left: ahead of the tokens, where no batch of a step shows on which side its own is."""
+    """token_id: to pad with. is_left: ahead of the tokens, where no batch of a step shows on which side its own is.
+
+    may_move: what a model makes of tokens does not depend on how many are ahead of them.
+    """
 
     token_id: int = 0
     is_left: bool = False
+    may_move: bool = True
 
     def is_left_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these are padded so, and a model that reads the last token finds it there."""
         masks = [each for batch in batches for each in _masks(batch) if each.dim() == 2]
         starts, ends = (any(not each[:, at].all() for each in masks) for at in (0, -1))
-        return bool(masks) and not ends and (starts or self.is_left)
+        return self.may_move and bool(masks) and not ends and (starts or self.is_left)
 
 
 RIGHT = Padding()
@@ -43,9 +47,18 @@ RIGHT = Padding()
 
 def padding_of(model: Any, tokenizer: Any = None) -> Padding:
     """The side is the tokenizer's, the token the model's, by which classifiers find the end of a sequence."""
-    known = (getattr(of, "pad_token_id", None) for of in (getattr(model, "config", None), tokenizer))
+    config = getattr(model, "config", None)
+    known = (getattr(of, "pad_token_id", None) for of in (config, tokenizer))
     token_id = next((each for each in known if each is not None), 0)
-    return Padding(token_id, getattr(tokenizer, "padding_side", "right") == "left")
+    is_left = getattr(tokenizer, "padding_side", "right") == "left"
+    return Padding(token_id, is_left, may_move=config is None or not _has_place_embeddings(config))
+
+
+def _has_place_embeddings(config: Any) -> bool:
+    """Whether a model of transformers learns a vector for each place, as GPT-2; others rotate by distances."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rotates = any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim", "alibi"))
+    return not rotates and (getattr(text, "max_position_embeddings", None) or 0) > 0
 
 
 def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 from trl.trainer.utils import add_fused_lm_head
 from zoo import VOCAB, small
 
@@ -59,6 +60,16 @@ def test_padding_is_on_the_side_of_the_collator(ones, side, is_left):
     assert whole["attention_mask"][0].sum() == sum(ones) + 1
     for batch, found in zip(batches, parted({"hidden": whole["input_ids"][..., None]}, batches, padding), strict=True):
         assert torch.equal(found["hidden"][..., 0], batch["input_ids"])
+
+
+def test_padding_is_behind_the_tokens_of_a_model_that_learns_places():
+    """Ahead of them it would move them. Other models know distances."""
+    batches = [{"input_ids": torch.full((1, n), n), "attention_mask": torch.ones(1, n)} for n in (2, 3)]
+    tokenizer = SimpleNamespace(pad_token_id=7, padding_side="left")
+    for kind, padded in (("gpt2", [2, 2, 7]), ("llama", [7, 2, 2]), ("xlnet", [7, 2, 2]), ("t5", [7, 2, 2])):
+        config = AutoConfig.for_model(kind, pad_token_id=7)
+        padding = padding_of(SimpleNamespace(config=config), tokenizer)
+        assert gathered(batches, padding)["input_ids"][0].tolist() == padded, kind
 
 
 @pytest.mark.parametrize("second", ["a", "b"])
