@@ -161,9 +161,9 @@ def fastest(
     spare: Mapping[str, int] = NOTHING,
     part: float = 1.0,
 ) -> Simulation:
-    """The first step of `plain` and what ladders propose of whose time the fastest takes at least this part.
+    """The first step that is as fast as the fastest one, of `plain` and then of what ladders propose, in their order.
 
-    spare: by tier, bytes that are left free.
+    spare: by tier, bytes that are left free. part: of a step's time, that the fastest may take where both are as fast.
     """
     found = (highest(ladder, lambda each: problem.fitting(each, spare)) for ladder in ladders)
     programs = dict(each for each in found if each)  # where memory is short, ladders end at the same placement
