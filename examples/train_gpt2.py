@@ -3,7 +3,7 @@
 The prose is the help text that ships with every CPython. The model is small, so that plain PyTorch can be compared:
 with --check, plain PyTorch takes the first steps as well. The script removes all its files from the storage.
 
-    python examples/train_gpt2.py --check  4 minutes, 88 MiB in the budget, loss 5.52 to 3.20
+    python examples/train_gpt2.py --check  4 minutes, 88 MiB in the budget, loss 5.52 to 3.2
     python examples/train_gpt2.py --storage /path/on/an/nvme/drive
     torchrun --nproc-per-node 2 examples/train_gpt2.py  # one model, half of it on each rank, each with its own batches
 

@@ -124,15 +124,19 @@ class Orthogonalizer:
     def __init__(self, device: Device, nbytes: int = 0, ranks: Ranks | None = None) -> None:
         self._device = device
         self._stream: Any = None
+        self._empty = map_memory(0)
         self._mixed = map_memory(nbytes)
         self._staged = map_memory(nbytes // 2 if device.has_own_memory else 0, device)  # a bfloat16 is at most half
         self._gathered = map_memory(nbytes // 2 if ranks else 0)
         self._ranks = ranks
 
     def close(self) -> None:
-        """Let go of all memory, also where what used it was given up."""
+        """Let go of all memory, also where what used it was given up.
+
+        Garbage is collected in the midst of a capture too, which records operations of torch: none is called here.
+        """
         settle(self._device, self._stream)
-        self._mixed = self._staged = self._gathered = map_memory(0)
+        self._mixed = self._staged = self._gathered = self._empty
 
     def mixed(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for what is orthogonalized next."""

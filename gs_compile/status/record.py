@@ -46,7 +46,7 @@ class RunRecord:
         """A call of a step begins."""
         with self._lock:
             if not self._num_calls:
-                self._began = time.perf_counter()
+                self._began, self._trace.at = time.perf_counter(), None  # what ran last is not of this step
             self._num_calls += 1
 
     def note(self, info: StepInfo) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from tiered import Harness, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
+from torch.overrides import TorchFunctionMode
 
 from gs_compile.model.residency import is_offloaded
 
@@ -61,6 +64,40 @@ def test_what_nobody_refers_to_ends(tmp_path, when):
         time.sleep(0.01)
     assert our_threads() == []
     assert files_in(tmp_path) == []
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.functions.append(function)
+        return function(*args, **kwargs or {})
+
+
+def test_the_end_of_what_nobody_refers_to_calls_nothing_of_torch(tmp_path):
+    """Garbage is collected in the midst of another model's capture too: what is called there is recorded, or fails."""
+
+    def train():
+        model = gpt2()
+        model.compile(backend="greedysnake", options=options(tmp_path))
+        step(model, optimizer := adamw(two_groups(model)), tokens(0))
+        cycle = [model, optimizer]
+        cycle.append(cycle)
+        return weakref.ref(optimizer)
+
+    gc.disable()
+    try:
+        optimizer = train()
+        assert optimizer() is not None
+        with Seen() as seen:
+            gc.collect()
+    finally:
+        gc.enable()
+    assert optimizer() is None
+    assert files_in(tmp_path) == []
+    assert seen.functions == []
 
 
 def test_widths_that_align_with_nothing(tmp_path):

@@ -24,6 +24,7 @@ from gs_compile.cli.stored.runs import found_in
 from gs_compile.errors import OptionError
 from gs_compile.model import reporting as reporting_module
 from gs_compile.options import Options
+from gs_compile.program.values import DRAIN, FILL
 from gs_compile.progress import CLEAR, Line
 from gs_compile.runtime.storage.folder import STATUS
 from gs_compile.runtime.storage.ssd import Transfer
@@ -242,14 +243,13 @@ def test_the_bar_comes_in_a_long_step_and_goes_with_it(tmp_path, monkeypatch):
     with learner(tmp_path) as one:
         one.train(0)
         loss = one.loss(1)
-        until(lambda: "greedysnake: step 2 ━" in shown.getvalue())
+        until(lambda: re.search("step 2 ━.*(forward|backward) of ", shown.getvalue()))
         loss.backward()
         one.optimizer.step()
         assert shown.getvalue().endswith(CLEAR)
         length = len(shown.getvalue())
         time.sleep(0.1)
         assert len(shown.getvalue()) == length  # between two steps
-    assert re.search("step 2 ━.*(forward|backward) of ", shown.getvalue())
 
 
 def test_a_short_step_has_no_bar_and_nothing_is_written_off_a_terminal(tmp_path, monkeypatch):
@@ -267,6 +267,17 @@ def test_a_short_step_has_no_bar_and_nothing_is_written_off_a_terminal(tmp_path,
     assert plain.getvalue() == ""
     Line(always=True).show("words")
     assert plain.getvalue() == "greedysnake: words\n"
+
+
+def test_a_step_that_has_begun_is_not_where_the_last_one_ended():
+    record = RunRecord(ABOUT, trace := Trace(), lambda: ({}, {}))
+    program = SimpleNamespace(ops=[SimpleNamespace(stage=FILL), SimpleNamespace(stage=DRAIN)])
+    for index in range(2):
+        record.begin()
+        assert record.under_way() is None
+        trace.issue(program, index)
+        assert record.under_way().done == index + 1
+        record.note(LAST)
 
 
 def test_the_history_is_thinned():
