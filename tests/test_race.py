@@ -17,7 +17,7 @@ from benchmarks.race.measures import add_bounds
 from benchmarks.race.plain import Plain
 from benchmarks.race.protocol import Case, _serve
 from benchmarks.race.registry import PEERS_PYTHON, Entry
-from benchmarks.race.run import Run, Settings
+from benchmarks.race.run import NO_FINALS, Finals, Run, Settings
 from benchmarks.race.settings import load
 from benchmarks.race.worker import Worker, WorkerError
 from benchmarks.slow_drive import bounded
@@ -32,11 +32,11 @@ def machine(request):
     return Profile.load(request.path.parent / "machine.json")
 
 
-def raced(names, **settings):
+def raced(names, finals=NO_FINALS, **settings):
     given = {"rounds": 1, "round_seconds": 0.1, "drive_seconds": 0, **settings}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(measures, "ROWS", 64)  # of a product that is timed beside each turn
-        return Run(TINY, [Entry.parse(name) for name in names], Settings(**given)).run()
+        return Run(TINY, [Entry.parse(name) for name in names], Settings(**given), finals).run()
 
 
 class Here:
@@ -203,6 +203,18 @@ def test_whoever_has_started_is_timed_once(scripted, monkeypatch):
     monkeypatch.setattr(Settings, "left", 1.0)  # seconds; a round takes two
     found = raced(("plain", "zero-infinity"), rounds=3)
     assert [len(each["seconds"]) for each in found["contestants"].values()] == [1, 1]
+
+
+def test_rivals_that_are_close_race_on(scripted):
+    names = "plain", "zero-infinity", "zero-infinity/parameters=cpu", "fsdp2"
+    found = raced(names, Finals([names[1:]], 2), rounds=2)["contestants"]
+    assert [len(each.get("seconds", ())) for each in found.values()] == [2, 4, 4, 0]
+    assert found["zero-infinity"]["times_plain"] == 1.0  # in the rounds that both were in
+
+
+def test_who_races_on():
+    finals = Finals([("a", "b", "c"), ("c", "d"), ("e", "out")], 1)
+    assert finals.of({"a": 1.0, "b": 1.08, "c": 2.0, "d": 2.1, "e": 1.0}) == {"a", "b", "c", "d"}
 
 
 def test_a_race_whose_time_is_up_says_so(scripted):

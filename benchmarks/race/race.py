@@ -20,7 +20,7 @@ from benchmarks.common import save
 from benchmarks.race.measures import add_bounds
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PLAIN, Entry
-from benchmarks.race.run import Run
+from benchmarks.race.run import NO_FINALS, Finals, Run
 from benchmarks.race.settings import (
     Settings,
     add_case_arguments,
@@ -51,7 +51,14 @@ CONTESTANTS = (
 
 
 def race(
-    case: Case, numbers: list[int], found: dict[str, Any], settings: Settings, output: Path, *, machine: Profile
+    case: Case,
+    numbers: list[int],
+    found: dict[str, Any],
+    settings: Settings,
+    output: Path,
+    *,
+    machine: Profile,
+    finals: Finals,
 ) -> dict[str, Any]:
     """All runs, one for each number of micro-batches; `found` is what is known already, and in `output` after each."""
     names = found["contestants"]
@@ -64,7 +71,8 @@ def race(
             print(f"{number} micro-batches: not raced, the time is up", flush=True)
         else:
             print(f"{number} micro-batches:", flush=True)
-            run = Run(replace(case, micro_batches=number), [Entry.parse(name) for name in names], settings).run()
+            entries = [Entry.parse(name) for name in names]
+            run = Run(replace(case, micro_batches=number), entries, settings, finals).run()
             add_bounds(run["contestants"], replace(machine, **run["drive"]))
             show(run)
             done[number] = run
@@ -73,13 +81,14 @@ def race(
     return found
 
 
-def raced(arguments: argparse.Namespace, names: list[str]) -> None:
+def raced(arguments: argparse.Namespace, names: list[str], finals: Finals = NO_FINALS) -> None:
     """A race of these contestants, as a command line says."""
     begin()
     case = case_of(arguments)
     found = started({**asked_of(case, arguments), "contestants": names}, arguments)
     with settings_of(arguments) as (settings, machine):
-        race(case, sorted(set(arguments.micro_batches)), found, settings, arguments.output, machine=machine)
+        numbers = sorted(set(arguments.micro_batches))
+        race(case, numbers, found, settings, arguments.output, machine=machine, finals=finals)
 
 
 def add_race_arguments(parser: argparse.ArgumentParser, micro_batches: list[int]) -> None:

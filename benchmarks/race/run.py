@@ -11,7 +11,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -34,6 +34,7 @@ START_SECONDS = 1800.0  # a start may build operators in C++
 STEP_SECONDS = 1800.0
 PREDICTIONS = 3
 PREDICT_SECONDS = 60.0  # that one may take, which times the code anew
+CLOSE = 1.1  # times the fastest of its rivals: more rounds tell who is faster
 HEADROOM = 1.25  # memory that has to be free for the next start, in peaks of the largest so far
 
 
@@ -52,6 +53,23 @@ class Runner:
     step_seconds: float = math.inf
 
 
+@dataclass(frozen=True)
+class Finals:
+    """Further rounds of rivals that the first ones do not tell apart. rivals: sets of names."""
+
+    rivals: Sequence[Sequence[str]] = ()
+    rounds: int = 0
+
+    def of(self, seconds: Mapping[str, float]) -> frozenset[str]:
+        """Whoever races on, by how long each has taken so far."""
+        raced = [{name: seconds[name] for name in names if name in seconds} for names in self.rivals]
+        near = [{name for name in each if each[name] <= CLOSE * min(each.values())} for each in raced]
+        return frozenset[str]().union(*(names for names in near if len(names) > 1))
+
+
+NO_FINALS = Finals()
+
+
 @dataclass
 class Run:
     """The race of one case; `run` gives its results."""
@@ -59,6 +77,7 @@ class Run:
     case: Case
     entries: Sequence[Entry]
     settings: Settings
+    finals: Finals = NO_FINALS
     speed: MachineSpeed = field(default_factory=MachineSpeed)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
@@ -168,11 +187,16 @@ class Run:
         for runner in list(runners):
             self._ask(runner, runners, "reset_peak")
         self.drive.sample()
-        for number in range(self.settings.rounds):
+        num_rounds, racing = self.settings.rounds, frozenset(timed)
+        for number in range(num_rounds + self.finals.rounds):
             if self.settings.left < (one_round if number else 0.0):  # whoever has started is timed once
-                print(f"  {number} of {self.settings.rounds} rounds: the time is up", flush=True)
+                print(f"  {number} of {num_rounds} rounds: the time is up", flush=True)
                 break
-            for runner in list(runners):
+            if number == num_rounds:
+                racing = self.finals.of({name: each.median for name, each in timed.items() if each.seconds})
+            if not racing:
+                break
+            for runner in [each for each in runners if each.entry.name in racing]:
                 first = CHECKED_STEPS + number * (LEAD_STEPS + count)
                 self._time(runner, runners, timed[runner.entry.name], first, count)
             self.drive.sample()
@@ -225,9 +249,10 @@ class Run:
         """With plain in the same rounds: its seconds, and the losses of the timed steps, of the same batches."""
         if not timing.seconds:
             return
-        pairs = zip(timing.seconds, plain.seconds, strict=True)
+        pairs = zip(timing.seconds, plain.seconds, strict=False)  # of the rounds that both were in
         result["times_plain"] = statistics.median(ours / theirs for ours, theirs in pairs)
-        result["timed_difference"] = apart = difference(timing.losses, plain.losses)
+        both = min(len(timing.losses), len(plain.losses))
+        result["timed_difference"] = apart = difference(timing.losses[:both], plain.losses[:both])
         if not apart <= DRIFT * TOLERANCE[self.case.precision]:
             result["verdict"] = f"wrong: the losses of its timed steps differ from plain's by {apart:.1e}"
 
@@ -243,6 +268,10 @@ class Timing:
     write_bytes: int = 0
     peak_rss: int = 0
     peak_device: int = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
 
     def add(
         self, found: dict[str, Any], start: dict[str, Any], stop: dict[str, Any], speeds: tuple[float, float]
