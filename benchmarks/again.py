@@ -23,6 +23,7 @@ from benchmarks.common import RESULTS, ROOT
 
 SLOWED = "--drive-bytes-per-second 200e6"
 RACE = "race.race --rounds 1 --again"
+CHOSEN = "chosen --rounds 2 --again"
 PEERS = "plain,plain/recompute=none/compile=blocks,zero-infinity"
 OURS = "vertical/ssd/inductor,vertical/half/inductor,vertical/host/inductor"
 BOTH_WAYS = "zero-infinity,zero-infinity/parameters=cpu,vertical/ssd/inductor,vertical/parameters/inductor"
@@ -81,8 +82,10 @@ COMMANDS: Mapping[str, Sequence[str]] = {  # of each file of results, what follo
     ],
     "race-orders": ["race.orders --preset 25m --minutes 10 --rounds 3 --again"],
     "race-curves": ["race.curves"],
-    "chosen-slow": [
-        f"chosen --preset 25m --micro-batches 1 4 --compilers eager --rounds 2 --round-seconds 5 {SLOWED} --again"
+    "chosen-slow": [f"{CHOSEN} --preset 25m --micro-batches 1 4 16 --round-seconds 4 {SLOWED}"],
+    "chosen-free": [f"{CHOSEN} --preset 25m --micro-batches 4 --compilers inductor --round-seconds 4"],
+    "chosen-110m-slow": [
+        f"{CHOSEN} --preset 110m --micro-batches 4 --compilers inductor --round-seconds 8 --final-rounds 4 {SLOWED}"
     ],
     "paper": ["figures sweep", "figures orders", "figures credit"],
     "cluster": ["cluster"],
