@@ -106,7 +106,7 @@ class Alarm:
         self.num_here, is_one_machine = machines.count(machine), len(set(machines)) == 1
         if self._place:
             return {0: self._call(*exchange(None)[0])}
-        with socket.create_server(("127.0.0.1" if is_one_machine else "", 0), backlog=len(self.names) + 100) as server:
+        with _server(len(self.names) + 100, on_loopback=is_one_machine) as server:
             hosts = ["127.0.0.1"] if is_one_machine else _addresses()
             secret = secrets.token_hex(16)
             exchange((hosts, server.getsockname()[1], secret))
@@ -230,8 +230,18 @@ def ending_error() -> BaseException | None:
 
 
 def words(error: BaseException) -> str:
-    """An error as the reason of a rank's end."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """An error as the reason of a rank's end, of letters that can be written: a path may have others."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _server(backlog: int, *, on_loopback: bool) -> socket.socket:
+    """What others of this machine can call, or others of the network, by IPv6 as well where that is here."""
+    if on_loopback:
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def _line(connection: socket.socket) -> str:

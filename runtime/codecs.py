@@ -341,7 +341,7 @@ def _table(entries: str, device: torch.device) -> Tensor:
     """The entry of each code: of nf4 quantiles of the normal distribution, and zero, as published (arXiv 2305.14314,
     appendix E).
     """
-    return torch.tensor([float(each) for each in entries.split()], device=device)
+    return torch.tensor([float(each) for each in entries.split()], dtype=torch.float32, device=device)
 
 
 @cache
@@ -368,7 +368,8 @@ def _powers(codes: Tensor) -> Tensor:
 
 @cache
 def _all_powers(device: torch.device) -> Tensor:
-    return torch.ldexp(torch.ones(256), torch.arange(256) - BIAS).to(device)
+    exponents = torch.arange(256, device="cpu") - BIAS
+    return torch.ldexp(torch.ones(256, dtype=torch.float32, device="cpu"), exponents).to(device)
 
 
 @cache
@@ -376,9 +377,9 @@ def _dynamic(device: torch.device) -> Tensor:
     """256 numbers from -1 to 1: in each of 7 decades twice as many, evenly spaced, as in the one below (arXiv
     1511.04561).
     """
-    found = [torch.tensor([0.0, 1.0])]
+    found = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1)
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
         means = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
         found += [means, -means]
     return torch.cat(found).sort().values.to(device)

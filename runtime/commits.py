@@ -140,7 +140,7 @@ class Commits:
         self._issued = {part: self._current(part) for part in self._files}
         manifest_of, rest = self.snapshot()
         old: Sequence[Extent] = ()
-        if rest:
+        if any(each.nbytes for each in rest.values()):
             extent, content, old = self._rest.take(rest)
             self._issued[Value(REST, tier=None)] = extent
             writes.append((extent, content))

@@ -235,7 +235,7 @@ def widened(stored: Tensor, wide: Tensor) -> Tensor:
 def shown(stored: Tensor) -> Tensor:
     """Moments in 8 bits as they are stored, in float32: those of whole quanta."""
     rows = rows_of(stored)
-    wide = torch.empty(len(rows) * QUANTUM)
+    wide = torch.empty(len(rows) * QUANTUM, dtype=torch.float32)
     return widened(rows, wide)
 
 
@@ -244,7 +244,7 @@ def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype not in EIGHT_BITS:
         return values.to(dtype)
     numel = -(-values.numel() // QUANTUM) * QUANTUM
-    wide = torch.zeros(numel)
+    wide = torch.zeros(numel, dtype=torch.float32)
     wide[: values.numel()] = values.reshape(-1)
     rows = rows_of(torch.empty(_nbytes(dtype, numel), dtype=dtype))
     at_random(wide, rows, torch.full((numel,), HALF, dtype=torch.int32), torch.empty(numel, dtype=torch.int32))

@@ -133,7 +133,7 @@ class OptimizerStep:
                 ranks.reduce_scatter(shard[start:stop], gradient.flat[ranks.number * start : ranks.number * stop])
         self._add(op, shard, sums, record)
         square = _square(shard) if device.has_own_memory else torch.tensor(sum_of_squares(shard), dtype=torch.float64)
-        losses = torch.tensor(sum(loss() for loss in norm.losses)).to(square)
+        losses = square.new_tensor(sum(loss() for loss in norm.losses))
         numbers = torch.stack([square / ranks.replicas, losses])  # each replica has a shard's square, and own losses
         ranks.all_reduce(numbers)
         norm.arrived = [device.read(number) for number in numbers.unbind()]

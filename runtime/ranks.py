@@ -176,10 +176,10 @@ class Ranks:
 
     def announce(self, what: str) -> Callable[[], None]:
         """Tell the other ranks what this one does now; what is returned does as `agree_on`, later and on any thread."""
-        own = torch.zeros(LABEL, dtype=torch.uint8)
+        own = torch.zeros(LABEL, dtype=torch.uint8, device="cpu")
         text = what.encode()[:LABEL]
         own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        labels = torch.zeros(self.total * LABEL, dtype=torch.uint8)
+        labels = torch.zeros(self.total * LABEL, dtype=torch.uint8, device="cpu")
         self.check(what)
         work = _all_gather(labels, own, group=self._all, async_op=True)
 
@@ -204,10 +204,10 @@ class Ranks:
         """Every rank's value, by rank, replicas one after the other; `what` names it in an error."""
         self.agree_on(what)
         content = as_bytes(value)
-        lengths = torch.zeros(self.total, dtype=torch.int64)
-        self._gather(lengths, torch.tensor([len(content)]), what)
+        lengths = torch.zeros(self.total, dtype=torch.int64, device="cpu")
+        self._gather(lengths, lengths.new_tensor([len(content)]), what)
         longest = int(lengths.max())
-        whole = torch.zeros(self.total * longest, dtype=torch.uint8)
+        whole = content.new_zeros(self.total * longest)
         self._gather(whole, torch.cat([content, content.new_zeros(longest - len(content))]), what)
         parts = whole.view(self.total, longest)
         return [from_bytes(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
@@ -215,7 +215,7 @@ class Ranks:
     def from_first(self, what: str, make: Callable[[], T]) -> T:
         """What the first rank makes, for everybody; where it fails, all fail with its reason."""
         self.agree_on(what)
-        content = torch.zeros(0, dtype=torch.uint8)
+        content = torch.zeros(0, dtype=torch.uint8, device="cpu")
         if self.place == 0:
             try:
                 made = make()
@@ -223,9 +223,9 @@ class Ranks:
                 self.fail(error)
                 raise
             content = as_bytes(made)
-        length = torch.tensor([len(content)])
+        length = torch.tensor([len(content)], device="cpu")
         self._send(length, self.names[0], what)
-        content = content if self.place == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        content = content if self.place == 0 else content.new_zeros(int(length))
         self._send(content, self.names[0], what)
         return made if self.place == 0 else from_bytes(content)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import sys
 
@@ -67,6 +68,36 @@ def test_a_stage_that_fails_leaves_no_line(monkeypatch):
     with pytest.raises(ZeroDivisionError), progress.stage("dividing"):
         torch.tensor(1 / 0)
     assert shown.getvalue() == f"{progress.CLEAR}greedysnake: dividing ...{progress.CLEAR}"
+
+
+def test_a_line_is_no_wider_than_the_terminal(monkeypatch):
+    """Of two lines one would stay when the next is shown."""
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    progress.Line().show("step 12 " + 99 * "━")
+    monkeypatch.setattr(Terminal, "fileno", lambda self: 2)
+    for columns in (40, 0):  # 0: it does not tell
+        monkeypatch.setattr(os, "get_terminal_size", lambda _, found=columns: os.terminal_size((found, 24)))
+        progress.Line().show("step 12 " + 99 * "━")
+    assert [len(line) for line in shown.getvalue().split(progress.CLEAR)] == [0, 79, 39, 79]
+
+
+class Tee:
+    """As scripts have it in the place of a stream."""
+
+    def write(self, words):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["none", "of the script's own", "closed"])
+def test_a_stream_that_is_none_costs_no_step(kind, monkeypatch):
+    """There is none in a script that was started with 2>&-."""
+    stream = {"none": None, "of the script's own": Tee(), "closed": io.StringIO()}[kind]
+    if kind == "closed":
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    line = progress.Line(always=True)
+    assert not line.is_terminal
+    line.show("step 1")
 
 
 def test_a_terminal_that_is_gone_costs_no_step(monkeypatch):

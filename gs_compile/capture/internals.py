@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch._logging import trace_structured
+from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -26,6 +27,7 @@ __all__ = [
     "tree_map_only",
     "untraced",
     "wants_all",
+    "without_modes",
     "without_overrides",
     "wrap_compiled_call",
 ]
@@ -43,6 +45,17 @@ def untraced(function: F) -> F:
 def without_overrides() -> AbstractContextManager[Any]:
     """In the block no code of a tensor's class runs, which takes long: a step asks each parameter several times."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """In the block no mode of the user's sees calls, as that of `torch.set_default_device`: they make host memory."""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import json
+import math
 import signal
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +79,8 @@ app.add_typer(store.app, name="store")
 def main() -> None:
     """Run the command that the process was started with, and exit."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # as from an error: files are removed on the way
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # of a terminal that has no letters for bars
     do_without()
     atexit.register(_leave)
     app(prog_name="greedysnake")
@@ -200,6 +205,8 @@ def fit(
     from gs_compile.cli.plan import find_fits
     from gs_compile.cli.report.fits import fits_dict, fits_report
 
+    if not 0 < tokens < math.inf:
+        raise typer.BadParameter(f"--tokens {tokens:g}: not a number of tokens")
     found = find_fits(model, request, longest=longest)
     typer.echo(json.dumps(fits_dict(found, tokens), indent=2) if as_json else fits_report(found, tokens))
 
@@ -241,11 +248,12 @@ def watch(
     runs on this machine are shown.
     """
     from gs_compile.cli.watch import statuses, watch
+    from gs_compile.progress import is_terminal
 
     if as_json:
         typer.echo(json.dumps(statuses(directory), indent=2))
     else:
-        watch(directory, typer.echo, once=once or not sys.stdout.isatty())
+        watch(directory, typer.echo, once=once or not is_terminal(sys.stdout))
 
 
 @app.command()
@@ -262,7 +270,7 @@ def report(
     from gs_compile.cli.watch import newest
     from gs_compile.status.page import page
 
-    output.write_text(page(newest(directory)))
+    output.write_text(page(newest(directory)), encoding="utf-8")
     typer.echo(json.dumps({"report": str(output)}) if as_json else f"report: {output}")
 
 
@@ -282,8 +290,10 @@ def train(
     The model is saved at the end.
     """
     from gs_compile.cli.train import train
+    from gs_compile.status.file import plain
 
     do_with_all()
-    done = train(file, changes or ())
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Trainer prints what it logs
+        done = train(file, changes or ())
     loss = "" if done["loss"] is None else f", loss {done['loss']:.4g}"
-    typer.echo(json.dumps(done) if as_json else f"{done['steps']} steps{loss}; saved in {done['saved']}")
+    typer.echo(json.dumps(plain(done)) if as_json else f"{done['steps']} steps{loss}; saved in {done['saved']}")

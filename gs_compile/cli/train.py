@@ -34,7 +34,7 @@ def train(file: Path, changes: Sequence[str]) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        given = _parsed(file.read_text())
+        given = _parsed(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{file} cannot be read: {error}") from error
     if not isinstance(given, dict):

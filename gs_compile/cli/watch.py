@@ -100,10 +100,9 @@ def run_text(status: Status, now: float) -> str:
         ("now", _step(status)),
     ]
     if last is not None:
-        mean = f"{rate_text(status.num_tokens / status.seconds)} tokens/s over {status.num_steps} steps"
         rows += [
             (f"step {last.number}", step_words(last)),
-            ("mean", mean if status.num_steps else "known after the second step"),
+            ("mean", _mean(status)),
             ("plan", compared(last.seconds, last.predicted_seconds)),
             ("binds", binding(last)),
         ]
@@ -112,6 +111,12 @@ def run_text(status: Status, now: float) -> str:
     head = "\n".join(_entry(name, words) for name, words in rows)
     lanes = _lanes(status) if last is not None and not math.isnan(last.seconds) else ""
     return "\n\n".join(filter(None, [head, lanes, _tiers(status), _drives(status)]))
+
+
+def _mean(status: Status) -> str:
+    if not status.num_steps:
+        return "known after the second step"
+    return f"{rate_text(status.num_tokens / status.seconds)} tokens/s over {status.num_steps} steps"
 
 
 def _entry(name: str, words: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gs_compile.capture.internals import without_overrides
+from gs_compile.capture.internals import without_modes, without_overrides
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.model.in_memory import averaged_of_any
 from gs_compile.model.inspection import report
@@ -74,7 +74,8 @@ class Call:
     def run(self) -> list[Any]:
         """The model's outputs, tied to a backward where this call is a training step."""
         if not self.training:
-            with torch.no_grad():
+            # Lanes change tensors of a step, which torch refuses where inference mode has made them
+            with torch.inference_mode(False), torch.no_grad():
                 return self.outputs.assemble(self.forward())
         made = list(_Step.apply(self, *self.trained))  # type: ignore[no-untyped-call]
         self.returned = list(map(weakref.ref, made))
@@ -240,7 +241,7 @@ class _Step(torch.autograd.Function):
             return (None, *ctx.num_trained * (None,))
         call: Call = ctx.call
         call.check(ctx, gradients)
-        with call.turn, told(call.ranks), deterministic(call.compilation.options.deterministic):
+        with call.turn, without_modes(), told(call.ranks), deterministic(call.compilation.options.deterministic):
             call.prepare(gradients)
             ctx.call = None  # a loss that lives on keeps nothing of its step
             return (None, *call.backward(gradients))

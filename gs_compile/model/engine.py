@@ -83,12 +83,16 @@ class Engine(ParameterStore):
         never = call.models[0].split.idle  # get a gradient
         trained = (span for i, span in arrangement.spans.items() if call.args[i].requires_grad and i not in never)
         self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
-        if self.durable is not None and self.durable.former is not None:
-            find = partial(self.durable.find_buffers, call.compilation.captured.buffers())
-            give_back_rest(optimizer, take_up(self, spans, stored, find), self.durable.buffers)
-        else:
-            move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
-        self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
+        try:
+            if self.durable is not None and self.durable.former is not None:
+                find = partial(self.durable.find_buffers, call.compilation.captured.buffers())
+                give_back_rest(optimizer, take_up(self, spans, stored, find), self.durable.buffers)
+            else:
+                move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
+            self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
+        except BaseException:  # also where the user has interrupted it: no later call goes on with half of a run
+            tiers.close()
+            raise
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property

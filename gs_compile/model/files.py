@@ -37,7 +37,7 @@ def mapped(shape: Sequence[int], dtype: torch.dtype, folder: Path, read: Read) -
     numel = math.prod(shape)
     nbytes = numel * dtype.itemsize
     file = map_file(folder, nbytes) if nbytes >= SMALL_NBYTES else None
-    flat = torch.empty(numel if file is None else 0, dtype=dtype)
+    flat = torch.empty(numel if file is None else 0, dtype=dtype, device="cpu")
     flat = flat if file is None else flat.set_(file, 0, (numel,), (1,))
     step = CHUNK_NBYTES // dtype.itemsize
     for start in range(0, numel, step):
@@ -93,7 +93,8 @@ def leave_memory(storage: torch.UntypedStorage) -> None:
     That is one of `map_file`, or one that others have mapped, as safetensors does with a checkpoint.
     """
     if is_mapped(storage):
-        assert _madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED) == 0, os.strerror(ctypes.get_errno())
+        is_refused = _madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED)
+        assert not is_refused, os.strerror(ctypes.get_errno())
     elif is_in_host_memory(storage) and storage.nbytes() >= SMALL_NBYTES and not storage.resizable():  # not torch's own
         start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         _madvise(start, storage.data_ptr() + storage.nbytes() - start, _MADV_PAGEOUT)  # keeps what has changed

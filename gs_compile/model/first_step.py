@@ -27,7 +27,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.capture.internals import without_overrides
-from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, StepOrderError
 from gs_compile.model.aliases import aliases_of, refuse_overlaps
 from gs_compile.model.call import Call
 from gs_compile.model.engine import KEPT, Engine
@@ -69,18 +69,11 @@ class FirstStep:
             optimizer.engine = engine = Engine(optimizer, call, self, prepared)
             self.engine = weakref.ref(engine)
             self._values.update(residency_of(call.args[index]) for index in engine.spans_of(call.args))
-            if engine.durable is None or engine.durable.former is None:
-                try:
-                    optimizer.load_into_engine()
-                except OptimizerError as error:
-                    engine.tiers.fail(error)
-                    raise
-            else:
-                for parameter in filter(engine.trained_span, optimizer.group_of):
-                    optimizer.show_state(parameter)  # in place of one that was loaded: the run has its own
-                if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
-                    optimizer.go_on(engine.durable.former)
-                    optimizer.kept.step = engine.durable.former.step
+            try:
+                _bring_states(optimizer, engine)
+            except BaseException as error:  # as in `Engine`
+                engine.tiers.fail(error)
+                raise
         for each in aliases:
             Alias.follow(each)
         # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
@@ -177,6 +170,19 @@ class FirstStep:
             while self._values:
                 self._values.pop().stash = None
             trim()
+
+
+def _bring_states(optimizer: TieredOptimizer, engine: Engine) -> None:
+    """Make the states of an optimizer and its engine one: those that were loaded, or those of the run that goes on."""
+    former = engine.durable.former if engine.durable is not None else None
+    if former is None:
+        optimizer.load_into_engine()
+        return
+    for parameter in filter(engine.trained_span, optimizer.group_of):
+        optimizer.show_state(parameter)  # in place of one that was loaded: the run has its own
+    if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
+        optimizer.go_on(former)
+        optimizer.kept.step = former.step
 
 
 def _refuse_changed(call: Call) -> None:

@@ -22,6 +22,7 @@ from gs_compile.errors import OptimizerError
 from gs_compile.machine import in_groups
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.optimizer_state import has_values, whole_step
+from gs_compile.model.parameter_store import as_step
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
 from gs_compile.runtime.kernels import Apply
@@ -103,7 +104,7 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
         hyper, group = record.hypers[place], optimizer.param_groups[place]
         state, of_run = optimizer.state[parameter], record.number - optimizer.missed.get(parameter, 0)
         number = 1 + (whole_step({"step": of_run - 1, **state}) if has_values(state) else 0)
-        state["step"] = torch.tensor(float(number))  # its own: it has no gradient in some steps of the others
+        state["step"] = as_step(number)  # its own: it has no gradient in some steps of the others
         if (matrices := optimizer.matrices(parameter, group)) is not None:
             _step(partial(update_whole, matrices=matrices), STATES, parameter, hyper["matrices"], state, factor, number)
         else:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 
+from gs_compile.capture.internals import without_modes
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import NoBatchInputError, OptimizerError, RankError
 from gs_compile.model.call import Call
@@ -35,10 +36,12 @@ def _optimizer_of(args: Sequence[Any]) -> TieredOptimizer | None:
     return next(optimizers_of(arg for arg in args if isinstance(arg, torch.nn.Parameter)), None)
 
 
-def turn(args: Sequence[Any]) -> AbstractContextManager[Any]:
+@contextmanager
+def turn(args: Sequence[Any]) -> Iterator[None]:
     """What a call holds of the model whose parameters are among `args`: others that use it wait for its end."""
     optimizer = _optimizer_of(args)
-    return nullcontext() if optimizer is None else optimizer.turn
+    with nullcontext() if optimizer is None else optimizer.turn, without_modes():
+        yield
 
 
 def meet(args: Sequence[Any], options: Options, compilation: Compilation | None) -> Ranks | None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from gs_compile.capture.internals import without_modes
 from gs_compile.errors import OptimizerError, RankError
 from gs_compile.model.files import (
     CHUNK_NBYTES,
@@ -39,7 +40,7 @@ def in_turn(method: Method) -> Method:
 
     @wraps(method)
     def run(store: ParameterStore, *args: Any, **kwargs: Any) -> Any:
-        with store.turn:
+        with store.turn, without_modes():
             return method(store, *args, **kwargs)
 
     return cast(Method, run)
@@ -152,7 +153,7 @@ class ParameterStore:
         self.synchronize()
         self.refuse_masters()
         dtype = self.tiers.setting.wide(span.unit)
-        found: dict[str, Any] = {"step": torch.tensor(float(num_steps))}
+        found: dict[str, Any] = {"step": as_step(num_steps)}
         for number, name in enumerate(self._components(span)):
             found[name] = self._mapped(span, dtype, partial(self.tiers.read_state, component=number), self.mesh)
         return found
@@ -235,6 +236,11 @@ class ParameterStore:
         self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor], mesh: DeviceMesh | None
     ) -> Tensor:
         return mapped_rows(span.shape, dtype, directory(self.folder), _stretches(span, read), mesh)
+
+
+def as_step(number: int) -> Tensor:
+    """A number of steps as torch's optimizers have it in a state: of a narrow default dtype not all could be told."""
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
 
 
 def component(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Tensor | None:

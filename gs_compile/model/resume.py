@@ -148,6 +148,6 @@ class StepSampler(Sampler[list[int]]):
         epoch, first = divmod(self.step, self._per_epoch)
         self.step = (epoch + 1) * self._per_epoch
         numbers = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(self.num_rows, generator=numbers).tolist()
+        order = torch.randperm(self.num_rows, generator=numbers, device="cpu").tolist()
         for at in range(first * self.batch_size, self._per_epoch * self.batch_size, self.batch_size):
             yield order[at : at + self.batch_size][self.rank :: self.world]

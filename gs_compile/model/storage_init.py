@@ -201,7 +201,7 @@ def _address(tensor: torch.Tensor) -> int:
 def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
     """A tensor of its own that sees `storage` (by default the same) as `tensor` does; autograd knows of no relation."""
     storage = tensor.untyped_storage() if storage is None else storage
-    empty = torch.empty(0, dtype=tensor.dtype)
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 

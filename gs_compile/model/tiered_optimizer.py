@@ -34,7 +34,7 @@ from gs_compile.model.gradients import are_dropped, end_gradients, take_given
 from gs_compile.model.idle import count_missed
 from gs_compile.model.kept import Kept
 from gs_compile.model.optimizer import Group, Tensor
-from gs_compile.model.parameter_store import in_turn
+from gs_compile.model.parameter_store import as_step, in_turn
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
@@ -419,7 +419,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _shown_step(self, parameter: torch.Tensor) -> torch.Tensor:
         missed = self.missed.get(parameter, 0)
-        return self._shown_steps.setdefault(missed, torch.tensor(float(self._num_steps - missed)))
+        return self._shown_steps.setdefault(missed, as_step(self._num_steps - missed))
 
     def load_into_engine(self) -> None:
         """Bring a loaded state to the tiers, once there are any."""

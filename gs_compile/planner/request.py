@@ -6,6 +6,7 @@ also the flags of the command line, the second by the options of the backend (`R
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -123,8 +124,8 @@ class Request:
             raise PlanError(wrong)
         if self.optimizer == "muon" and self.states == "8bit":
             raise PlanError("optimizer is muon, whose states are fp32 or bf16, not 8bit")
-        if self.wear_years is not None and not self.wear_years > 0:
-            raise PlanError(f"wear_years is {self.wear_years:g}; it must be more than 0")
+        if self.wear_years is not None and not 0 < self.wear_years < math.inf:
+            raise PlanError(f"wear_years is {self.wear_years:g}; it must be more than 0, and finite")
 
     @classmethod
     def of(cls, options: Options, *, clip: bool, accumulate: bool = False) -> Request:

@@ -100,7 +100,7 @@ def _busiest(info: StepInfo) -> str:
 
 
 def _curves(status: Status) -> str:
-    losses = [(each.step, each.loss) for each in status.history if not math.isnan(each.loss)]
+    losses = [(each.step, each.loss) for each in status.history if math.isfinite(each.loss)]
     seconds = [(each.step, each.seconds) for each in status.history if not math.isnan(each.seconds)]
     without = "The loss is not known to the backend: it is computed outside of the model, or has not been finite."
     loss = _chart("Loss of the whole batch", losses) if losses else f'<p class="soft">{without}</p>'

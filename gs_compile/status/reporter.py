@@ -50,7 +50,7 @@ class Reporter:
         self.record = record
         self.outlets, self._failure = outlets, failure
         self._pid = os.getpid()
-        self._over = threading.Event()
+        self._over, self._is_closed = threading.Event(), False
         self._on_line = threading.Lock()
         self._failed: set[Path] = set()  # of which that was said
         if outlets.status is not None:  # at once: its name is taken
@@ -71,7 +71,7 @@ class Reporter:
 
     def close(self) -> None:
         """End the thread; the last status says how the run ended, or is removed where nothing of the run stays."""
-        if os.getpid() != self._pid or self._over.is_set():
+        if os.getpid() != self._pid or self._is_closed:
             return  # a forked child's copy; or once is enough
         self._over.set()
         atexit.unregister(self.close)
@@ -88,6 +88,7 @@ class Reporter:
         for path in filter(None, gone):
             with suppress(OSError):  # of a file system that takes no more changes, as the run has told by then
                 path.unlink()
+        self._is_closed = True  # not before: who is interrupted calls this once more
 
     def _report(self) -> None:
         seconds = 0

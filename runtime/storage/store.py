@@ -29,7 +29,7 @@ import torch
 
 from gs_compile.errors import StorageError
 from gs_compile.runtime.signals import end_by_exit
-from gs_compile.runtime.storage import manifest, ssd
+from gs_compile.runtime.storage import manifest, ssd, system
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.grid import PAGE, lengths
@@ -67,6 +67,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         self.counts = threading.Lock()
         self.moved_nbytes: Counter[tuple[ssd.Verb, str]] = Counter()  # by direction and extent, asked for so far
         self._threads = threads
+        system.allow_files()
         with contextlib.ExitStack() as self._opened:
             self.drives = [self._open(Path(directory).absolute()) for directory in directories]
             self._others: dict[str, Drive] = {}  # that have files of the former run, by folder
@@ -244,7 +245,10 @@ class Extent:
         return self._begin("write", source, offset)
 
     def stored(self, name: str) -> StoredPart:
-        """Where it is, for a manifest, as the part of that name."""
+        """Where it is, for a manifest, as the part of that name. Raises StorageError where somebody has removed it."""
+        for _, file in self.on_drives:
+            if not os.fstat(file.fd).st_nlink:
+                raise StorageError(errno.ENOENT, "another program has removed this file of the run", str(file.path))
         files = (
             StoredFile(str(drive.folder), file.path.name, file.grid.nbytes, file.sums_text)
             for drive, file in self.on_drives

@@ -6,10 +6,24 @@ A file is opened by a name in an open folder: no link is followed, no child inhe
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+MOST_FILES = 1 << 17  # with a limit of a thousand million some programs take seconds to close what they do not have
+
+
+def allow_files() -> None:
+    """Let this process have as many files open as it may allow itself; the usual 1024 are few.
+
+    A checkpoint on storage has a file for each layer and micro-batch.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if resource.RLIM_INFINITY != soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def open_file(name: str, flags: int, folder_fd: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import signal
 import subprocess
@@ -170,6 +171,11 @@ def test_exit_codes(monkeypatch, error, code):
     assert (result.exit_code, result.stdout) == (code, "")
     message = str(error).replace("\n ", "")
     assert result.stderr == ("" if code == 130 else f"{type(error).__name__}: {message}\n")
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(monkeypatch):
+    monkeypatch.setattr("gs_compile.cli.train.train", lambda *_: {"saved": "here", "steps": 3, "loss": math.nan})
+    assert run("train", "run.yaml", "--json").stdout == '{"saved": "here", "steps": 3, "loss": null}\n'
 
 
 def test_an_error_that_is_not_ours_is_not_hidden(monkeypatch):

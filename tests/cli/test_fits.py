@@ -74,3 +74,10 @@ def test_the_command(found):
     assert lora["written_nbytes_for_tokens"] == 900 * 10**9
     assert lora["drive_days"] == pytest.approx(10**15 / (10**9 / 16) / 86400)
     assert run("fit", "--model", "m", "--tokens", "3.6e6").stdout == fits_report([FULL, LORA, OVER], 3.6e6) + "\n"
+
+
+@pytest.mark.parametrize("tokens", ["nan", "inf", "0", "-3"])
+def test_a_number_of_tokens_that_is_none(found, tokens):
+    refused = run("fit", "--model", "m", f"--tokens={tokens}")
+    assert (refused.exit_code, refused.stdout, found) == (2, "", [])
+    assert f"--tokens {tokens}: not a number of tokens" in refused.stderr

@@ -13,6 +13,7 @@ import command_line
 import pytest
 from stored_run import RUN, save
 
+from gs_compile.cli.stored import runs
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.manifest import NAME, NEXT
 
@@ -74,6 +75,23 @@ def test_ls_looks_at_a_run_in_use_and_changes_nothing(folders, used):
     (row,) = json.loads(printed("ls", folders[1].parent, "--json"))["runs"]
     assert row["used_by"] == "pid 1, started just now"
     assert names(*folders) == before
+
+
+def test_ls_of_a_run_that_removes_files_meanwhile(folders, commit, monkeypatch):
+    garbage_in(folders[0])
+    looked, real = [], runs.is_made
+
+    def is_made(path):
+        if not looked:
+            path.unlink()
+        looked.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(runs, "is_made", is_made)
+    assert RUN in printed("ls", folders[0].parent)
+    assert len(looked) > 1
+    monkeypatch.setattr(runs, "_look", lambda folder: (shutil.rmtree(folder), runs.Found(folder))[1])
+    assert "no commit" in printed("ls", folders[0].parent)
 
 
 def test_ls_tells_the_newest_commit_of_all_directories(folders, commit):

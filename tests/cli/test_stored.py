@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 
 import numpy as np
@@ -172,6 +173,15 @@ def test_export_refuses_before_it_writes(folders, commit, tmp_path):
     refused(2, "here is none", "export", tmp_path / "full", tmp_path / "out")
     flip(folders[0] / name_of("s0a"), 0)
     refused(5, "CorruptionError", "export", folders[0].parent, tmp_path / "out")
+
+
+def test_export_to_a_full_disk(folders, commit, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        refused(5, "writing failed: ", "export", folders[0].parent, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("command", [("verify",), ("export", "out")])

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import expecttest
 import pytest
@@ -69,6 +74,14 @@ SSD          35.5 GiB    in files""",
         )
 
 
+def test_a_run_after_its_first_step():
+    """Whose length nobody knows, as of none is known when it began."""
+    sums = {"num_steps": 0, "seconds": 0.0, "num_tokens": 0, "lanes": {}}
+    text = watch.run_text(told.status(last=replace(told.LAST, number=1, seconds=math.nan), **sums), told.WRITTEN + 1)
+    assert "mean      known after the second step" in text
+    assert "step 1    1,024 tokens, loss 5.523" in text
+
+
 def in_ascii(text: str) -> str:
     """With other signs for bars: golden text is rewritten in ASCII alone."""
     return text.replace("━", "#").replace("─", ".")
@@ -100,6 +113,31 @@ def test_a_live_screen_ends_with_its_run(tmp_path, monkeypatch, capsys):
     assert shown.endswith(watch.SHOW)
     assert shown.count(watch.HOME) == 2
     assert "the run has ended, and has left nothing in" in shown
+
+
+def test_a_terminal_of_few_letters(tmp_path):
+    """It shows others as "?"; a page has all letters."""
+    drives = {"/mnt/漢": 1.0}
+    file.write(tmp_path / "greedysnake-run.json", told.status(about=replace(told.ABOUT, drives=drives)))
+    few = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
+    script = (
+        "import sys, gs_compile.cli.main as cli\n"
+        "for command in ('watch --once', 'report --output page.html'):\n"
+        "    sys.argv[1:] = [*command.split(), '.']\n"
+        "    try: cli.main()\n"
+        "    except SystemExit as ended: assert not ended.code\n"
+    )
+    root = Path(__file__).parents[2]
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, **few, "PYTHONPATH": str(root)},
+        capture_output=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr.decode()
+    assert b"step 61 ????" in found.stdout
+    assert "/mnt/漢" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_runs_of_this_machine(tmp_path, monkeypatch):

@@ -49,6 +49,17 @@ def test_a_commit_that_one_drive_alone_has_is_gone_on_from_by_a_run_on_the_other
     assert not found.differences(wanted)
 
 
+def test_no_commit_names_files_that_somebody_has_removed(harness, tmp_path):
+    """As a job does that removes what is old from a scratch file system."""
+    with harness.fresh(adamw, {**options(tmp_path), "durability": "step"}) as optimizer:
+        for number in range(2):
+            step(harness.model, optimizer, tokens(number))
+        for path in (tmp_path / FOLDER).glob("*-s0-*"):
+            path.unlink()
+        with pytest.raises(LaneError, match=r"another program has removed this file of the run: .*-s0-"):
+            optimizer.commit()
+
+
 def test_without_commits_a_fault_says_how_there_would_have_been_one(harness, monkeypatch, tmp_path):
     with harness.fresh(adamw, options(tmp_path)) as optimizer:
         for number in range(2):

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from tiered import GPT2, VOCABULARY, options, tokens
+from tiered import GPT2, VOCABULARY, gpt2, options, step, tokens
 
 import gs_compile
 from gs_compile.errors import CorruptionError
@@ -74,6 +74,19 @@ def test_an_eager_head_goes_on_too(tmp_path):
         gc.collect()
     assert losses == whole
     assert all(map(torch.equal, [*head, *moments], [*head_again, *moments_again]))
+
+
+def test_a_parameter_without_elements_is_kept(tmp_path):
+    """By such a one people ask a module for its device."""
+    for number in range(2):
+        model = gpt2()
+        model.dummy = torch.nn.Parameter(torch.empty(0))
+        optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)
+        model.compile(backend="greedysnake", options=options(tmp_path, durability="step"))
+        assert gs_compile.resume(model, optimizer, storage=tmp_path).step == number
+        step(model, optimizer, tokens(number))
+        optimizer.commit()
+        optimizer.engine.tiers.close()
 
 
 def test_damage_of_what_is_beside_leaves_the_model_its_values(tmp_path):

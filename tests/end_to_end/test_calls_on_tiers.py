@@ -80,12 +80,16 @@ def test_a_call_that_fails_in_the_model_costs_nothing(pair, separate):
     both.step(3, seed=3)
 
 
-def test_a_first_call_in_inference_mode(pair):
-    both = pair()
-    with torch.inference_mode():
-        both.ours(input_ids=tokens(0, 2), labels=tokens(0, 2))
-    both.step(2)
-    both.step(2, seed=1)
+@pytest.mark.parametrize("separate", [False, True])
+def test_evaluations_in_inference_mode(pair, separate):
+    """Of a first call, and of more samples than steps have memory for."""
+    both = pair(separate_device=separate)
+    for number, samples in enumerate((2, 9, 3)):
+        with torch.inference_mode():
+            ids = tokens(number, samples)
+            found, wanted = (model(input_ids=ids).logits for model in (both.ours, both.plain))
+            torch.testing.assert_close(found, wanted)
+        both.step(2, seed=number)
 
 
 TERMS = [

@@ -26,6 +26,7 @@ from gs_compile.errors import (
     StorageFullError,
     StorageLockedError,
 )
+from gs_compile.model.engine import Engine
 from gs_compile.model.residency import residency_of
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.storage import system
@@ -68,12 +69,19 @@ def failing(patched, directory, index):
     return contextlib.nullcontext()
 
 
+def interrupted(patched, directory):
+    """By the user, when all values have moved."""
+    patched.setattr("gs_compile.model.engine.report_on", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    return contextlib.nullcontext()
+
+
 OBSTACLES = {
     "a full disk": (full, StorageFullError, r"\d+ bytes are needed and \d+ are free"),
     "no room at all": (partial(full, num_files=0), StorageFullError, r"\d+ bytes are needed and \d+ are free"),
     "a small disk": (small, StorageFullError, r"\d+ bytes are needed and 10000 are free"),
     "a failing drive": (partial(failing, index=2), StorageError, r"write of [wts]"),
     "a drive that fails late": (partial(failing, index=12), StorageError, r"write of [wts]"),
+    "the user": (interrupted, KeyboardInterrupt, "^$"),
     "another run": (lambda _, directory: another_run(directory), StorageLockedError, "pid 1, started"),
 }
 
@@ -105,6 +113,26 @@ class Broken:
             return real(*arguments, **keywords)
 
         patched.setattr(owner, name, call)
+
+
+def test_a_first_call_that_is_interrupted_goes_on_with_no_part_of_the_states(harness, monkeypatch, tmp_path):
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        before = {key: value.clone() for key, value in harness.model.state_dict().items()}
+        optimizer.load_state_dict(optimizer.state_dict())
+        real, calls = Engine.load_state, count()
+
+        def load_state(engine, *given):
+            if next(calls) == 1:
+                raise KeyboardInterrupt
+            real(engine, *given)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Engine, "load_state", load_state)
+            with pytest.raises(KeyboardInterrupt):
+                step(harness.model, optimizer, tokens(0))
+        assert optimizer.engine.closed
+        assert our_threads() == []
+        same_tensors(harness.model.state_dict(), before)
 
 
 PLACES = {

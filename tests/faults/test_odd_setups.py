@@ -68,6 +68,11 @@ def one_core_and_no_locked_memory(setup):
 
 
 @works
+def few_open_files(setup):
+    setup.limit(resource.RLIMIT_NOFILE, len(list(Path("/proc/self/fd").iterdir())) + 5)
+
+
+@works
 def variables_of_a_launcher_that_is_not_there(setup):
     setup.say(RANK="5", WORLD_SIZE="2", LOCAL_WORLD_SIZE="many")
 

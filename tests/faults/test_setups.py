@@ -90,6 +90,7 @@ def a_limit_of_file_sizes(setup):
 
 @refused(errors.StorageError, "creation of .* failed: Too many open files")
 def a_limit_of_open_files(setup):
+    setup.patch(system, "allow_files", lambda: None)  # the system allows no more
     setup.limit(resource.RLIMIT_NOFILE, len(list(Path("/proc/self/fd").iterdir())) + 5)
 
 

@@ -48,7 +48,7 @@ def test_the_example_learns_and_goes_on(tmp_path, monkeypatch):
     shallow = "model.num_hidden_layers=2"
     first = run(EXAMPLE, *changes, shallow, f"args.output_dir={tmp_path}/first")
     assert first.exit_code == 0, first.stderr
-    done = json.loads(first.stdout.splitlines()[-1])
+    done = json.loads(first.stdout)
     assert (done["saved"], done["steps"]) == (f"{tmp_path}/first", 12)
     assert done["loss"] < 5.2
     tokenizer = AutoTokenizer.from_pretrained(done["saved"])

@@ -6,6 +6,7 @@ import copy
 import math
 import operator
 from collections import defaultdict
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -46,6 +47,35 @@ def test_the_state_goes_round(name, precision, tmp_path):
         one.model.load_state_dict(model)
         one.train(2, 3)
         same_tensors(one.values(), wanted)
+
+
+@contextmanager
+def defaults():
+    """A default dtype and device, as scripts have them; where the model is made, they are others."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_defaults_are_for_what_the_user_makes(tmp_path):
+    make = partial(gs_compile.AdamW, lr=1e-2, max_grad_norm=1.0, state_dtype="8bit")
+
+    def learned(folder, mode):
+        ids = [tokens(number) for number in range(2)]
+        with learner(folder, make, precision="bf16", alpha=0.5) as one, mode():
+            for each in ids:
+                step(one.model, one.optimizer, each)
+                one.optimizer._count(1000)  # which a bfloat16 counts to, and not on from
+            state = one.optimizer.state_dict()
+            one.optimizer.load_state_dict(state)
+            step(one.model, one.optimizer, ids[0])
+            return one.values() | {f"{p} {name}": each for p, s in state["state"].items() for name, each in s.items()}
+
+    same_tensors(learned(tmp_path, defaults), learned(tmp_path, nullcontext))
 
 
 def test_a_state_that_waits_for_the_first_call_is_still_there():

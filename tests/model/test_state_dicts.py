@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from functools import partial
@@ -15,6 +16,7 @@ from transformers import GPT2LMHeadModel
 from zoo import huggingface
 
 import gs_compile
+from gs_compile.model import files
 from gs_compile.model.residency import is_offloaded
 
 KEEPS_CAPTURES = True
@@ -27,6 +29,14 @@ def trained():
 
 
 make = partial(gs_compile.AdamW, lr=1e-3)
+
+
+def test_mapped_memory_is_given_back_where_python_leaves_assertions_out(tmp_path):
+    calls = []
+    names = {**vars(files), "_madvise": lambda *given: calls.append(given)}
+    exec(compile(inspect.getsource(files.leave_memory), files.__file__, "exec", optimize=1), names)  # as python -O does
+    names["leave_memory"](files.map_file(tmp_path, 4096))
+    assert len(calls) == 1
 
 
 # State dicts ----------------------------------------------------------------------------------------------------------

@@ -209,6 +209,17 @@ def test_the_fullest_filesystem_binds_and_directories_of_one_share_its_room(tmp_
     assert room_nbytes([tmp_path, shm]) == 200
 
 
+def test_the_update_is_measured_in_float32_whatever_the_default_dtype(monkeypatch):
+    seen = []
+    monkeypatch.setattr(probe_module.ADAMW.__class__, "update", lambda rule, *given: seen.extend(given[:2]))
+    torch.set_default_dtype(torch.float64)
+    try:
+        probe_module._update(2048)()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [each.dtype for each in seen] == [torch.float32] * 2
+
+
 # Rates -----------------------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ HERE = Path(__file__).parents[1] / "machine.json"
         ({"alpha": 0.2, "clip": True, "clipping": "delayed"}, 'alpha is 0.2, but with clipping="delayed"'),
         ({"wear_years": 0}, "wear_years is 0; it must be more than 0"),
         ({"wear_years": float("nan")}, "wear_years is nan; it must be more than 0"),
+        ({"wear_years": float("inf")}, "wear_years is inf; it must be more than 0, and finite"),
         (
             {"ratios": {"activation": 0.5}, "recompute": "all"},
             'recompute is "all", but ratios.activation is 0.5: leave',

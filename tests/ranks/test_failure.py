@@ -6,7 +6,10 @@ import io
 import os
 import random
 import signal
+import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +114,30 @@ def test_a_rank_whose_connection_breaks_as_it_is_welcomed_is_not_there():
     coming = [Connection(1, breaks=True), second := Connection(1, breaks=False)]
     server = SimpleNamespace(settimeout=lambda _: None, accept=lambda: (coming.pop(0), "address"))
     assert alarm.Alarm._accept(SimpleNamespace(names=[0, 1]), server, "secret") == {1: second}
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_machines_that_reach_each_other_by_ipv6_alone(monkeypatch):
+    monkeypatch.setattr(alarm, "MEETING", 5.0)
+    monkeypatch.setattr(alarm, "_addresses", lambda: ["::1"])
+    monkeypatch.setattr(alarm, "_boot", lambda: threading.current_thread().name)
+    both, values = threading.Barrier(2), [None, None]
+
+    def meet(place):
+        def exchange(value):
+            values[place] = value
+            both.wait(10)
+            found = list(values)
+            both.wait(10)
+            return found
+
+        return alarm.Alarm(place, [0, 1], exchange)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(meet, range(2))
+    assert first.num_here == 1
+    second.close()
+    first.close()
 
 
 def waits(info, tmp_path):

@@ -47,8 +47,9 @@ def moves(info, tmp_path):
     values = torch.full((2, 2), info.rank, dtype=torch.int16)  # which gloo does not know
     ranks.broadcast(values, 1)
     found |= {"numbers": numbers, "broadcast": values}
-    found["agree"] = ranks.agree("letters", {"letter": "ab"[info.rank] * (1 + info.rank)})
-    found["made"] = ranks.from_first("a plan", lambda: {"made by": info.rank})
+    with torch.device("meta"):  # a default of the script's
+        found["agree"] = ranks.agree("letters", {"letter": "ab"[info.rank] * (1 + info.rank)})
+        found["made"] = ranks.from_first("a plan", lambda: {"made by": info.rank})
     ranks.close()
     return found
 

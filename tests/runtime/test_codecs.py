@@ -34,6 +34,29 @@ def test_the_options_name_them():
     assert set(get_args(Frozen)) == CODECS.keys()
 
 
+@pytest.fixture
+def narrow_default():
+    """A default dtype, with no table made so far."""
+    tables = (codecs._table, codecs._pairs, codecs._middles, codecs._all_powers, codecs._dynamic)
+    for each in tables:
+        each.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+    for each in tables:
+        each.cache_clear()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_default_dtype_is_for_what_the_user_makes(name, request):
+    given, codec = values((64, 64)), CODECS[name]
+    wanted = codec.encode(given)
+    read = codec.decode(wanted, given.shape, given.dtype)
+    request.getfixturevalue("narrow_default")
+    assert torch.equal(codec.encode(given), wanted)
+    assert torch.equal(codec.decode(wanted, given.shape, given.dtype), read)
+
+
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -16,6 +16,7 @@ import pytest
 import told
 
 from gs_compile.errors import StatusError
+from gs_compile.runtime import alarm
 from gs_compile.status import file
 from gs_compile.status.form import FORMAT
 
@@ -70,6 +71,8 @@ def test_letters_that_are_none_hide_no_error(tmp_path):
     """The page of a run that failed by a file of such a name: writing it raised over the cause."""
     file.replace(path := tmp_path / "page.html", "no file \udcff")
     assert path.read_text() == "no file \\udcff"
+    file.write(path, told.status(state="failed", reason=alarm.words(OSError("no file \udcff"))))
+    assert file.read(path).reason == "OSError: no file \\udcff"
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):

@@ -60,6 +60,13 @@ def test_the_curve_has_every_point_of_the_history():
     assert (heights[0], heights[-1]) == (4.0, 96.0)
 
 
+def test_a_loss_that_is_not_finite_costs_the_curve_one_point():
+    first, second, *others = told.status().history
+    loss, _ = re.findall(r'points="([^"]*)"', made(history=(first, second._replace(loss=math.inf), *others)))
+    assert len(loss.split()) == told.NUM_STEPS - 1
+    assert "nan" not in loss
+
+
 def test_nothing_comes_from_outside_and_nothing_is_executed():
     text = made()
     assert not re.findall(r"https?:|src=|href=|url\(|@import|onload", text)

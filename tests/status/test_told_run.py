@@ -226,6 +226,17 @@ def test_a_status_that_cannot_be_removed_hides_no_error(tmp_path, monkeypatch):
     assert threads() == []
 
 
+def test_an_end_that_is_interrupted_is_made_once_more(tmp_path, monkeypatch):
+    one = reporting(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(one._thread, "join", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            one.close()
+    one.close()
+    assert file.read(tmp_path / "status.json").state == "ended"
+    assert threads() == []
+
+
 def test_a_drive_that_does_not_answer_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(reporting_module, "free_storage", lambda _: (_ for _ in ()).throw(OSError(5, "gone")))
     _, free = reporting_module._measure(SimpleNamespace(nbytes=7), {}, [tmp_path])

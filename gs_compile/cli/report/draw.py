@@ -66,7 +66,8 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
     if page is not None:
         texts = {"The plan": report(plan), "The step": step_report(plan, {}), "The program": str(plan.program)}
         note = paragraph(plan)
-        page.write_text(timeline_html(plan.simulation, title=_title(plan), note=note, texts=texts))
+        html = timeline_html(plan.simulation, title=_title(plan), note=note, texts=texts)
+        page.write_text(html, encoding="utf-8")
         files["timeline"] = page
     return files if figures is None else files | _figures(plan, figures)
 

@@ -37,7 +37,7 @@ def timeline_html(simulation: Simulation, *, title: str, note: str = "", texts: 
         "details": "\n".join(folded.format(*map(html.escape, each)) for each in texts.items()),
         "data": json.dumps(_data(simulation), separators=(",", ":")).replace("<", "\\u003c"),
     }
-    return re.sub(r"@(title|note|details|data)\b", lambda found: parts[found[1]], PAGE.read_text())
+    return re.sub(r"@(title|note|details|data)\b", lambda found: parts[found[1]], PAGE.read_text(encoding="utf-8"))
 
 
 def _data(simulation: Simulation) -> dict[str, Any]:

@@ -6,8 +6,9 @@ of all ranks.
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from gs_compile.cli.stored.runs import Found
 from gs_compile.cli.stored.values import Values, nbytes_of, opened
-from gs_compile.errors import OptionError
+from gs_compile.errors import OptionError, StorageError
 from gs_compile.machine import in_groups
 from gs_compile.runtime.formats import narrow
 from gs_compile.runtime.storage.last_commit import common_step, step_of
@@ -129,7 +130,7 @@ def _save(target: Path, name: str, tensors: Sequence[Entry]) -> dict[str, int]:
     for number, shard in enumerate(shards, 1):
         path = target / f"{name}-{number:05d}-of-{len(shards):05d}.safetensors"
         path.touch(0o600, exist_ok=False)
-        save_file({each.name: each.read().contiguous() for each in shard}, path, metadata={"format": "pt"})
+        save_file({each.name: each.read().contiguous() for each in shard}, path)
         places |= dict.fromkeys((each.name for each in shard), path.name)
         written[path.name] = path.stat().st_size
     index = {"metadata": {"total_size": sum(each.nbytes for each in tensors)}, "weight_map": places}
@@ -139,9 +140,17 @@ def _save(target: Path, name: str, tensors: Sequence[Entry]) -> dict[str, int]:
     return written
 
 
-def _save_file() -> Callable[..., None]:
+def _save_file() -> Callable[[Mapping[str, Tensor], Path], None]:
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise OptionError("export needs safetensors: pip install 'greedysnake[hf]'") from error
-    return save_file
+
+    def save(tensors: Mapping[str, Tensor], path: Path) -> None:
+        try:
+            save_file(dict(tensors), path, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, among others
+            raise StorageError(errno.EIO, f"writing failed: {error}", str(path)) from error
+
+    return save

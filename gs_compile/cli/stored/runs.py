@@ -110,9 +110,14 @@ def _look(folder: Path) -> Found:
 
 
 def _made_in(folder: Path) -> dict[str, int]:
-    """The files in a folder that bear names of the store, and their bytes."""
-    with as_storage_error("listing", folder):
-        return {path.name: path.lstat().st_blocks * 512 for path in folder.iterdir() if is_made(path)}
+    """The files in a folder that bear names of the store, and their bytes; a run in use may remove them meanwhile."""
+    found = {}
+    with as_storage_error("listing", folder), contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if is_made(path):
+                    found[path.name] = path.lstat().st_blocks * 512
+    return found
 
 
 def _has_run(name: str) -> bool:

@@ -114,7 +114,7 @@ def _read(model: str) -> dict[str, Any]:
     if not given.exists() and model.count("/") == 1:
         path = _downloaded(model)
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise PlanError(f"{path}: no config can be read there: {error}") from error
     if not isinstance(fields, dict) or "model_type" not in fields:

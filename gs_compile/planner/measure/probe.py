@@ -165,8 +165,9 @@ def conversion_nbytes(num_threads: int, update_bytes_per_second: float) -> float
 
 
 def _update(numel: int, types: Types = FP32) -> Work:  # [1]
-    master, gradient = torch.randn(numel), torch.randn(numel)
-    state = types.components(torch.zeros(int(numel * types.state_itemsize), dtype=torch.uint8), 0, numel)
+    master, gradient = (torch.randn(numel, dtype=torch.float32, device="cpu") for _ in range(2))
+    stored = torch.zeros(int(numel * types.state_itemsize), dtype=torch.uint8, device="cpu")
+    state = types.components(stored, 0, numel)
 
     def update() -> float:
         ADAMW.update(master, gradient, state, HYPER, 1)

@@ -144,7 +144,7 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """The profile in a file; raises `ProfileError` where it is not one, or is of a newer format."""
         try:
-            given = json.loads(Path(path).read_text())
+            given = json.loads(Path(path).read_bytes())
         except (OSError, ValueError) as error:
             raise ProfileError(f"{path}: no machine profile can be read there: {error}") from error
         try:
