@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiered import gpt2, options, step, tokens
+from tiered import options, step, tokens
 from torch.utils.data import Sampler
 
 import gs_compile
@@ -16,6 +14,8 @@ from gs_compile.cli.stored.runs import found_in
 from gs_compile.runtime.storage.manifest import read
 from gs_compile.runtime.storage.stored import FOLDER
 
+KEEPS_CAPTURES = True
+MODEL = {"tied": False}
 NAME = "transformer.h.0.ln_1.weight"
 
 
@@ -36,36 +36,34 @@ class Batches(Sampler):
         self.taken = state["taken"]
 
 
-def train(folder, durability, change):
+def train(harness, folder, durability, change):
     """A step, values that somebody reads, and a change after it; then the next batch is taken, and `change` is told the
     optimizer and the model.
     """
-    model = gpt2(tied=False)
-    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)
-    model.compile(backend="greedysnake", options=options(folder, alpha=0.5, durability=durability))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    gs_compile.resume(model, optimizer, storage=folder, schedule=schedule, batches=(batches := Batches()))
-    numbers = iter(batches)
-    step(model, optimizer, tokens(next(numbers)))
-    optimizer.synchronize()
-    schedule.step()
-    with torch.no_grad():
-        model.get_parameter(NAME).fill_(3.0)
-    next(numbers)
-    change(model, optimizer)
-    optimizer.engine.tiers.synchronize()
+    model, given = harness.model, options(folder, alpha=0.5, durability=durability)
+    with harness.fresh(lambda _: gs_compile.AdamW(model.parameters(), lr=1e-2), given) as optimizer:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        gs_compile.resume(model, optimizer, storage=folder, schedule=schedule, batches=(batches := Batches()))
+        numbers = iter(batches)
+        step(model, optimizer, tokens(next(numbers)))
+        optimizer.synchronize()
+        schedule.step()
+        with torch.no_grad():
+            model.get_parameter(NAME).fill_(3.0)
+        next(numbers)
+        change(model, optimizer)
+        optimizer.engine.tiers.synchronize()
 
 
 @pytest.mark.parametrize(("durability", "how"), [("step", "the next call"), ("step", "commit()"), (2, "commit()")])
-def test_a_commit_has_what_came_after_values_were_read(tmp_path, durability, how):
+def test_a_commit_has_what_came_after_values_were_read(harness, tmp_path, durability, how):
     def change(model, optimizer):
         if how == "commit()":
             optimizer.commit()
         else:
             model(input_ids=tokens(1), labels=tokens(1))
 
-    train(tmp_path, durability, change)
-    gc.collect()
+    train(harness, tmp_path, durability, change)
     made = read(tmp_path / FOLDER)
     assert (made.step, made.states["schedule"]["last_epoch"], made.groups[0]["lr"]) == (1, 1, 5e-3)
     assert made.states["batches"] == {"taken": 1}, "the batch that is under way is none of the commit's steps"

@@ -134,7 +134,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
 @pytest.mark.parametrize(
     ("model", "max_norm", "first"),
     [
-        ("dropout", None, 0),
+        pytest.param("dropout", None, 0, marks=pytest.mark.slow),
         ("dropout", SOME_CLIPPED, 1),
         pytest.param("bf16", CLIPPED, 2, marks=pytest.mark.slow),
         ("frozen bf16", None, 3),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import ExitStack
 
 import pytest
 import torch
 from learner import distance
-from tiered import LENGTH, VOCABULARY, gpt2, options, step, tokens
+from tiered import LENGTH, VOCABULARY, Harness, gpt2, options, step, tokens
 from torch import nn
 from zoo import VOCAB, WIDTH, small
 
@@ -19,38 +20,38 @@ from gs_compile.planner.simulate.measured import measured
 from gs_compile.program.ir import LANES
 from gs_compile.runtime.issue import TieredExecutor
 
+KEEPS_CAPTURES = True
+
 
 class Pair:
-    """The same model twice: plain, and with its data on SSD."""
+    """The same model twice: plain, and with its data on SSD, by an optimizer that is made for both kinds."""
 
-    def __init__(self, storage, **expert):
-        self.plain, self.ours = gpt2().eval(), gpt2().eval()
-        self.plain_optimizer = torch.optim.AdamW(self.plain.parameters(), lr=3e-4)
-        self.optimizer = gs_compile.AdamW(self.ours.parameters(), lr=3e-4)
-        given = options(storage, micro_batch_size=1, outputs="all", alpha=0.5, ratios={"parameter": 0.3}, **expert)
-        self.ours.compile(backend="greedysnake", options=given)
+    def __init__(self, ours, optimizer):
+        self.plain, self.ours, self.optimizer = gpt2(), ours, optimizer
+        self.plain_optimizer = make(torch.optim, self.plain)
 
     def step(self, samples, seed=0):
         ids = tokens(seed, samples)
         expected, found = step(self.plain, self.plain_optimizer, ids), step(self.ours, self.optimizer, ids)
         assert found == pytest.approx(expected, rel=1e-5)
 
-    def close(self):
-        if self.optimizer.engine is not None:
-            self.optimizer.engine.tiers.close()
+
+def make(package, model):
+    return package.AdamW(model.parameters(), lr=3e-4)
 
 
 @pytest.fixture
-def pair(tmp_path):
-    pairs = []
+def pair(harness, tmp_path):
+    """Make a pair, of the model that is captured once."""
+    with ExitStack() as pairs:
 
-    def make(**expert):
-        pairs.append(Pair(tmp_path, **expert))
-        return pairs[-1]
+        def made(**expert):
+            placed = {"alpha": 0.5, "ratios": {"parameter": 0.3}, **expert}
+            given = options(tmp_path, micro_batch_size=1, outputs="all", **placed)
+            optimizer = pairs.enter_context(harness.fresh(lambda _: make(gs_compile, harness.model), given))
+            return Pair(harness.model, optimizer)
 
-    yield make
-    for made in pairs:
-        made.close()
+        yield made
 
 
 @pytest.mark.parametrize("separate", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -83,6 +84,7 @@ def test_a_call_that_fails_in_the_model_costs_nothing(pair, separate):
 @pytest.mark.parametrize("separate", [False, True])
 def test_evaluations_in_inference_mode(pair, separate):
     """Of a first call, and of more samples than steps have memory for."""
+    Harness.forget_captures()
     both = pair(separate_device=separate)
     for number, samples in enumerate((2, 9, 3)):
         with torch.inference_mode():

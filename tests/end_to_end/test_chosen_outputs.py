@@ -74,7 +74,12 @@ def trained(model, optimizer, steps):
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("torch", {}), ("tiers", {}), ("tiers", {"alpha": 0.5, "piece_tokens": 8}), ("tiers", {"accumulate": True})],
+    [
+        ("torch", {}),
+        pytest.param("tiers", {}, marks=pytest.mark.slow),
+        ("tiers", {"alpha": 0.5, "piece_tokens": 8}),
+        ("tiers", {"accumulate": True}),
+    ],
     ids=str,
 )
 def test_each_step_trains_what_a_gradient_comes_to(name, changes, tmp_path):

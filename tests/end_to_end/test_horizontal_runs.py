@@ -97,7 +97,10 @@ def moving(storage, schedule="lifetime", **others):
     return chosen(storage, schedule, ratio=0.0, gradient=0.0, **others)
 
 
-@pytest.mark.parametrize(("share", "separate"), [(0.0, True), (0.4, False), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize(
+    ("share", "separate"),
+    [(0.0, True), (0.4, False), pytest.param(1.0, False, marks=pytest.mark.slow), (1.0, True)],
+)
 def test_moves_what_it_says_and_no_more_than_the_horizontal_order(storage, share, separate):
     """Within exactly the memory that is planned."""
     harness, found, budget = harness_of("model"), {}, 0

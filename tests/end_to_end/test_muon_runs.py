@@ -76,8 +76,16 @@ def assert_alike(found: dict[str, torch.Tensor], model: nn.Module, tolerance: fl
         assert difference < tolerance, name
 
 
-@pytest.mark.parametrize("bound", [None, BOUND])
-@pytest.mark.parametrize("place", [{"alpha": 0.3}, {"alpha": 0.3, "separate_device": True}], ids=["one memory", "two"])
+@pytest.mark.parametrize(
+    ("place", "bound"),
+    [
+        ({"alpha": 0.3}, None),
+        ({"alpha": 0.3, "separate_device": True}, BOUND),
+        pytest.param({"alpha": 0.3}, BOUND, marks=pytest.mark.slow),
+        pytest.param({"alpha": 0.3, "separate_device": True}, None, marks=pytest.mark.slow),
+    ],
+    ids=["one memory", "two, clipped", "one memory, clipped", "two"],
+)
 def test_it_learns_what_torch_does(harness, tmp_path, place, bound):
     make = partial(gs_compile.Muon, **SETTINGS, max_grad_norm=bound)
     clip = {} if bound is None else {"clip": "speculative"}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from learner import distance
-from tiered import gpt2, options, tokens
+from tiered import gpt2, loss_of, options, step, tokens
 
 import gs_compile
 from gs_compile.errors import StepOrderError
 
+KEEPS_CAPTURES = True
 NUM_STEPS = 3
 
 
@@ -42,20 +43,21 @@ def learned(model, optimizer, penalty, is_apart):
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
+def make(groups):
+    return gs_compile.SGD([parameter for group in groups for parameter in group["params"]], lr=0.5)
+
+
 @pytest.mark.parametrize("is_apart", [False, True], ids=["in the loss", "a backward of its own"])
 @pytest.mark.parametrize("penalty", [orthogonality, elastic])
-def test_a_penalty_of_weights_is_added_before_the_update(tmp_path, penalty, is_apart):
-    torch._dynamo.reset()
-    plain, mine = gpt2(), gpt2()
+def test_a_penalty_of_weights_is_added_before_the_update(harness, tmp_path, penalty, is_apart):
+    plain = gpt2()
     wanted = learned(plain, torch.optim.SGD(plain.parameters(), lr=0.5), penalty, is_apart)
     without = gpt2()
     without = learned(
         without, torch.optim.SGD(without.parameters(), lr=0.5), lambda *_: torch.zeros(()).requires_grad_(), False
     )
-    optimizer = gs_compile.SGD(mine.parameters(), lr=0.5)
-    mine.compile(backend="greedysnake", options=options(tmp_path))
-    found = learned(mine, optimizer, penalty, is_apart)
-    optimizer.engine.tiers.close()
+    with harness.fresh(make, options(tmp_path)) as optimizer:
+        found = learned(harness.model, optimizer, penalty, is_apart)
     assert distance(wanted, without) > 1e-3
     assert distance(found, wanted) < 2e-6
 
@@ -68,23 +70,18 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_a_read_between_backward_and_step_names_the_option_with_which_it_works(tmp_path, read):
+def test_a_read_between_backward_and_step_names_the_option_with_which_it_works(harness, tmp_path, read):
+    model, ids = harness.model, tokens(0)
     for accumulates in (False, True):
-        torch._dynamo.reset()
-        model, ids = gpt2(), tokens(0)
-        optimizer = gs_compile.SGD(model.parameters(), lr=0.5)
         given = {"accumulate": True} if accumulates else {}
-        model.compile(backend="greedysnake", options=options(tmp_path / str(accumulates), **given))
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        before = read(model).detach().clone()
-        model(input_ids=ids, labels=ids).loss.backward()
-        if accumulates:
-            assert torch.equal(read(model).detach(), before)
-        else:
-            with pytest.raises(StepOrderError, match=r'optimizer\.step\(\) first.*options={"accumulate": True}'):
-                read(model)
-        optimizer.step()
-        assert not torch.equal(read(model), before)
-        optimizer.engine.tiers.close()
+        with harness.fresh(make, options(tmp_path / str(accumulates), **given)) as optimizer:
+            step(model, optimizer, ids)
+            before = read(model).detach().clone()
+            loss_of(model, ids).backward()
+            if accumulates:
+                assert torch.equal(read(model).detach(), before)
+            else:
+                with pytest.raises(StepOrderError, match=r'optimizer\.step\(\) first.*options={"accumulate": True}'):
+                    read(model)
+            optimizer.step()
+            assert not torch.equal(read(model), before)

@@ -84,7 +84,10 @@ def test_on_each_tier(usual, tmp_path, schedule, separate):
     [("none", {**FREE, "checkpoint": None}, 1.0), ("auto", FREE, 1.0), ("auto", {**FREE, "activation": 1 / 3}, 1 / 3)],
     ids=["none", "auto", "given"],
 )
-@pytest.mark.parametrize(("schedule", "separate"), [("horizontal", True), ("single", False), ("single", True)])
+@pytest.mark.parametrize(
+    ("schedule", "separate"),
+    [("horizontal", True), pytest.param("single", False, marks=pytest.mark.slow), ("single", True)],
+)
 def test_as_options_ask(usual, tmp_path, slow_code, caplog, schedule, separate, recompute, ratios, part):
     """All, what is faster, or a part; the log and `inspect` tell how many."""
     caplog.set_level(logging.INFO, "gs_compile.planner.run")

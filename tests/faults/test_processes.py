@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -113,21 +114,23 @@ def test_a_process_without_the_threads_of_a_run_is_told_so(tmp_path):
 
 @contextmanager
 def another_process(directory):
-    """A process that has a store with one extent, until it is killed."""
-    script = f"""
-import time, torch
-from gs_compile.runtime.storage.store import Store
-store = Store([{str(directory)!r}])
-store.allocate("w3", 1 << 20).write(torch.ones(1 << 20, dtype=torch.uint8)).wait()
-print("ready", flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    """The number of a process that has a store with one extent, until it is killed."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
         try:
-            assert process.stdout.readline() == "ready\n"
-            yield process
+            Store([directory]).allocate("w3", MIB).write(torch.ones(MIB, dtype=torch.uint8)).wait()
+            os.write(writing, b"ready")
+            time.sleep(60)
         finally:
-            process.kill()
+            os._exit(1)
+    os.close(writing)
+    try:
+        assert os.read(reading, 5) == b"ready"
+        yield child
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_each_model_of_a_process_has_its_folder(tmp_path):
@@ -139,12 +142,13 @@ def test_each_model_of_a_process_has_its_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_what_a_killed_run_has_left_is_removed(tmp_path, caplog):
     """Also the files of its second model; not while it lives, and not what others have put there."""
     (tmp_path / "theirs").write_text("kept")
     with (
-        another_process(tmp_path) as process,  # it is killed at the end
-        pytest.raises(StorageLockedError, match=f"pid {process.pid}, started 20.*storage="),
+        another_process(tmp_path) as pid,  # it is killed at the end
+        pytest.raises(StorageLockedError, match=f"pid {pid}, started 20.*storage="),
     ):
         Store([tmp_path])
     assert (tmp_path / FOLDER / "w3").stat().st_size == MIB

@@ -190,7 +190,12 @@ def none_left(*_, **__):
 
 @pytest.mark.parametrize(
     ("name", "cause", "durability"),
-    [("update", broken, 0), ("update", broken, 1), ("gradient", broken, 0), ("gradient", none_left, 0)],
+    [
+        pytest.param("update", broken, 0, marks=pytest.mark.slow),
+        ("update", broken, 1),
+        ("gradient", broken, 0),
+        ("gradient", none_left, 0),
+    ],
     ids=["a lane", "a lane, in a durable run", "the walker", "out of memory"],
 )
 def test_a_run_that_failed_gives_all_memory_back(monkeypatch, tmp_path, name, cause, durability):

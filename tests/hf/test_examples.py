@@ -23,7 +23,7 @@ LOSS = re.compile(r"(?:loss'?:? '?|at the first step, )(\d+\.\d+)")
 SHORT = {"SEQUENCE": 16, "BATCH": 4}
 SHALLOW = {"LlamaConfig": lambda **given: LlamaConfig(**{**given, "num_hidden_layers": 2})}  # Dynamo reads each layer
 FAST = {
-    "finetune_lora_sft": (["--steps", "10", "--frozen", "nf4"], {"PROMPT": 8, "COMPLETION": 8} | SHALLOW),
+    "finetune_lora_sft": (["--steps", "6", "--frozen", "nf4"], {"PROMPT": 8, "COMPLETION": 8} | SHALLOW),
 }
 SLOW = {
     "bigger_than_memory": (["--size", "gpt2", "--host-memory", "256MiB", "--compiler", "eager"], {"SIZES": {"gpt2": (2, 64, 2)}}),

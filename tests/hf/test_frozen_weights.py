@@ -95,7 +95,10 @@ def by_bitsandbytes(source, folder, config):
     return model
 
 
-@pytest.mark.parametrize("codec", [*BY_BITSANDBYTES, "fp8"])
+@pytest.mark.parametrize(
+    "codec",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each == "fp4")) for each in (*BY_BITSANDBYTES, "fp8")],
+)  # fp4's two parts are fp4_single's values and nf4's nested scales
 def test_quantized_checkpoints_are_read_as_they_are(codec, tmp_path):
     """Their own libraries decode them to the same bits."""
     source, folder = wide().bfloat16(), tmp_path / "saved"

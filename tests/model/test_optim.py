@@ -196,24 +196,6 @@ def test_an_optimizer_of_two_compiled_models(tmp_path):
     optimizer.engine.tiers.close()
 
 
-@pytest.mark.parametrize("precision", ["model", "bf16"])
-def test_frozen_parameters_stay(precision, tmp_path):
-    def build():
-        model = gpt2()
-        for frozen in [model.transformer.wpe.weight, *(block.ln_1.weight for block in model.transformer.h)]:
-            frozen.requires_grad_(False)
-        return model
-
-    with learner(tmp_path, build=build, precision=precision, alpha=0.5) as one:
-        one.train(0, 1)
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        wanted = gpt2().transformer.wpe.weight.to(dtype)
-        frozen = one.model.transformer.wpe.weight
-        assert torch.equal(one.model.state_dict()["transformer.wpe.weight"], wanted)
-        assert torch.equal(residency_of(frozen).value(frozen, master=True), wanted)
-        assert frozen not in one.optimizer.state
-
-
 # The order of calls ---------------------------------------------------------------------------------------------------
 
 
@@ -350,3 +332,24 @@ def test_values_live_as_long_as_their_model(tmp_path):
     torch._dynamo.reset()
     gc.collect()
     assert our_threads() == []
+
+
+# Models of their own: last, as a capture of one ends those of the usual model ------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_frozen_parameters_stay(precision, tmp_path):
+    def build():
+        model = gpt2()
+        for frozen in [model.transformer.wpe.weight, *(block.ln_1.weight for block in model.transformer.h)]:
+            frozen.requires_grad_(False)
+        return model
+
+    with learner(tmp_path, build=build, precision=precision, alpha=0.5) as one:
+        one.train(0, 1)
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        wanted = gpt2().transformer.wpe.weight.to(dtype)
+        frozen = one.model.transformer.wpe.weight
+        assert torch.equal(one.model.state_dict()["transformer.wpe.weight"], wanted)
+        assert torch.equal(residency_of(frozen).value(frozen, master=True), wanted)
+        assert frozen not in one.optimizer.state

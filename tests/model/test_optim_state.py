@@ -103,7 +103,8 @@ def test_a_state_that_waits_for_the_first_call_is_still_there():
 def test_training_moves_from_torch_to_here_and_back(ours, theirs, chosen, tmp_path):
     _, _, wanted, _ = plain(6, theirs, **chosen)
     _, _, begun, optimizer = plain(2, theirs, **chosen)
-    with learner(tmp_path, partial(ours, lr=0.9), lambda: begun, alpha=0.5) as one:  # settings come with the state
+    with learner(tmp_path, partial(ours, lr=0.9), alpha=0.5) as one:  # settings come with the state
+        one.model.load_state_dict(begun.state_dict())
         one.optimizer.load_state_dict(optimizer.state_dict())
         one.train(2, 3)
         model = gpt2()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from learner import distance, same_tensors, values
-from tiered import gpt2, options, tokens
+from tiered import gpt2, options, shared, tokens
 from torch import nn
 from torch.nn import functional
 
@@ -16,14 +17,16 @@ import gs_compile
 from gs_compile.errors import OptimizerError
 from gs_compile.runtime.units import CompiledUnits
 
+KEEPS_CAPTURES = True
+
 
 class WithHead(nn.Module):
     """A body, and a head of its own that runs eagerly, as in reward models and fused losses."""
 
-    def __init__(self):
+    def __init__(self, body):
         super().__init__()
-        self.body = gpt2()
-        self.head = nn.Linear(gpt2().lm_head.out_features, 3)
+        self.body = body
+        self.head = nn.Linear(body.lm_head.out_features, 3)
 
     def loss(self, number):
         hidden = self.body(input_ids=tokens(number)).logits
@@ -43,17 +46,20 @@ def trained(model, optimizer, numbers, clip=None):
     return losses
 
 
-def made():
+def made(body=None):
+    """body: another than one of its own, which begins from the same values."""
+    body = gpt2() if body is None else body
     torch.manual_seed(5)
-    return WithHead()
+    return WithHead(body)
 
 
+@contextmanager
 def tiered(folder, make, **changes):
-    torch._dynamo.reset()
-    model = made()
-    optimizer = make(model.parameters())
-    model.body.compile(backend="greedysnake", options=options(folder, outputs="all", **changes))
-    return model, optimizer
+    """With the usual model, captured once, as its body."""
+    model = made(shared().model)
+    given = options(folder, outputs="all", **changes)
+    with shared().fresh(lambda _: make(model.parameters()), given) as optimizer:
+        yield model, optimizer
 
 
 @pytest.mark.parametrize(
@@ -64,46 +70,46 @@ def tiered(folder, make, **changes):
 def test_a_head_outside_of_the_compiled_model_is_trained(clip, changes, tmp_path):
     plain = made()
     wanted = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), range(4), clip)
-    model, optimizer = tiered(tmp_path, partial(gs_compile.AdamW, lr=1e-2, max_grad_norm=clip), **changes)
-    found = trained(model, optimizer, range(4))
-    assert found == pytest.approx(wanted, rel=1e-5)
-    assert not torch.equal(model.head.weight, made().head.weight)
-    assert distance(values(model), values(plain)) < 1e-5
-    state, theirs = optimizer.state_dict(), torch.optim.AdamW(plain.parameters()).state_dict()
-    assert len(state["state"]) == len(theirs["param_groups"][0]["params"])
-    assert {key: value.shape for key, value in state["state"][len(state["state"]) - 1].items() if key != "step"} == {
-        "exp_avg": (3,), "exp_avg_sq": (3,)
-    }  # fmt: skip
+    make = partial(gs_compile.AdamW, lr=1e-2, max_grad_norm=clip)
+    with tiered(tmp_path, make, **changes) as (model, optimizer):
+        found = trained(model, optimizer, range(4))
+        assert found == pytest.approx(wanted, rel=1e-5)
+        assert not torch.equal(model.head.weight, made().head.weight)
+        assert distance(values(model), values(plain)) < 1e-5
+        state, theirs = optimizer.state_dict(), torch.optim.AdamW(plain.parameters()).state_dict()
+        assert len(state["state"]) == len(theirs["param_groups"][0]["params"])
+        assert {key: value.shape for key, value in state["state"][len(state["state"]) - 1].items() if key != "step"} == {
+            "exp_avg": (3,), "exp_avg_sq": (3,)
+        }  # fmt: skip
 
 
 def test_a_parameter_that_nobody_reads_has_no_state(tmp_path):
     """As with torch; on the meta device it would be moved or saved by those who take it for a value."""
-    model, optimizer = tiered(tmp_path, partial(gs_compile.AdamW, lr=1e-2))
-    unread = model.head.bias
-    (model.body(input_ids=tokens(0)).logits.sum() + 0 * model.head.weight.sum()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert optimizer.state.get(unread, {}) == {}
-    assert model.head.weight.shape == optimizer.state[model.head.weight]["exp_avg"].shape
-    numbers = {number for group in optimizer.state_dict()["param_groups"] for number in group["params"]}
-    assert optimizer.state_dict()["state"].keys() == numbers - {max(numbers)}
-    for state in optimizer.state.values():
-        assert not any(value.is_meta for value in state.values() if type(value) is torch.Tensor)
-    trained(model, optimizer, [0])
-    assert not optimizer.state[unread]["exp_avg"].is_meta
+    with tiered(tmp_path, partial(gs_compile.AdamW, lr=1e-2)) as (model, optimizer):
+        unread = model.head.bias
+        (model.body(input_ids=tokens(0)).logits.sum() + 0 * model.head.weight.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.state.get(unread, {}) == {}
+        assert model.head.weight.shape == optimizer.state[model.head.weight]["exp_avg"].shape
+        numbers = {number for group in optimizer.state_dict()["param_groups"] for number in group["params"]}
+        assert optimizer.state_dict()["state"].keys() == numbers - {max(numbers)}
+        for state in optimizer.state.values():
+            assert not any(value.is_meta for value in state.values() if type(value) is torch.Tensor)
+        trained(model, optimizer, [0])
+        assert not optimizer.state[unread]["exp_avg"].is_meta
 
 
 def test_its_state_is_saved_and_loaded(tmp_path):
     make = partial(gs_compile.AdamW, lr=1e-2)
-    model, optimizer = tiered(tmp_path / "one", make, alpha=0.5)
-    trained(model, optimizer, range(2))
-    saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
-    wanted = trained(model, optimizer, range(2, 4))
-    optimizer.engine.tiers.close()
-    again, other = tiered(tmp_path / "two", make, alpha=0.5)
-    again.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    assert trained(again, other, range(2, 4)) == wanted
+    with tiered(tmp_path / "one", make, alpha=0.5) as (model, optimizer):
+        trained(model, optimizer, range(2))
+        saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        wanted = trained(model, optimizer, range(2, 4))
+    with tiered(tmp_path / "two", make, alpha=0.5) as (model, optimizer):
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        assert trained(model, optimizer, range(2, 4)) == wanted
 
 
 def test_each_has_steps_of_its_own(tmp_path):
@@ -125,46 +131,47 @@ def test_each_has_steps_of_its_own(tmp_path):
 
     plain = made()
     trained_in_turn(plain, theirs := torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
-    model, optimizer = tiered(tmp_path, partial(gs_compile.AdamW, lr=1e-2))
-    trained_in_turn(model, optimizer)
-    assert distance(values(model), values(plain)) < 1e-5
-    steps = [each["step"].item() for each in optimizer.state_dict()["state"].values()]
-    assert steps == [each["step"].item() for each in theirs.state_dict()["state"].values()]
-    assert (steps[0], steps[-1]) == (4, 3)
-    theirs.load_state_dict(optimizer.state_dict())
+    with tiered(tmp_path, partial(gs_compile.AdamW, lr=1e-2)) as (model, optimizer):
+        trained_in_turn(model, optimizer)
+        assert distance(values(model), values(plain)) < 1e-5
+        steps = [each["step"].item() for each in optimizer.state_dict()["state"].values()]
+        assert steps == [each["step"].item() for each in theirs.state_dict()["state"].values()]
+        assert (steps[0], steps[-1]) == (4, 3)
+        theirs.load_state_dict(optimizer.state_dict())
 
 
 def test_a_head_of_low_precision_is_refused(tmp_path):
-    model, optimizer = tiered(tmp_path, gs_compile.AdamW)
-    model.head.bfloat16()
-    loss = model.head(model.body(input_ids=tokens(0)).logits.bfloat16()).float().sum()
-    loss.backward()
-    with pytest.raises(OptimizerError, match="convert it to float32"):
-        optimizer.step()
+    with tiered(tmp_path, gs_compile.AdamW) as (model, optimizer):
+        model.head.bfloat16()
+        loss = model.head(model.body(input_ids=tokens(0)).logits.bfloat16()).float().sum()
+        loss.backward()
+        with pytest.raises(OptimizerError, match="convert it to float32"):
+            optimizer.step()
 
 
 def test_gradients_outside_of_the_norm_are_refused(tmp_path):
-    model, optimizer = tiered(tmp_path, partial(gs_compile.AdamW, max_grad_norm=1.0), clip="delayed")
-    model.loss(0).backward()
-    model.head.weight.sum().backward()
-    before = model.head.weight.detach().clone()
-    with pytest.raises(OptimizerError, match="are not in the norm that its updates were clipped by"):
-        optimizer.step()
-    assert torch.equal(model.head.weight, before)
+    with tiered(tmp_path, partial(gs_compile.AdamW, max_grad_norm=1.0), clip="delayed") as (model, optimizer):
+        model.loss(0).backward()
+        model.head.weight.sum().backward()
+        before = model.head.weight.detach().clone()
+        with pytest.raises(OptimizerError, match="are not in the norm that its updates were clipped by"):
+            optimizer.step()
+        assert torch.equal(model.head.weight, before)
 
 
 def test_a_step_of_the_head_alone(tmp_path):
     plain = made()
     other = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, optimizer = tiered(tmp_path, partial(gs_compile.SGD, lr=0.1, max_grad_norm=0.5), clip="delayed")
-    trained(model, optimizer, [0])
-    trained(plain, other, [0], 0.5)
-    for head, step in ((model.head, optimizer.step), (plain.head, other.step)):
-        head.weight.square().sum().backward()
-        nn.utils.clip_grad_norm_(plain.head.parameters(), 0.5)
-        step()
-    assert optimizer.last_step.number == 1  # of those that the compiled model has taken
-    assert torch.allclose(model.head.weight, plain.head.weight, rtol=1e-5)
+    make = partial(gs_compile.SGD, lr=0.1, max_grad_norm=0.5)
+    with tiered(tmp_path, make, clip="delayed") as (model, optimizer):
+        trained(model, optimizer, [0])
+        trained(plain, other, [0], 0.5)
+        for head, step in ((model.head, optimizer.step), (plain.head, other.step)):
+            head.weight.square().sum().backward()
+            nn.utils.clip_grad_norm_(plain.head.parameters(), 0.5)
+            step()
+        assert optimizer.last_step.number == 1  # of those that the compiled model has taken
+        assert torch.allclose(model.head.weight, plain.head.weight, rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, gs_compile.AdamW])
@@ -172,7 +179,10 @@ def test_a_first_step_that_fails_changes_nothing_in_memory(make, tmp_path, monke
     """The body's backward fails: neither its parameters nor the head's have moved, and the same step then works."""
     found = []
     for breaks in (False, True):
-        model, optimizer = tiered(tmp_path / str(breaks), partial(make, lr=1e-3))
+        torch._dynamo.reset()
+        model = made()
+        optimizer = make(model.parameters(), lr=1e-3)
+        model.body.compile(backend="greedysnake", options=options(tmp_path / str(breaks), outputs="all"))
         before = {name: value.clone() for name, value in model.state_dict().items()}
         if breaks:
             with monkeypatch.context() as patched:

@@ -13,7 +13,7 @@ import torch
 from learner import PLACES, distance, inside, learner, plain, same_tensors, values
 from torch import nn
 from transformers import GPT2LMHeadModel
-from zoo import huggingface
+from zoo import small
 
 import gs_compile
 from gs_compile.model import files
@@ -87,7 +87,7 @@ def test_loading_writes_through(changes, trained, tmp_path):
 
 
 def test_save_and_load_as_pretrained(tmp_path):
-    with learner(tmp_path / "storage", make, partial(huggingface, "gpt2"), alpha=0.5) as one:
+    with learner(tmp_path / "storage", make, partial(small, "gpt2"), alpha=0.5) as one:
         one.train(0, 1)
         one.model.save_pretrained(tmp_path / "saved")
         again = GPT2LMHeadModel.from_pretrained(tmp_path / "saved")

@@ -244,18 +244,28 @@ def test_a_model_that_is_given_has_its_own_adapters_or_none(model, complaint):
         plan(model, machine="a100", lora=4)
 
 
-def test_muon_by_name():
+@pytest.fixture(scope="module")
+def captured_once():
+    """A config, and planners of it by their optimizers, which share a capture."""
+    config, planners = zoo.configuration("gpt2", n_embd=64), {}
+    for optimizer in ("adamw", "muon"):
+        request = Request(machine="rtx4090", sequence=zoo.TOKENS, optimizer=optimizer)
+        planners[optimizer] = planner_of(config, request, planners.values())
+    return config, planners
+
+
+def test_muon_by_name(captured_once):
     """Matrices of layers have momentum alone; the memory that their products take is left of the budget."""
-    config = zoo.configuration("gpt2", n_embd=64)
+    config, planners = captured_once
     given = {"machine": "rtx4090", "sequence": zoo.TOKENS, "optimizer": "muon"}
-    planner = planner_of(config, Request(**given))
+    planner = planners["muon"]
     found = planner.problem(2)
     layer, embedding = size(found.workload, 0), size(found.workload, "t")
     assert (layer.state_itemsize, embedding.state_itemsize) == (2 + 4, 2 + 8)
     assert layer.products
     assert not embedding.products
     assert found.budgets.host_nbytes == find_profile("rtx4090").host_nbytes - layer.products.host_nbytes
-    narrow = planner_of(config, Request(**given, states="bf16")).problem(2)
+    narrow = planner_of(config, Request(**given, states="bf16"), [planner]).problem(2)
     assert size(narrow.workload, 0).state_itemsize == 2 + 2
     shared = size(planner_of(config, Request(**given | {"machine": "a100"}, gpus=2), [planner]).problem(2).workload, 0)
     assert shared.state_itemsize == 2 + 8  # its biases are AdamW's
@@ -264,9 +274,8 @@ def test_muon_by_name():
 
 
 @pytest.mark.parametrize(("optimizer", "expected"), [("adamw", ["bf16", "8bit"]), ("muon", ["bf16"])])
-def test_states_in_fewer_bits_are_planned_of_the_same_capture(monkeypatch, optimizer, expected):
-    given = Request(machine="rtx4090", sequence=zoo.TOKENS, optimizer=optimizer)
-    planner = planner_of(zoo.configuration("gpt2", n_embd=64), given)
+def test_states_in_fewer_bits_are_planned_of_the_same_capture(monkeypatch, captured_once, optimizer, expected):
+    planner = captured_once[1][optimizer]
     problem = planner.problem(2)
     monkeypatch.setattr(ModelSpec, "of", None)
     found = dict(planner.narrower(problem))

@@ -86,10 +86,9 @@ def builds(info, tmp_path):
     return found
 
 
-def test_a_model_built_on_storage(tmp_path):
-    with Fleet(2) as fleet:
-        for each in fleet.run(builds, tmp_path):
-            assert each["share"] < 0.51
+def test_a_model_built_on_storage(pair, tmp_path):
+    for each in pair.run(builds, tmp_path):
+        assert each["share"] < 0.51
 
 
 def fails(info, tmp_path, on_storage):
@@ -120,11 +119,10 @@ def own(value):
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def test_a_first_step_that_fails_on_one_rank_costs_no_values(tmp_path):
-    with Fleet(2) as fleet:
-        for on_storage in (True, False):
-            (place := tmp_path / str(on_storage)).mkdir()
-            fleet.run(fails, place, on_storage=on_storage)
+def test_a_first_step_that_fails_on_one_rank_costs_no_values(pair, tmp_path):
+    for on_storage in (True, False):
+        (place := tmp_path / str(on_storage)).mkdir()
+        pair.run(fails, place, on_storage=on_storage)
 
 
 class Wide(nn.Module):

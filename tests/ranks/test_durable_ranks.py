@@ -29,7 +29,7 @@ LAST = 5
 
 
 def looks(info, tmp_path):
-    """Two of three ranks look for the commit that both have; the third is not there."""
+    """Two of several ranks look for the commit that both have; the others are not there."""
     group = dist.new_group([0, 1])
     if info.rank < 2:
         folder = folder_in(tmp_path)
@@ -44,11 +44,6 @@ def looks(info, tmp_path):
             last_of(Options(storage=tmp_path, group=group))
 
 
-def test_ranks_of_a_group_look_alone(tmp_path):
-    with Fleet(3) as fleet:
-        fleet.run(looks, tmp_path)
-
-
 def look_by_mesh(info, tmp_path):
     """Two rows of ranks, which have the same model each: all look together."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -61,9 +56,12 @@ def look_by_mesh(info, tmp_path):
     assert last_of(Options(storage=folder.parent, mesh=mesh)) == made
 
 
-def test_ranks_of_a_mesh_look_together(tmp_path):
+def test_ranks_of_a_group_look_alone_and_those_of_a_mesh_together(tmp_path):
+    group, mesh = tmp_path / "group", tmp_path / "mesh"
     with Fleet(4) as fleet:
-        fleet.run(look_by_mesh, tmp_path)
+        for case, folder in ((looks, group), (look_by_mesh, mesh)):
+            folder.mkdir()
+            fleet.run(case, folder)
 
 
 def looks_with_others(info, tmp_path):

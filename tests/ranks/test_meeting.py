@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import Fleet
-from tiered import gpt2, options, tokens, two_groups
+from tiered import Harness, gpt2, options, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import LaneError, OptimizerError, RankError, StorageError
@@ -94,46 +94,50 @@ def test_orders_that_follow_micro_batches_are_refused_where_these_differ(pair, t
         )
 
 
-def differs(info, tmp_path, what):
-    """Something comes on one rank alone between two steps, or is another there."""
-    beside = [torch.nn.Parameter(torch.zeros(1))] if what == "a parameter" else []
-    durable = {"durability": 2} if what == "a commit" else {}
-    model, optimizer = begin(tmp_path, groups=lambda model: [*model.parameters(), *beside], **durable)
-    step(model, optimizer, tokens(0, 4))
-    ways = {
-        "a call": partial(model, input_ids=tokens(0, 4), labels=tokens(0, 4)),
-        "a value": lambda: model.transformer.ln_f.bias.copy_(torch.ones(32)),
-        "a state": lambda: optimizer.load_state_dict(states()),
-        "a rate": lambda: optimizer.param_groups[0].update(lr=1e-3),
-        "a parameter": lambda: beside[0].requires_grad_(False),
-        "a commit": optimizer.commit,
-    }
-    try:
-        with torch.set_grad_enabled(what == "a state"):
-            _ = info.rank == 1 and ways[what]()
-        steps(model, optimizer, 4)
-    except RankError as error:
-        return str(error)
+ALONE = {  # what comes on one rank alone, and what the ranks then ask for
+    "a call": "rank 0: the forward in step 2, rank 1: an evaluation in step 2)",
+    "a value": "rank 0: the forward in step 2, rank 1: a new value of shape (32,) in unit h)",
+    "a state": "rank 0: the forward in step 2, rank 1: a state of shape ",
+    "a rate": "rank 0: the backward in step 2, lr 0.01, all settings ",
+    "a commit": "rank 0: the forward in step 2, rank 1: a commit in step 2)",
+    "a parameter": "rank 0: which of 1 gradients came after the model's backward, in step 2, rank 1: the forward in step 3)",
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("a call", "rank 0: the forward in step 2, rank 1: an evaluation in step 2)"),
-        ("a value", "rank 0: the forward in step 2, rank 1: a new value of shape (32,) in unit h)"),
-        ("a state", "rank 0: the forward in step 2, rank 1: a state of shape "),
-        ("a rate", "rank 0: the backward in step 2, lr 0.01, all settings "),
-        ("a commit", "rank 0: the forward in step 2, rank 1: a commit in step 2)"),
-        (
-            "a parameter",
-            "rank 0: which of 1 gradients came after the model's backward, in step 2, rank 1: the forward in step 3)",
-        ),
-    ],
-)
-def test_what_comes_on_one_rank_alone_is_refused_on_all(pair, tmp_path, what, words):
+def differs(info, tmp_path):
+    """Something comes on one rank alone between two steps, or is another there: the refusal of each. One capture is
+    enough for all.
+    """
+    harness = Harness(gpt2)
+    return {what: differs_in(what, info, harness, tmp_path) for what in ALONE}
+
+
+def differs_in(what, info, harness, tmp_path):
+    model, beside = harness.model, [torch.nn.Parameter(torch.zeros(1))] if what == "a parameter" else []
+    given = options(tmp_path / "storage", **({"durability": 2} if what == "a commit" else {}))
+    with harness.fresh(lambda _: gs_compile.AdamW([*model.parameters(), *beside], lr=1e-2), given) as optimizer:
+        step(model, optimizer, tokens(0, 4))
+        ways = {
+            "a call": partial(model, input_ids=tokens(0, 4), labels=tokens(0, 4)),
+            "a value": lambda: model.transformer.ln_f.bias.copy_(torch.ones(32)),
+            "a state": lambda: optimizer.load_state_dict(states()),
+            "a rate": lambda: optimizer.param_groups[0].update(lr=1e-3),
+            "a parameter": lambda: beside[0].requires_grad_(False),
+            "a commit": optimizer.commit,
+        }
+        try:
+            with torch.set_grad_enabled(what == "a state"):
+                _ = info.rank == 1 and ways[what]()
+            steps(model, optimizer, 4)
+        except RankError as error:
+            return str(error)
+
+
+def test_what_comes_on_one_rank_alone_is_refused_on_all(pair, tmp_path):
     """It would meet what comes next on the others, and both go on with what is neither."""
-    for each in pair.run(differs, tmp_path, what=what):
-        assert f"the ranks ask for different things ({words}" in each, each
+    for each in pair.run(differs, tmp_path):
+        for what, words in ALONE.items():
+            assert f"the ranks ask for different things ({words}" in each[what], each[what]
 
 
 def freezes(info, tmp_path):

@@ -169,7 +169,7 @@ def launched(info, tmp_path):
         given["expert"]["recompute"] = "all"  # so that nothing is planned
         patched.setattr(example, "options", lambda storage: given)
         patched.setattr(codes, "best_compiler", lambda device_type: "eager")
-        patched.setattr(sys, "argv", [path.name, "--steps", "8", "--storage", str(tmp_path / "storage")])
+        patched.setattr(sys, "argv", [path.name, "--steps", "5", "--storage", str(tmp_path / "storage")])
         assert example.main() == 0
     return (dist.get_rank(), dist.get_world_size(), dist.get_backend()), printed.getvalue()
 
