@@ -25,7 +25,7 @@ from gs_compile.options import Ratios
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
-from gs_compile.placement.workload import beside_slab
+from gs_compile.placement.workload import NOISE, beside_slab
 from gs_compile.planner.apart import plan_stacks
 from gs_compile.planner.boundary import Ladder, carrying, retaining
 from gs_compile.planner.builder import SCARCE_UPDATES, peak
@@ -191,6 +191,9 @@ def _settled(problem: Problem) -> StepPlan | None:
         return _made(problem, _boundary_for_free(steps, largest), reason)
     wider = problem.wider.steps
     chosen = _boundary_for_free(wider, _filled(wider, largest))
+    workload = wider.workload
+    if computed(workload, chosen.shares) > (1 + NOISE) * min(workload.computed):  # of the rest drives may take some
+        return None
     words = saved_text(chosen.shares, problem.builder.layout.num_items)
     return _made(problem.wider, chosen, "; ".join([reason, *words]))
 
