@@ -1,7 +1,8 @@
 """decide: where everything of a step lives and how its updates run: one function for a named model and one at hand.
 
     all is given                as it is: ratios, alpha, and what layers save
-    everything fits             in host memory, if the device reads that itself: nothing is measured
+    everything fits             in host memory, with all that is worth saving, if the device reads that itself: nothing
+                                is measured
     otherwise                   by the linear program and the simulator (`choose`), with and without saved activations
                                 (`saved`), with delayed updates and speculative ones
     nothing fits by that        but the program of the least does: host memory keeps the least it can
