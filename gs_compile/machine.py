@@ -11,6 +11,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator
+from math import ceil
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -90,14 +91,14 @@ def meminfo(key: str, proc: Path) -> int:
     return int(found) * 1024
 
 
-def format_bytes(nbytes: int) -> str:
-    """Bytes for people: "512 B", "6.0 GiB"."""
+def format_bytes(nbytes: int, *, up: bool = False) -> str:
+    """Bytes for people: "512 B", "6.0 GiB"; up: no fewer, where who reads it is to give as many."""
     if nbytes < 1024:
         return f"{nbytes} B"
     size, unit = float(nbytes), 0
     while round(size, 1) >= 1024 and unit < len(PREFIXES) - 1:
         size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {PREFIXES[unit]}"
+    return f"{ceil(10 * size) / 10 if up else size:.1f} {PREFIXES[unit]}"
 
 
 def in_groups(items: Iterable[S], most_nbytes: int) -> Iterator[list[S]]:

@@ -132,6 +132,11 @@ def test_format_bytes(nbytes, text):
     assert format_bytes(nbytes) == text
 
 
+@pytest.mark.parametrize(("nbytes", "text"), [(6 * GiB, "6.0 GiB"), (6 * GiB + 1, "6.1 GiB"), (100, "100 B")])
+def test_bytes_that_are_needed_are_no_fewer(nbytes, text):
+    assert format_bytes(nbytes, up=True) == text
+
+
 @pytest.mark.parametrize(
     ("sizes", "groups"),
     [

@@ -15,16 +15,20 @@ from gs_compile.placement.units import Group, Part, UnitPlacement, When
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIERS, Tier
 
+MOST_UPDATES = 128  # of a unit: each is several operations, and little may be trained of a layer
+
 
 def cut_units(sizes: Sequence[UnitSize], decision: Decision, layout: Layout) -> tuple[UnitPlacement, ...]:
-    """The units as a decision describes them. No update takes more elements at a time than a whole layer has.
+    """The units as a decision describes them. No update takes more elements at a time than a whole layer has, unless
+    a unit would have more than `MOST_UPDATES`.
 
     A larger unit's elements are taken in as many updates for each layer's worth. Whole tensors live on the device: what
     one unit is short of its part, the next ones may have on top.
     """
     alpha, updates, stacks = decision.alpha, decision.layer_updates, decision.stacks(layout)
     layers = [size.num_trained for size in sizes if isinstance(size.unit, int)]
-    most_numel = ceil((max(layers, default=0) or max(size.num_trained for size in sizes) or 1) / updates)
+    largest = max(size.num_trained for size in sizes)
+    most_numel = max(ceil((max(layers, default=0) or largest or 1) / updates), ceil(largest / MOST_UPDATES))
     units: list[UnitPlacement] = []
     spare = 0.0  # elements that the units so far have left of the device's part
     for size in sizes:

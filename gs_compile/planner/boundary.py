@@ -35,14 +35,15 @@ BOUNDARY: Mapping[str, Any] = {**dict.fromkeys(UNITS, ()), "ahead": 0, "lookahea
 
 
 def carrying(plain: Placement) -> Ladder:
-    """More and more carried."""
-    every = (plain.decided(carried=FIRST[:number]) for number in range(1, len(FIRST) + 1))
+    """More and more carried, of the units that there are: who goes on by a commit takes no other for its plan's."""
+    first = tuple(unit for unit in FIRST if unit in plain.by_unit)
+    every = (plain.decided(carried=first[:number]) for number in range(1, len(first) + 1))
     return list({each.carried_values: each for each in every if each.carried_values}.values())
 
 
 def retaining(plain: Placement) -> Ladder:
     """More and more of the topmost layers retained, and after them what the head shares with the embedding."""
-    order: tuple[Unit, ...] = (*reversed(range(plain.num_layers)), TIED)
+    order = tuple(unit for unit in (*reversed(range(plain.num_layers)), TIED) if unit in plain.by_unit)
     every = (plain.decided(retained=order[:number]) for number in range(1, len(order) + 1))
     return list({each.retained_values: each for each in every if each.retained_values}.values())
 
@@ -51,7 +52,7 @@ def earlier(plain: Placement) -> Ladder:
     """With states of the updates after the last backward read earlier and earlier, one layer's worth in each stage."""
     if plain.layer_updates > 1:
         return ()
-    most = max(len(unit.trained("early")) for unit in plain.units)
+    most = min(max(len(unit.trained("early")) for unit in plain.units), 2 * len(plain.units))  # stages of a step
     return [plain.decided(ahead=ahead) for ahead in range(1, most + 1)]
 
 

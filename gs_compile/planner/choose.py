@@ -28,7 +28,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.workload import UnitSize
+from gs_compile.placement.workload import UnitSize, beside_slab
 from gs_compile.planner.boundary import (
     Ladder,
     carried_nbytes,
@@ -320,8 +320,11 @@ def _turns(problem: Problem) -> dict[str, int]:
 
 
 def _too_little(problem: Problem) -> str:
-    budgets = problem.budgets
-    memory = f"host memory of {format_bytes(budgets.host_nbytes)}"
+    budgets, workload = problem.budgets, problem.workload
+    memory = f"host memory of {format_bytes(budgets.host_nbytes + beside_slab(workload.sizes))}"
     if problem.profile.separate and budgets.device_nbytes:
         memory += f" or device memory of {format_bytes(budgets.device_nbytes)}"
-    return f"{memory} is too little for this step: give it more, fewer micro-batches, or a smaller micro_batch_size"
+    remedies = ["give it more"]
+    remedies += ["fewer micro-batches"] if problem.number > 1 else []
+    remedies += ["a smaller micro_batch_size"] if workload.micro_batch_size > 1 else []
+    return f"{memory} is too little for this step: {', or '.join(remedies)}"

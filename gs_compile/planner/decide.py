@@ -1,7 +1,8 @@
 """decide: where everything of a step lives and how its updates run: one function for a named model and one at hand.
 
     all is given                as it is: ratios, alpha, and what layers save
-    everything fits             in host memory, if the device reads that itself: nothing is measured
+    everything fits             in host memory, with all that is worth saving, if the device reads that itself: nothing
+                                is measured
     otherwise                   by the linear program and the simulator (`choose`), with and without saved activations
                                 (`saved`), with delayed updates and speculative ones
     nothing fits by that        but the program of the least does: host memory keeps the least it can
@@ -25,6 +26,7 @@ from gs_compile.options import Ratios
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
+from gs_compile.placement.workload import NOISE, beside_slab
 from gs_compile.planner.apart import plan_stacks
 from gs_compile.planner.boundary import Ladder, carrying, retaining
 from gs_compile.planner.builder import SCARCE_UPDATES, peak
@@ -61,7 +63,9 @@ def decide(problem: Problem, request: Request, found: Search | None = None) -> S
         if problem.whole_masters is None:
             raise
         log.info("the plan does not fit with split masters, so masters are whole: %s", error)
-        return told(_decided(problem.whole_masters().like(problem), None))
+        with suppress(NoFitError, MemoryBudgetError):
+            return told(_decided(problem.whole_masters().like(problem), None))
+        raise  # what split ones need, which is mostly less
     if made.problem.whole_masters is None or not any(unit.num_resident for unit in made.placement.units):
         return told(made)
     return told(_faster_masters(made, made.problem.whole_masters().like(problem)))
@@ -142,8 +146,8 @@ def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPl
         found += _first(each for pieces in smaller(least.problem) for each in updated(pieces))
     if found:
         return min(found, key=lambda each: each.seconds)
-    if problem.request.saves:
-        raise (MemoryBudgetError(str(refusal)) if problem.will_run else refusal) from None
+    if problem.request.saves or not _keeps_budgets(least):
+        raise (MemoryBudgetError(refusal.message) if problem.will_run else refusal) from None
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
     return replace(least, notes=(note,))
 
@@ -163,8 +167,10 @@ def undecided(problem: Problem) -> Problem | StepPlan:
     """The plan of what is settled without figures of the machine, else the problem that needs them."""
     problem.check()
     problem = problem.wider if problem.request.saves else problem
-    least = _least(problem).problem if problem.will_run else problem  # refused here, before anything is measured
-    return _settled(least) or problem
+    if problem.will_run:
+        return _settled(_least(problem).problem) or problem  # refused here, before anything is measured
+    made = _settled(problem)
+    return made if made and _keeps_budgets(made) else problem
 
 
 def _settled(problem: Problem) -> StepPlan | None:
@@ -186,6 +192,9 @@ def _settled(problem: Problem) -> StepPlan | None:
         return _made(problem, _boundary_for_free(steps, largest), reason)
     wider = problem.wider.steps
     chosen = _boundary_for_free(wider, _filled(wider, largest))
+    workload = wider.workload
+    if computed(workload, chosen.shares) > (1 + NOISE) * min(workload.computed):  # of the rest drives may take some
+        return None
     words = saved_text(chosen.shares, problem.builder.layout.num_items)
     return _made(problem.wider, chosen, "; ".join([reason, *words]))
 
@@ -290,14 +299,22 @@ def _fits(problem: Problem, placement: Placement) -> bool:
     return fits([problem.builder.program(placement)], {"host": problem.host_budget})
 
 
+def _keeps_budgets(plan: StepPlan) -> bool:
+    """Whether a step keeps those of all tiers, with what code computes with."""
+    with suppress(NoFitError):  # code for which the device has no room alone
+        return plan.problem.steps.fitting(plan.placement) is not None
+    return False
+
+
 def _too_large(problem: Problem, placement: Placement) -> str:
     """How much host memory the least needs, and what can be done about it."""
-    request, nbytes = problem.request, peak(problem.builder.program(placement), "host")
+    request, beside = problem.request, beside_slab(problem.builder.sizes)  # which the budget is without
+    nbytes = beside + peak(problem.builder.program(placement), "host")
     ratios = _ratios(problem, 0.0).given()
     words = ", ".join(f"{name} {ratios[name]:g}" for name in HOST_CLASSES if name in ratios)
     message = (
-        f"host_memory is {format_bytes(problem.host_budget)}; this step needs {format_bytes(nbytes)} ({nbytes} bytes) "
-        f"of it at least, with ratios {words}: {remedies(request)}"
+        f"host_memory is {format_bytes(problem.host_budget + beside)}; this step needs {format_bytes(nbytes)} "
+        f"({nbytes} bytes) of it at least, with ratios {words}: {remedies(request)}"
     )
     alpha = placement.decision.alpha
     if alpha and not (request.speculative or request.accumulate) and (most := _most_alpha(problem, alpha)) is not None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gs_compile.errors import CaptureError, PlanError
+from gs_compile.errors import CaptureError, NoFitError, PlanError
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.plan import Planner, planner_of
 from gs_compile.planner.request import Request
@@ -31,13 +31,15 @@ MOST_SAMPLES = 256  # of a micro-batch
 class Fit:
     """One way of training a model on a machine.
 
-    missing: why it does not fit, with what would; "": it fits. peaks: by tier, the most bytes of a step.
-    written_nbytes: to SSD in a step. largest_micro_batch: in samples, micro_batch_size times a power of two. longest:
-    tokens of a sample that fits alone, those of the request times a power of two; None: not asked for.
+    missing: why it does not fit, with what would; "": it fits. batch_size: samples of a step of all `ranks`. peaks: by
+    tier, the most bytes of a step of one rank; written_nbytes: to SSD in such a step. largest_micro_batch: in samples,
+    micro_batch_size times a power of two. longest: tokens of a sample that fits alone, those of the request times a
+    power of two; None: not asked for.
     """
 
     way: str
     missing: str = ""
+    ranks: int = 1
     batch_size: int = 0
     micro_batch_size: int = 0
     tokens_per_second: float = 0.0
@@ -78,7 +80,7 @@ def fit(
     `planner_of`.
 
     Raises `PlanError` for what is wrong with the model or the request; what does not fit, or with adapters cannot be
-    captured, says so.
+    planned, says so.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
     found: list[Fit] = []
@@ -87,7 +89,7 @@ def fit(
         planners.append(planner_of(model, asked, planners, keeps=keeps))
         try:
             found.append(_fit(way, planners[-1], longest=longest))
-        except CaptureError as error:
+        except (CaptureError, PlanError) as error:
             if not asked.lora:
                 raise
             found.append(Fit(way=way, missing=error.message))
@@ -115,14 +117,15 @@ def ways(request: Request) -> Iterator[tuple[str, Request]]:
 def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
     try:
         problem, search = planner.searched()[0]
-    except PlanError as error:
+    except NoFitError as error:
         return Fit(way=way, missing=error.message)
     peaks, written = problem.needs(search.best)
     size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
     largest = _largest(planner, size, {problem.layer_updates: problem.formulas.counted})
     return Fit(
         way=way,
-        batch_size=size * number,
+        ranks=planner.request.ranks,
+        batch_size=planner.request.ranks * size * number,
         micro_batch_size=size,
         tokens_per_second=problem.workload.tokens * search.best.throughput,
         seconds=search.best.seconds,

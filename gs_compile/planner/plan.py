@@ -131,6 +131,17 @@ class Planner:
         )
         return found.wider if request.saves else found
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a step has one micro-batch, which is the batch."""
+        return SCHEDULES[self.request.schedule].whole_batch
+
+    @property
+    def _sizes(self) -> Sequence[int]:
+        """Of micro-batches, to be tried."""
+        batch_size = self.request.own_batch_size if self._is_whole else None
+        return [batch_size] if batch_size else self.request.sizes
+
     def asked(self, **changes: Any) -> Planner:
         """The same model on the same machine, asked for something else."""
         request = replace(self.request, **changes)
@@ -166,7 +177,7 @@ class Planner:
         throughput, of equals the smallest batch. Where nothing fits so, what takes less memory is tried.
         """
         refusals: list[NoFitError] = []
-        for planner in self.smaller(self.request.sizes[0]):
+        for planner in self.smaller(self._sizes[0]):
             try:
                 return planner._searched()
             except NoFitError as error:
@@ -176,11 +187,12 @@ class Planner:
     def _searched(self) -> list[Found]:
         found: list[Found] = []
         counted: Counted | None = None
-        for size in self.request.sizes:
+        for size in self._sizes:
             log.info("micro-batches of %d samples", size)
             problem = self.problem(size, counted)
+            problem.check()
             try:
-                found.append((problem, problem.search(self.request.number(size))))
+                found.append((problem, problem.search(1 if self._is_whole else self.request.number(size))))
             except PlanError:
                 if not found:
                     raise

@@ -36,7 +36,7 @@ from gs_compile.schedules import BY_MICRO_BATCH
 
 LARGE = 2000  # computations of a forward: from there on candidates are compared with micro-batches in bundles
 NUM_BUNDLES = 8
-NOTHING: Mapping[str, int] = {"host": 0, "device": 0}  # bytes of a tier that are left free
+NOTHING: Mapping[str, int] = {"host": 0, "device": 0, "ssd": 0}  # bytes of a tier that are left free
 
 
 class Saving(Protocol):
@@ -258,10 +258,13 @@ class Problem:
         return excess(program, self._most(spare))
 
     def _most(self, spare: Mapping[str, int]) -> dict[str, int]:
+        """Of SSD the store of a run says itself what there is room for, beside what it has there already."""
         most = {"host": self.budgets.host_nbytes}
         if (on_device := self.values_nbytes) is not None:
             most["device"] = on_device
-        return {tier: nbytes - spare[tier] for tier, nbytes in most.items()}
+        if not self.will_run:
+            most["ssd"] = self.budgets.ssd_nbytes
+        return {tier: nbytes - spare.get(tier, 0) for tier, nbytes in most.items()}
 
     def check(self) -> None:
         """Raise `OptionError` where the ratios that are asked for contradict what there is."""

@@ -259,11 +259,11 @@ class RunPlanner:
 
     def _refused(self, why: str) -> MemoryBudgetError:
         """why: of each of the calls that wait for their backward."""
-        device = self.whole_device_nbytes
+        host, device = format_bytes(self.whole_nbytes + self.beside_nbytes), self.whole_device_nbytes
         more = f" and device_memory {format_bytes(device)}" if device is not None else ""
         return MemoryBudgetError(
-            f"host_memory is {format_bytes(self.whole_nbytes)}{more} for {self.num_calls} calls of the model that wait "
-            f"for their backward at a time; for each, {why}"
+            f"host_memory is {host}{more} for {self.num_calls} calls of the model that wait for their backward at a "
+            f"time; for each, {why}"
         )
 
     def _share_out(self, found: Planned, *, is_last: bool) -> bool:

@@ -35,7 +35,7 @@ def with_variant(plan: StepPlan) -> StepPlan:
         others += [steps.builder.placement(solution.decision)] if solution else []
     own, found = own_within(steps, variants), [plan.simulation]
     for placement in dict.fromkeys(each.decided(own=own) for each in (plain, *others)):
-        if not steps.excess(program(placement)).keys() & {"host"}:
+        if not steps.excess(program(placement)).keys() - {"device"}:
             found.append(steps.predicted(placement))
     fastest = min(reversed(found), key=lambda each: each.seconds)
     notes = (variants.why(found[0], fastest), *plan.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import expecttest
 import pytest
@@ -48,6 +49,19 @@ the same over nf4     1,000      1     12.0 GiB        3.0 GiB         -        
 
 in full: m does not fit: it needs 2.0 GiB of host memory, 1.0 GiB more than it may use""",
         )
+
+
+def test_what_is_told_of_several_ranks_and_of_few_tokens():
+    """Memory is each rank's; an hour's part is not none."""
+    title, _, _, row, *_ = fits_report([replace(LORA, ranks=8)], 9e4).splitlines()
+    assert title.endswith("memory, SSD and what is written are those of each of 8 ranks")
+    assert row.split()[4:6] == ["250", "0.1"]
+
+
+def test_what_is_wrong_with_the_request_is_no_answer():
+    result = run("fit", "--machine", "a100", "--model", "gtp2")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("PlanError: gtp2 is neither the name of a model")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gs_compile.options import Ratios
-from gs_compile.placement.cut import cut, cut_units
+from gs_compile.placement.cut import MOST_UPDATES, cut, cut_units
 from gs_compile.placement.placement import Decision, Layout
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import Products, UnitSize
@@ -111,6 +111,15 @@ def test_where_ranks_share_tensors_a_unit_is_updated_at_once(tensors, parameter,
     units = cut_units(sizes, Decision(ratios=(ratios,), alpha=alpha, layer_updates=2), Layout(separate=separate))
     assert all(len(unit.trained()) == 1 and unit.num_trained == unit.trained()[0].numel for unit in units)
     assert sum(bool(unit.trained("late")) for unit in units) == int(len(units) * alpha + 1e-6)
+
+
+@pytest.mark.parametrize("layer_updates", [1, 4])
+def test_a_unit_has_no_more_updates_than_a_program_can_hold(layer_updates):
+    """All of an embedding is trained, and of layers the norms."""
+    embedding, layer = UnitSize("e", (10**4 * Q,), (), 2, 4, 12, True), UnitSize(0, (2 * Q,), (50 * Q,), 2, 4, 12, True)
+    decision = Decision(alpha=0.3, layer_updates=layer_updates)
+    units = cut_units((embedding, layer), decision, Layout(separate=True))
+    assert [len(unit.trained()) for unit in units] == [MOST_UPDATES + 1, 2]
 
 
 @settings(deadline=None, max_examples=300)

@@ -197,6 +197,18 @@ def test_a_run_that_goes_on_has_what_its_plan_had():
     assert as_before(given, former | {"decision": older}, "this model", host_nbytes) is None, "it has other names"
 
 
+@pytest.mark.parametrize(("num_layers", "vocabulary"), [(2, 2000), (1, 2000), (1, 10**5)])
+def test_all_that_is_chosen_is_taken_again(num_layers, vocabulary):
+    """Where nothing is tied, of one layer, and of an embedding that has more updates than a step has stages."""
+    given = problem(gpt(num_layers, 64, vocabulary=vocabulary, tied=False), CPU, 2)
+    plain = given.builder.placement(NOTHING)
+    former = {"made_for": "it", "host_nbytes": 10**12, "values_nbytes": None}
+    for ladder in (carrying, retaining, holding, earlier, deeper):
+        for each in ladder(plain)[-1:]:
+            decision = json.loads(json.dumps(each.decision.as_dict()))
+            assert as_before(given, former | {"decision": decision}, "it", 10**12) == each
+
+
 def test_what_has_no_room_is_not_carried():
     given = problem(WORKLOAD, CPU, 2, host_nbytes=10**12)
     plain = given.builder.placement(NOTHING)

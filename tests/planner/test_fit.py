@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import zoo
 
-from gs_compile.errors import CaptureError
+from gs_compile.errors import CaptureError, PlanError
 from gs_compile.planner import fit as module
 from gs_compile.planner.fit import Fit, fit, ways
+from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.plan import Planner
 from gs_compile.planner.request import Request
 
@@ -107,6 +108,16 @@ def test_what_does_not_fit_says_what_is_missing(config, found, planners, monkeyp
     assert "it needs" in full.missing
     assert "of host memory" in full.missing
     assert full.tokens_per_second == 0.0
+
+
+def test_a_batch_is_that_of_all_ranks(config, planners, found, monkeypatch):
+    monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
+    monkeypatch.setattr(module, "_largest", lambda planner, size, *_: size)
+    linked = replace(profile("rtx4090"), net_bytes_per_second=1e10)
+    (one,) = fit(config, **{**ASKED, "machine": linked, "gpus": 2}, **BATCH, planners=[*planners])
+    assert (one.ranks, one.batch_size, one.micro_batch_size) == (2, 16, 4)
+    with pytest.raises(PlanError, match="batch_size is 3: 2 ranks cannot divide it equally"):
+        fit(config, **{**ASKED, "machine": linked, "gpus": 2}, batch_size=3, planners=[*planners])
 
 
 def test_adapters_that_cannot_be_captured_leave_the_other_ways(config, found, planners, monkeypatch):

@@ -93,6 +93,12 @@ def test_nothing_is_tried_where_pieces_are_no_help():
         assert seen == []
 
 
+def test_the_least_is_no_plan_where_code_has_no_room_to_compute_beside_it():
+    given, _ = asked("230MiB")
+    with pytest.raises(NoFitError, match="of device memory"):
+        decide(replace(given, in_pieces={}), given.request)
+
+
 def test_a_named_model_has_longer_samples_in_pieces():
     config = zoo.configuration("llama", **CONFIG)
     planner = planner_of(config, Request(**NAMED, device_memory="18MiB"))

@@ -49,6 +49,14 @@ def test_a_short_capture_has_the_workload_of_a_whole_one(monkeypatch):
     assert short.num_layers == 2 * zoo.LAYERS
 
 
+def test_the_batch_that_is_searched_is_one_micro_batch(planners):
+    """Of `greedysnake fit`, whatever says how large it is."""
+    single = planners[1]
+    for settings, size in (({}, 2), ({"batch_size": 8, "micro_batch_size": None, "num_micro_batches": None}, 8)):
+        problem, search = single.asked(**settings).searched()[0]
+        assert (problem.workload.micro_batch_size, search.best.num_micro_batches) == (size, 1)
+
+
 def test_the_batch_of_the_vertical_order_is_one_micro_batch(planners):
     vertical, found = (planner.plan() for planner in planners)
     assert (found.schedule, found.program.by_micro_batch, found.num_micro_batches) == ("single", False, 1)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from planned import A100, gpt, ratios
+from planned import A100, gpt, problem, ratios
 from transformers import GPT2Config
 
-from gs_compile.errors import NoFitError, OptionError, PlanError, ProfileError
+from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError, PlanError, ProfileError
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import QUANTUM
+from gs_compile.placement.workload import Products
 from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, peak
+from gs_compile.planner.decide import decide
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.plan import plan, planner_of
 from gs_compile.planner.request import Request
@@ -22,6 +25,7 @@ from gs_compile.planner.request import Request
 HERE = Path(__file__).parents[1] / "machine.json"
 TINY = gpt(4, 512, sequence=256, vocabulary=5000)  # 15 M parameters, 175 MiB of states
 FIVE = {"micro_batch_size": 1, "num_micro_batches": 5}
+EVERYTHING, NOTHING = (dict.fromkeys(("parameter", "checkpoint", "optimizer"), part) for part in (1.0, 0.0))
 MiB = 2**20
 
 
@@ -260,6 +264,45 @@ def test_a_model_that_fits_nowhere_is_refused():
         plan(TINY, machine=HERE, host_memory="20MiB", **FIVE)
     with pytest.raises(NoFitError, match=r"with 5 micro-batches of 1 and alpha 0: it needs .* of host memory"):
         plan(TINY, machine=HERE, host_memory="60MiB", schedule="horizontal", **FIVE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"host_memory": "100MiB", "alpha": 0.0, "ratios": EVERYTHING}, "the ratios .* keep .* in host memory"),
+        ({"machine": replace(Profile.load(HERE), ssd_nbytes=50 * MiB), "host_memory": "135MiB"}, "does not fit with 5"),
+        (
+            {"machine": replace(Profile.load(HERE), ssd_nbytes=50 * MiB), "alpha": 0.0, "ratios": NOTHING},
+            "it needs .* of SSD",
+        ),
+    ],
+)
+def test_what_is_given_or_the_least_is_no_plan_where_a_tier_has_no_room_for_it(settings, complaint):
+    with pytest.raises(NoFitError, match=complaint):
+        plan(TINY, **{"machine": HERE, **settings, **FIVE})
+
+
+def test_a_refusal_is_that_of_the_masters_that_are_tried_first():
+    """Whole ones, which are tried then, need more."""
+    split, whole = (problem(gpt(2, width), A100, 2, will_run=True, host_nbytes=10**6) for width in (128, 256))
+    said = []
+    for others in (None, lambda: whole):
+        with pytest.raises(MemoryBudgetError) as refusal:
+            decide(replace(split, whole_masters=others), split.request)
+        said.append(str(refusal.value))
+    assert said[0] == said[1]
+
+
+def test_the_memory_that_a_refusal_names_has_room_for_the_products_of_updates():
+    """As Muon has them: the budget of all else is without that."""
+    products = Products(1e9, 0, 50 * MiB)
+    sizes = tuple(replace(size, products=products) if isinstance(size.unit, int) else size for size in TINY.sizes)
+    given = problem(replace(TINY, sizes=sizes), A100, 2, will_run=True, host_nbytes=1)
+    with pytest.raises(MemoryBudgetError, match=r"host_memory is 50\.0 MiB") as refusal:
+        decide(given, given.request)
+    (needed,) = re.findall(r"\((\d+) bytes\) of it at least", str(refusal.value))
+    enough = replace(given, host_nbytes=int(needed) - 50 * MiB)
+    assert decide(enough, given.request).peaks["host"] <= enough.host_nbytes
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,15 @@ def test_a_step_that_computes_nearly_all_the_time_saves_however_slow_the_linear_
     assert with_saved(given, without) is without
 
 
+def test_where_all_but_activations_fits_in_memory_drives_may_take_some():
+    """With less memory they do: so a step was slower with more of it."""
+    workload = levelled(gpt(8, 128, sequence=256, vocabulary=5000), 128)
+    slow = replace(CPU, matmul_flops_per_second={"bf16": 2e10})
+    given = {"machine": slow, "micro_batch_size": 1, "num_micro_batches": 3}
+    less, more = (plan(workload, host_memory=nbytes, **given) for nbytes in ("30MiB", "36MiB"))
+    assert more.seconds < 1.01 * less.seconds
+
+
 @pytest.mark.parametrize(
     ("seconds", "worthwhile"), [((4.0, 3.2, 3.15), (1,)), ((4.0, 3.2, 3.0), (1, 2)), ((4.0, 3.95, 3.0), (2,))]
 )

@@ -120,7 +120,9 @@ def test_a_model_that_fits_nowhere():
     assert "gpt 12 x 2048 does not fit with 1 micro-batch of 1 and alpha 0: it needs" in said
     assert "of host memory" in said
     assert "more than it may use" in said
-    assert "smaller" in said
+    assert said.endswith("Give it more")  # a micro-batch of one sample is the smallest
+    more = refused(replace(XL, micro_batch_size=2), A100, Budgets(host_nbytes=GB, ssd_nbytes=5 * GB), Request())
+    assert more.endswith("Give it more, or make micro_batch_size smaller")
 
 
 def test_what_one_alpha_shows_of_memory_holds_for_others(monkeypatch):
@@ -177,6 +179,13 @@ def test_other_ratios_are_near():
 
 def test_no_clipping_is_near():
     assert "no clipping" in refused(XL, A100, replace(DESKTOP, host_nbytes=4 * GB), Request(clip=True))
+
+
+@pytest.mark.parametrize("asked", [{"clip": True}, {"accumulate": True}])
+def test_where_all_updates_wait_no_other_alpha_is_near(asked):
+    """Nor is a step without clipping that is asked for the same alpha."""
+    said = refused(XL, A100, replace(DESKTOP, host_nbytes=4 * GB), Request(alpha=1.0, **asked))
+    assert said.endswith("Give it more")
 
 
 def test_nothing_is_near_where_only_more_memory_helps():

@@ -31,6 +31,8 @@ def fits_report(found: Sequence[Fit], tokens: float) -> str:
     parts = [f"{each.way}: {each.missing}" for each in found if each.missing]
     if rows:
         title = f"for {tokens:.3g} tokens, by the linear program; `plan` simulates one of them and explains it"
+        ranks = max(each.ranks for each in found)
+        title += f"; memory, SSD and what is written are those of each of {ranks} ranks" if ranks > 1 else ""
         parts = [title, table(headings, [row[: len(headings)] for row in rows], right=RIGHT), *parts]
     return "\n\n".join(parts)
 
@@ -40,7 +42,7 @@ def _row(fit: Fit, tokens: float) -> tuple[str, ...]:
     return (
         fit.way,
         rate_text(fit.tokens_per_second),
-        f"{fit.hours(tokens):,.0f}",
+        rate_text(fit.hours(tokens)),
         format_bytes(fit.peaks.get("host", 0)),
         format_bytes(fit.peaks["device"]) if fit.peaks.get("device") else "-",
         format_bytes(ssd) if ssd else "-",

@@ -28,10 +28,11 @@ from gs_compile.errors import NoFitError, PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
 from gs_compile.placement.boundaries import total
+from gs_compile.placement.workload import beside_slab
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Array, anchors
 from gs_compile.planner.lp.solve import FEASIBLE, Solution, System, short
-from gs_compile.planner.request import ALPHAS, Budgets, Request, several
+from gs_compile.planner.request import Budgets, Request, several
 
 GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
 PART = 0.1  # of a part of micro-batches, that throughput has to grow by
@@ -221,7 +222,7 @@ def check(formulas: Formulas, budgets: Budgets, request: Request, num_micro_batc
     }
     on_host = {name: ratio for name, ratio in request.ratios.given().items() if name in nbytes}
     resident = sum(ratio * nbytes[name] for name, ratio in on_host.items())
-    if resident > budgets.host_nbytes:
+    if on_host and resident > budgets.host_nbytes:
         kept = ", ".join(f"{name} {ratio:g}" for name, ratio in on_host.items())
         raise NoFitError(
             f"the ratios {kept} keep {format_bytes(int(resident))} in host memory, of which there are "
@@ -233,16 +234,23 @@ def shortfall(formulas: Formulas, budgets: Budgets, request: Request, *, num_mic
     """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two."""
     needed = {alpha: short(formulas, num_micro_batches, alpha, budgets, request) for alpha in request.alphas}
     alpha = min(needed, key=lambda each: sum(n / budgets.of(tier) for tier, n in needed[each].items()))
+    workload = formulas.workload
+    beside = {"host": beside_slab(workload.sizes)}  # which the budget is without
+
+    def whole(tier: str, nbytes: int) -> str:
+        return format_bytes(budgets.of(tier) + beside.get(tier, 0) + nbytes, up=True)
+
     what = "; ".join(
-        f"it needs {format_bytes(getattr(budgets, f'{tier}_nbytes') + nbytes)} of "
-        f"{'SSD' if tier == 'ssd' else tier + ' memory'}, {format_bytes(nbytes)} more than it may use"
+        f"it needs {whole(tier, nbytes)} of {'SSD' if tier == 'ssd' else tier + ' memory'}, "
+        f"{format_bytes(nbytes)} more than it may use"
         for tier, nbytes in needed[alpha].items()
     )
     near = list(_nearest(formulas, budgets, request, num_micro_batches))
-    remedy = f"What would fit: {', or '.join(near)}" if near else "Give it more, or make micro_batch_size smaller"
+    smaller = ", or make micro_batch_size smaller" if workload.micro_batch_size > 1 else ""
+    remedy = f"What would fit: {', or '.join(near)}" if near else f"Give it more{smaller}"
     return (
-        f"{formulas.workload.name} does not fit with {several(num_micro_batches)} of "
-        f"{formulas.workload.micro_batch_size} and alpha {alpha:g}: {what}. {remedy}"
+        f"{workload.name} does not fit with {several(num_micro_batches)} of {workload.micro_batch_size} and alpha "
+        f"{alpha:g}: {what}. {remedy}"
     )
 
 
@@ -253,15 +261,14 @@ def _nearest(formulas: Formulas, budgets: Budgets, request: Request, num_micro_b
         return fits(formulas, number, budgets, request, alphas)
 
     alphas, ratios = request.alphas, request.ratios.given()
-    below = (each for each in range(99, -1, -1) if request.alpha and each / 100 < request.alpha)
+    most = 0.0 if request.late else request.alpha or 0.0  # of late updates there is one alpha
+    below = (each for each in range(99, -1, -1) if each / 100 < most)
     if (smaller := next((n for n in below if does(num_micro_batches, [n / 100], request)), None)) is not None:
         yield f"alpha {smaller / 100:g}"
-    if (
-        request.clip
-        and not request.accumulate
-        and does(num_micro_batches, ALPHAS, replace(request, clip=False, clipping=None))
-    ):
-        yield "no clipping, so that updates need not wait"
+    if request.clip and not request.accumulate:
+        free = replace(request, clip=False, clipping=None)
+        if does(num_micro_batches, free.alphas, free):
+            yield "no clipping, so that updates need not wait"
     if ratios and does(num_micro_batches, alphas, replace(request, ratios=Ratios())):
         yield f"other ratios than {', '.join(f'{name} {ratio:g}' for name, ratio in ratios.items())}"
     if request.saves and does(num_micro_batches, alphas, request.recomputing()):
