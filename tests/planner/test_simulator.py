@@ -189,6 +189,15 @@ def test_memory_is_given_back_when_its_users_are_done():
     assert found.memory["host"] == ((0.0, 7), (6.0, 0))
 
 
+def test_a_gradient_leaves_the_device_once_its_norm_is_taken():
+    """A norm completes the gradient that it reads, and may scale it."""
+    gradient, there = Value("dw", 0), Value("dw", 0, tier="host", part="a")
+    norm = Op("norm", (gradient,), DRAIN, (Value("norm", 0),))
+    ops = [norm, Op("offload", (gradient,), DRAIN, (there,)), Op("update", (there,), DRAIN, into=(Value("w", 0),))]
+    found = simulate([Program(tuple(ops), 1, 1, "by hand")], [[3.0, 2.0, 1.0]])
+    assert [span.start_seconds for span in found.spans] == [0.0, 3.0, 5.0]
+
+
 # Lanes that slow each other down -------------------------------------------------------------------------------------
 
 
