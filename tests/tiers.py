@@ -19,7 +19,7 @@ from gs_compile.passes.vertical import vertical
 from gs_compile.placement.boundaries import Nbytes, alike
 from gs_compile.placement.cut import cut
 from gs_compile.placement.levels import Level, Share, Shares
-from gs_compile.placement.placement import Decision, Layout, Placement
+from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.shards import QUANTUM, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import Program, StepShape, Unit, Value
@@ -200,10 +200,13 @@ def stages(program: Program, *wanted: str, computation: bool = True, frees: bool
     return "".join(kept)
 
 
-def lowered(step: Sequence[Any], placement: Placement | None = None, **chosen: Any) -> list[Program]:
-    """Every snapshot of a step: numbers of layers and micro-batches, and its shape if it is not plain."""
+def lowered(
+    step: Sequence[Any], placement: Placement | None = None, *, snake: bool = True, **context: bool
+) -> list[Program]:
+    """Every snapshot of a step: numbers of layers and micro-batches, and its shape if it is not plain; its context."""
     num_layers, num_micro_batches, shape = (*step, PLAIN)[:3]
-    return lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, **chosen))
+    given = StepContext(**context)
+    return lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, snake=snake, context=given))
 
 
 def after(snapshots: Iterable[Program], made_by: str) -> Program:
@@ -230,13 +233,16 @@ def train(
     home = toy.home(on_device)
     for number, training in enumerate((*modes, None)):
         if training is None:
-            snapshots = flush(num_layers, placement, redo=redo, seals=durable) if late else []
+            context = StepContext(late=True, redo=redo, seals=durable)
+            snapshots = flush(num_layers, placement, context) if late else []
         else:
             mode = replace(shape, training=training)
             toy = TieredToy(num_layers, num_micro_batches, mode, seed=number, placement=placement)
-            spec = StepSpec(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, redo=redo)
-            spec = replace(spec, warm=warm and training)
-            snapshots = lower(replace(spec, copies=durable, seals=durable and number > 0))
+            context = StepContext(
+                late=late, redo=redo, warm=warm and training, copies=durable, seals=durable and number > 0
+            )
+            spec = StepSpec(num_layers, num_micro_batches, shape=mode, placement=placement, context=context)
+            snapshots = lower(spec)
         if snapshots:
             late = bool(training) and placement.has_late
             values = reference(after(snapshots, made_by), toy, home | toy.given())

@@ -38,7 +38,7 @@ from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
 from gs_compile.model.residency import residency_of
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
@@ -158,8 +158,9 @@ class Engine(ParameterStore):
         pending = self.tiers.pending if shape.training and placement.has_late else None
         redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
-        marks = {**marks, "warm": shape.training and self.tiers.finds_carried(placement)}
-        self.snapshots = self.planning.snapshots(placement, shape, late=pending is not None, redo=redo, **marks)
+        warm = shape.training and self.tiers.finds_carried(placement)
+        context = StepContext(late=pending is not None, redo=redo, warm=warm, **marks)
+        self.snapshots = self.planning.snapshots(placement, shape, context)
         given = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
         try:
             return TieredExecutor(*given, number=self.open.free_number)
@@ -336,7 +337,7 @@ class Engine(ParameterStore):
         if pending is not None or seals:
             self.tiers.let_carried_go()  # late updates are made in its memory, too
             redo = pending is not None and self.placement.rolls_back(confirmed=pending.confirmed)
-            program = self.planning.flush(late=pending is not None, redo=redo, seals=seals)
+            program = self.planning.flush(StepContext(late=pending is not None, redo=redo, seals=seals))
             nothing = Bindings(dict.fromkeys(self._units, ()), {})
             TieredExecutor(self.tiers, self.placement, program, None, {}, nothing).backward()
             self.tiers.pending = None
