@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -200,13 +200,14 @@ def stages(program: Program, *wanted: str, computation: bool = True, frees: bool
     return "".join(kept)
 
 
-def lowered(
-    step: Sequence[Any], placement: Placement | None = None, *, snake: bool = True, **context: bool
-) -> list[Program]:
-    """Every snapshot of a step: numbers of layers and micro-batches, and its shape if it is not plain; its context."""
+def lowered(step: Sequence[Any], placement: Placement | None = None, **chosen: Any) -> list[Program]:
+    """Every snapshot of a step: numbers of layers and micro-batches, and its shape if it is not plain.
+
+    chosen: fields of its context and of what is lowered.
+    """
     num_layers, num_micro_batches, shape = (*step, PLAIN)[:3]
-    given = StepContext(**context)
-    return lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, snake=snake, context=given))
+    context = StepContext(**{each.name: chosen.pop(each.name) for each in fields(StepContext) if each.name in chosen})
+    return lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, context=context, **chosen))
 
 
 def after(snapshots: Iterable[Program], made_by: str) -> Program:

@@ -218,7 +218,7 @@ class Engine(ParameterStore):
         record.num_losses = len(losses)
         record.idle = self._may_be_idle.difference(reached)
         if self.ranks is None:  # of which none counts what a parameter has missed: it has zeros for a gradient
-            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.missed.items())
+            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.steps.missed.items())
             record.missed = {span: number for span, number in places if span is not None}
         if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
             refuse_idle(record)
