@@ -156,11 +156,9 @@ class Engine(ParameterStore):
         placement = self.planning.sized(models, shape)
         self.latest, self.reader = (placement, shape), None  # whose memory the step may need
         pending = self.tiers.pending if shape.training and placement.has_late else None
-        redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
         warm = shape.training and self.tiers.finds_carried(placement)
-        context = StepContext(late=pending is not None, redo=redo, warm=warm, **marks)
-        self.snapshots = self.planning.snapshots(placement, shape, context)
+        self.snapshots = self.planning.snapshots(placement, shape, _after(pending, placement, warm=warm, **marks))
         given = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
         try:
             return TieredExecutor(*given, number=self.open.free_number)
@@ -336,8 +334,7 @@ class Engine(ParameterStore):
         seals = self.durable is not None and self.durable.seals_between_calls(self.num_steps, always=commit)
         if pending is not None or seals:
             self.tiers.let_carried_go()  # late updates are made in its memory, too
-            redo = pending is not None and self.placement.rolls_back(confirmed=pending.confirmed)
-            program = self.planning.flush(StepContext(late=pending is not None, redo=redo, seals=seals))
+            program = self.planning.flush(_after(pending, self.placement, seals=seals))
             nothing = Bindings(dict.fromkeys(self._units, ()), {})
             TieredExecutor(self.tiers, self.placement, program, None, {}, nothing).backward()
             self.tiers.pending = None
@@ -407,3 +404,9 @@ class Engine(ParameterStore):
                 'the model the whole batch in one call, or give options={"accumulate": True}, with which updates wait '
                 "for optimizer.step(), and start the run again"
             )
+
+
+def _after(pending: StepRecord | None, placement: Placement, **marks: bool) -> StepContext:
+    """The context of a program that runs after a step; `pending`: its record, where its late updates are to come."""
+    redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
+    return StepContext(late=pending is not None, redo=redo, **marks)

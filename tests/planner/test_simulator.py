@@ -17,7 +17,7 @@ from tiers import PLAIN, Options, options, place, tiered_steps
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.liveness import peaks
-from gs_compile.placement.placement import Decision, Layout, Placement
+from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.event_loop import Rule
@@ -39,8 +39,8 @@ def steady(num_layers: int, num_micro_batches: int, placement: Placement, shape:
     late = placement.has_late and shape.training
     warm = shape.training and bool(placement.carried_values) and not (placement.speculative and late)
     first, then = (
-        lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, **marks))[-1]
-        for marks in ({}, {"late": late, "warm": warm})
+        lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, context=context))[-1]
+        for context in (StepContext(), StepContext(late=late, warm=warm))
     )
     return [first, then, then]
 
