@@ -37,7 +37,7 @@ VERBS = {
     "backward": "what one layer's forward has not saved again, from its checkpoint, and its backward",
     "join_backward": "a joint again, and its backward",
     "embed_backward": "the prologue again, and its backward",
-    "norm": "completes a gradient in place, and defines its sum of squares; with into= added to what backwards before it have left there",
+    "norm": "the sum of squares of a gradient, completed in place; with into= added to the sums of former backwards",
     "clip": "the scale of all gradients, from all their norms",
     "commit": "if the scale is one, each shadow copy and what it is a copy of change places",
     "update": "the optimizer, on some parts of a unit",
@@ -123,7 +123,7 @@ class Op:
 
     @property
     def changes(self) -> tuple[Value, ...]:
-        """All that it changes in place: also the gradient that it completes, and may scale, where that is what it does."""
+        """All that it changes in place: `into`, and the gradient that it completes, if it does."""
         return (*self.reads, *self.into) if self.verb in NORMS else self.into
 
     @property
