@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -16,7 +16,7 @@ from gs_compile.passes.pipeline import pipeline
 from gs_compile.passes.save import save
 from gs_compile.passes.shard import shard
 from gs_compile.passes.snake import snake
-from gs_compile.placement.placement import Marks, Placement
+from gs_compile.placement.placement import ALL_LATE, STARTS, Placement, StepContext
 from gs_compile.placement.verify import Known, verify
 from gs_compile.program.ir import Program, Schedule, StepShape, Value
 
@@ -31,10 +31,6 @@ class StepSpec:
         train is always vertical: each unit is loaded once.
     snake: False leaves that pass out, as the horizontal order does.
     outputs: values that are results too: they are not freed. Without a placement alone.
-    late: the step before has left gradients that wait for their update; redo: those of speculative ones among them.
-    warm: the step before has carried the parameters that `Decision.carried` says.
-    copies: the step is to be committed, so that what it makes in memory is written, too; its late updates are by the
-        program that `seals` it, the next one.
     planned: False leaves out what memory it needs and where its values stand there.
     """
 
@@ -45,11 +41,7 @@ class StepSpec:
     schedule: Schedule = "vertical"
     snake: bool = True
     outputs: frozenset[Value] = frozenset()
-    late: bool = False
-    redo: bool = True
-    warm: bool = False
-    copies: bool = False
-    seals: bool = False
+    context: StepContext = STARTS
     planned: bool = True
 
     @property
@@ -73,11 +65,9 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
     return (
         *turns,
         *((partial(save, placement=placement),) if placement.shares else ()),  # what is not computed again
-        # The optimizer beside the backward.
-        partial(overlap, placement=placement, late=step.late, redo=step.redo, seals=step.seals),
-        partial(
-            offload, placement=placement, copies=step.copies, warm=step.warm
-        ),  # every value to the tier it is stored on and back, just in time
+        partial(overlap, placement=placement, context=step.context),  # the optimizer beside the backward
+        # Every value to the tier it is stored on and back, just in time.
+        partial(offload, placement=placement, context=step.context),
         *((partial(shard, placement=placement),) if placement.world > 1 else ()),  # units among the ranks
         partial(pipeline, placement=placement),  # each transfer in the latest stage that still hides it
         *own,  # what only this schedule has
@@ -109,12 +99,10 @@ def before_own_pass(step: StepSpec) -> Program:
     return next(each for each in made if each.made_by == "pipeline")  # which comes before the own pass
 
 
-def flush(
-    num_layers: int, placement: Placement, *, late: bool = True, redo: bool = True, seals: bool = False
-) -> list[Program]:
-    """The late updates alone: what brings all parameters up to date between two steps; `seals`: and commits them."""
+def flush(num_layers: int, placement: Placement, context: StepContext = ALL_LATE) -> list[Program]:
+    """The late updates alone: what brings all parameters up to date between two steps, and commits them if asked."""
     nothing, shape = Program((), num_layers, 1, made_by="vertical"), StepShape(training=False)
-    step = StepSpec(num_layers, 1, shape=shape, placement=placement, snake=False, late=late, redo=redo, seals=seals)
+    step = StepSpec(num_layers, 1, shape=shape, placement=placement, snake=False, context=context)
     return _snapshots(nothing, step, verified=True)
 
 
@@ -123,8 +111,8 @@ def _snapshots(program: Program, step: StepSpec, *, verified: bool) -> list[Prog
     snapshots = [program]
     snapshots += [program := rewrite(program) for rewrite in passes(step)]
     known: Known = {}
+    expected = step.context if step.shape.training else replace(step.context, copies=False)
     for snapshot in snapshots if verified else ():
         if snapshot.ops:
-            expected: Marks = {"copies": step.copies and step.shape.training, "seals": step.seals, "warm": step.warm}
-            verify(snapshot, step.placement, late=step.late, redo=step.redo, known=known, **expected)
+            verify(snapshot, step.placement, expected, known=known)
     return snapshots

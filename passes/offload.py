@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.placement.units import Group, UnitPlacement
 from gs_compile.program.ir import EPILOGUE, FILL, TIED, Op, Program, Stage, Tier, Value, homed
 
@@ -40,11 +40,9 @@ MOVED = frozenset({"x", "dx", "a"})  # activations of a layer and a micro-batch
 Pairs = tuple[tuple[Value, Value], ...]  # parts and the copy of each
 
 
-def offload(program: Program, placement: Placement, *, copies: bool = False, warm: bool = False) -> Program:
-    """The same step with its data on the tiers; `copies`: it is to be committed; `warm`: the step before has carried
-    the parameters that `Decision.carried` says.
-    """
-    placed = program.with_ops(_Units(program, placement, copies=copies, warm=warm).ops(), "offload")
+def offload(program: Program, placement: Placement, context: StepContext) -> Program:
+    """The same step with its data on the tiers."""
+    placed = program.with_ops(_Units(program, placement, context).ops(), "offload")
     if placement.by_micro_batch:
         placed = placed.with_ops(_with_sums(placed, placement), "offload")
     return placed.with_ops(_Activations(placed, placement).ops(), "offload")
@@ -53,11 +51,10 @@ def offload(program: Program, placement: Placement, *, copies: bool = False, war
 class _Units:
     """Parameters, gradients and optimizer states."""
 
-    def __init__(self, program: Program, placement: Placement, *, copies: bool, warm: bool) -> None:
+    def __init__(self, program: Program, placement: Placement, context: StepContext) -> None:
         self.program = program
         self.placement = placement
-        self.copies = copies  # of what early updates make; of what late ones do where the step before is sealed
-        self.seals = any(op.verb == "seal" for op in program.ops)
+        self.context = context
         self.carries = TIED in placement.decision.carried and program.trains
         self.fresh = {  # parts of parameters that a late update has made, or stay, until their unit is gathered
             (value.unit, value.part)
@@ -65,7 +62,7 @@ class _Units:
             if op.verb == "update" and op.stage == FILL
             for value in op.into
             if value.kind == "w"
-        } | {(value.unit, value.part) for value in (placement.carried_values if warm else ())}
+        } | {(value.unit, value.part) for value in (placement.carried_values if context.warm else ())}
 
     def ops(self) -> Iterator[Op]:
         rewrites = {"gather": self._gather, "alias": self._leave, "commit": self._commit, "update": self._update}
@@ -152,7 +149,7 @@ class _Units:
             if stored:
                 made = tuple(_on(value, "host") for value in stored)
                 yield Op(verb, made, op.stage, into=tuple(shadows.get(value, value) for value in stored))
-        if self.seals if is_late else self.copies:
+        if self.context.seals if is_late else self.context.copies:
             yield from self._copied(op, unit.copies(group), shadows)
 
     def _copied(self, op: Op, copies: Pairs, shadows: Mapping[Value, Value]) -> Iterator[Op]:

@@ -22,27 +22,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.placement.units import Group, UnitPlacement
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value
 
 
-def overlap(
-    program: Program, placement: Placement, *, late: bool = False, redo: bool = True, seals: bool = False
-) -> Program:
-    """The same step with the optimizer in it.
-
-    late: the step before has left gradients that wait for their update. The first step after a start, or after all
-        updates were brought to an end, is without late ones.
-    redo: of updates that are speculative the gradients were left too, as they were not confirmed.
-    seals: the step before is to be committed.
-    """
+def overlap(program: Program, placement: Placement, context: StepContext) -> Program:
+    """The same step with the optimizer in it."""
     waits = placement.clip and not placement.speculative
     assert not (waits and placement.has_early), "with clipping all updates are late: they wait for the norm of all"
     # The stage in which each unit's gradient is added to for the last time.
     completions = {value.unit: op.stage for op in program.ops for value in op.into if value.kind == "dw"}
-    when = placement.waiting(redo=redo) if late else ()
-    before = (*_late(program, placement, when), *([Op("seal", (), FILL)] if seals else []))
+    before = (
+        *_late(program, placement, context.waiting(placement)),
+        *([Op("seal", (), FILL)] if context.seals else []),
+    )
     ops = (*before, *_stages(program, placement, completions), *_end(placement, completions))
     return program.with_ops(ops, made_by="overlap")
 

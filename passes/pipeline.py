@@ -249,7 +249,7 @@ class _Dependencies:
         """Who defines what it reads, who uses what it defines anew, and what the step before has stored or has been
         sealed with.
         """
-        changed = (*op.into, *op.results)
+        changed = (*op.changes, *op.results)
         found = self.values.awaited(op.reads, changed)
         for value in changed:
             if value in self.gathered:
@@ -264,10 +264,10 @@ class _Dependencies:
             self.seal = [index]
         elif _is_stored(op):
             self.stores.append(index)
-        for value in (*op.results, *op.into):
-            self.values.change(value, index)
         for value in op.reads:
             self.values.use(value, index)
+        for value in (*op.results, *op.changes):
+            self.values.change(value, index)
         if op.verb == "gather":
             self.gathered |= dict.fromkeys(op.reads, op.results[0])
 

@@ -242,7 +242,7 @@ class TieredExecutor(Executor):
     def _compute(self, op: Op) -> None:
         self._computing = True
         stream = self._device.current_stream()
-        join_all(self._awaited(op.reads, op.into), stream)
+        join_all(self._awaited(op.reads, op.changes), stream)
         label = Label("compute", name_of(op), 0, op.verb, str(op.stage), self.tiers.trace.number)
         if stream is None:
             start = time.perf_counter()
@@ -261,7 +261,7 @@ class TieredExecutor(Executor):
         for ticket in launched:
             for value in op.reads:
                 self._users(value).use(value, ticket)
-            for value in (*(op.reads if op.verb == "norm" else ()), *op.into):  # norm completes the gradient it reads
+            for value in op.changes:
                 self._users(value).change(value, ticket)
         self._computing = False
 
@@ -302,7 +302,7 @@ class TieredExecutor(Executor):
             self.tiers.commits.note(op)
         reads = [self._content(value) for value in op.reads]
         made, former = self._made(op, reads)
-        after = self._awaited(op.reads, op.into) + former
+        after = self._awaited(op.reads, op.changes) + former
         targets = [*(content for content, _ in made), *(self._content(value) for value in op.into)]
         if op.lane in ("h2d", "net"):
             after += self._launched()  # the memory was in use on the stream that computes
@@ -330,7 +330,7 @@ class TieredExecutor(Executor):
             self._users(value).use(value, ticket)
         for value, (content, place) in zip(op.results, made, strict=True):
             self._table(value).define(value, content, (ticket,), place=place)
-        for value in op.into:
+        for value in op.changes:
             self._users(value).change(value, ticket)
 
     def _begins_sums(self, op: Op) -> bool:

@@ -300,7 +300,7 @@ def _watch_computation(checker: Checker, patched: Any) -> None:
         ]
 
     def watched_results(self: TieredExecutor, op: Any) -> Any:
-        reads, into = ([self._content(value) for value in values] for values in (op.reads, op.into))
+        reads, into = ([self._content(value) for value in values] for values in (op.reads, op.changes))
         checker.work(name_of(op), in_slab(reads), in_slab(into))
         return results(self, op)
 

@@ -85,8 +85,9 @@ class Oracle:
         self.steps[number] = max(self.env.now, self.steps[number])
 
     def _submit(self, op: Op, index: int, seconds: float, former: list[Any]) -> tuple[Any, Any]:
+        changed = (*op.into, *(op.reads if op.verb in ("norm", "reduce_scatter") else ()))  # completed where they are
         after = former + [self.ready[value] for value in (*op.reads, *op.into) if value in self.ready]
-        after += [user for value in op.into for user in self.users.get(value, ())]
+        after += [user for value in changed for user in self.users.get(value, ())]
         begun, over = self.env.event(), self.env.event()
         started, stopped = self.started[-1], self.stopped[-1]
         begun.callbacks.append(lambda _: started.__setitem__(index, self.env.now))
@@ -96,7 +97,7 @@ class Oracle:
             self.computations.add(over)
         for value in op.reads:
             self.users.setdefault(value, []).append(over)
-        for value in (*op.results, *op.into):
+        for value in (*op.results, *changed):
             self.ready[value] = over
             self.users[value] = []
         return begun, over

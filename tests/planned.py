@@ -12,7 +12,7 @@ from tiers import frozen_quanta, tensors, tiered_steps, with_gradient, x_nbytes
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.levels import Share, Shares
-from gs_compile.placement.placement import Decision, Placement
+from gs_compile.placement.placement import Decision, Placement, StepContext
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder
@@ -174,7 +174,13 @@ def lowered(workload: Workload, placement: Placement) -> list[Program]:
     """Every snapshot of a step in the middle of a run."""
     number = len(placement.x_nbytes)
     return lower(
-        StepSpec(workload.num_layers, number, shape=workload.shape, placement=placement, late=placement.has_late)
+        StepSpec(
+            workload.num_layers,
+            number,
+            shape=workload.shape,
+            placement=placement,
+            context=StepContext(late=placement.has_late),
+        )
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from gs_compile.passes.vertical import vertical
 from gs_compile.placement.boundaries import Nbytes, alike
 from gs_compile.placement.cut import cut
 from gs_compile.placement.levels import Level, Share, Shares
-from gs_compile.placement.placement import Decision, Layout, Placement
+from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.shards import QUANTUM, sharded
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import Program, StepShape, Unit, Value
@@ -201,9 +201,13 @@ def stages(program: Program, *wanted: str, computation: bool = True, frees: bool
 
 
 def lowered(step: Sequence[Any], placement: Placement | None = None, **chosen: Any) -> list[Program]:
-    """Every snapshot of a step: numbers of layers and micro-batches, and its shape if it is not plain."""
+    """Every snapshot of a step: numbers of layers and micro-batches, and its shape if it is not plain.
+
+    chosen: fields of its context and of what is lowered.
+    """
     num_layers, num_micro_batches, shape = (*step, PLAIN)[:3]
-    return lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, **chosen))
+    context = StepContext(**{each.name: chosen.pop(each.name) for each in fields(StepContext) if each.name in chosen})
+    return lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, context=context, **chosen))
 
 
 def after(snapshots: Iterable[Program], made_by: str) -> Program:
@@ -230,13 +234,16 @@ def train(
     home = toy.home(on_device)
     for number, training in enumerate((*modes, None)):
         if training is None:
-            snapshots = flush(num_layers, placement, redo=redo, seals=durable) if late else []
+            context = StepContext(late=True, redo=redo, seals=durable)
+            snapshots = flush(num_layers, placement, context) if late else []
         else:
             mode = replace(shape, training=training)
             toy = TieredToy(num_layers, num_micro_batches, mode, seed=number, placement=placement)
-            spec = StepSpec(num_layers, num_micro_batches, shape=mode, placement=placement, late=late, redo=redo)
-            spec = replace(spec, warm=warm and training)
-            snapshots = lower(replace(spec, copies=durable, seals=durable and number > 0))
+            context = StepContext(
+                late=late, redo=redo, warm=warm and training, copies=durable, seals=durable and number > 0
+            )
+            spec = StepSpec(num_layers, num_micro_batches, shape=mode, placement=placement, context=context)
+            snapshots = lower(spec)
         if snapshots:
             late = bool(training) and placement.has_late
             values = reference(after(snapshots, made_by), toy, home | toy.given())

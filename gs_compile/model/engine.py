@@ -38,7 +38,7 @@ from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
 from gs_compile.model.residency import residency_of
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
@@ -160,10 +160,9 @@ class Engine(ParameterStore):
         placement = self.planning.sized(models, shape)
         self.latest, self.reader = (placement, shape), None  # whose memory the step may need
         pending = self.tiers.pending if shape.training and placement.has_late else None
-        redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
-        marks = {**marks, "warm": shape.training and self.tiers.finds_carried(placement)}
-        self.snapshots = self.planning.snapshots(placement, shape, late=pending is not None, redo=redo, **marks)
+        warm = shape.training and self.tiers.finds_carried(placement)
+        self.snapshots = self.planning.snapshots(placement, shape, _after(pending, placement, warm=warm, **marks))
         given = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
         try:
             return TieredExecutor(*given, number=self.open.free_number)
@@ -221,7 +220,7 @@ class Engine(ParameterStore):
         record.num_losses = len(losses)
         record.idle = self._may_be_idle.difference(reached)
         if self.ranks is None:  # of which none counts what a parameter has missed: it has zeros for a gradient
-            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.missed.items())
+            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.steps.missed.items())
             record.missed = {span: number for span, number in places if span is not None}
         if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
             refuse_idle(record)
@@ -339,8 +338,7 @@ class Engine(ParameterStore):
         seals = self.durable is not None and self.durable.seals_between_calls(self.num_steps, always=commit)
         if pending is not None or seals:
             self.tiers.let_carried_go()  # late updates are made in its memory, too
-            redo = pending is not None and self.placement.rolls_back(confirmed=pending.confirmed)
-            program = self.planning.flush(late=pending is not None, redo=redo, seals=seals)
+            program = self.planning.flush(_after(pending, self.placement, seals=seals))
             nothing = Bindings(dict.fromkeys(self._units, ()), {})
             TieredExecutor(self.tiers, self.placement, program, None, {}, nothing).backward()
             self.tiers.pending = None
@@ -410,3 +408,9 @@ class Engine(ParameterStore):
                 'the model the whole batch in one call, or give options={"accumulate": True}, with which updates wait '
                 "for optimizer.step(), and start the run again"
             )
+
+
+def _after(pending: StepRecord | None, placement: Placement, **marks: bool) -> StepContext:
+    """The context of a program that runs after a step; `pending`: its record, where its late updates are to come."""
+    redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
+    return StepContext(late=pending is not None, redo=redo, **marks)

@@ -176,7 +176,7 @@ def stored_parameters(call: Call, arrangement: Arrangement, optimizer: Optimizer
             span.components,
             span.second,
             group_of[args[index]] if args[index].requires_grad else None,
-            optimizer.missed.get(args[index], 0),
+            optimizer.steps.missed.get(args[index], 0),
         )
         for index, span in arrangement.spans.items()
     )
@@ -224,7 +224,7 @@ def _param_groups(call: Call, optimizer: Optimizer) -> dict[int, tuple[int, int,
                 f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called, "
                 "because a parameter on the tiers gives its gradient only to its update. Remove the hook"
             )
-    return {i: (group_of[args[i]], optimizer.missed.get(args[i], 0), i in split.idle) for i in read}
+    return {i: (group_of[args[i]], optimizer.steps.missed.get(args[i], 0), i in split.idle) for i in read}
 
 
 def refuse_inputs(args: Sequence[Any], batch: Container[int]) -> None:

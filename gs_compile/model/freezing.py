@@ -56,12 +56,12 @@ def train_others(engine: Engine, call: Call) -> Engine:
     optimizer, reason = next(optimizers_of(spans), None), _reason(engine, spans)
     if not isinstance(optimizer, TieredOptimizer):
         raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
-    missed = optimizer.missed
+    missed = optimizer.steps.missed
     optimizer.note_missed(each for each in spans if each.requires_grad and not residency_of(each).is_trained)
     try:
         prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes)
     except BaseException:
-        optimizer.missed = missed
+        optimizer.steps.missed = missed
         raise
     log.info(
         "%s: %d parameters are trained in the place of %d. The run is planned anew%s",

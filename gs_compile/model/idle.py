@@ -26,6 +26,9 @@ def count_missed(optimizer: Optimizer, record: StepRecord) -> None:
     """A step that others have taken is one more that parameters without a gradient have missed."""
     if record.idle and not record.skipped:
         idle = [each for each in optimizer.group_of if optimizer.engine.trained_span(each) in record.idle]
-        optimizer.missed = {**optimizer.missed, **{each: optimizer.missed.get(each, 0) + 1 for each in idle}}
+        optimizer.steps.missed = {
+            **optimizer.steps.missed,
+            **{each: optimizer.steps.missed.get(each, 0) + 1 for each in idle},
+        }
         for each in idle:
             optimizer.show_state(each)

@@ -102,7 +102,7 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
     for parameter in parameters if not record.skipped else ():
         place, factor = group_of[parameter], record.factor * record.num_ranks
         hyper, group = record.hypers[place], optimizer.param_groups[place]
-        state, of_run = optimizer.state[parameter], record.number - optimizer.missed.get(parameter, 0)
+        state, of_run = optimizer.state[parameter], record.number - optimizer.steps.missed.get(parameter, 0)
         number = 1 + (whole_step({"step": of_run - 1, **state}) if has_values(state) else 0)
         state["step"] = as_step(number)  # its own: it has no gradient in some steps of the others
         if (matrices := optimizer.matrices(parameter, group)) is not None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from gs_compile.model.kept import Kept
+from gs_compile.model.step_count import StepCount
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.step_record import StepRecord
@@ -27,7 +28,7 @@ class Optimizer(Protocol):
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
     kept: Kept
-    missed: Mapping[Tensor, int]
+    steps: StepCount
     num_skipped: int
     num_steps_read: int | None
     accumulates: bool

@@ -34,9 +34,10 @@ from gs_compile.model.gradients import are_dropped, end_gradients, take_given
 from gs_compile.model.idle import count_missed
 from gs_compile.model.kept import Kept
 from gs_compile.model.optimizer import Group, Tensor
-from gs_compile.model.parameter_store import as_step, in_turn
+from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
+from gs_compile.model.step_count import StepCount
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.formats import moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
@@ -65,11 +66,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.loss_scale: Callable[[], float] = lambda: 1.0  # a LossScaler's
         check_norm(max_grad_norm, None)
-        self._num_steps = self.num_skipped = 0
+        self.steps = StepCount()
+        self.num_skipped = 0
         self.num_steps_read: int | None = None  # before the first call, which may go on from another number
-        self._missed: Mapping[torch.Tensor, int] = {}
         self.first_group_of: Mapping[torch.Tensor, int] = {}  # `group_of` as the engine was made
-        self._shown_steps: dict[int, torch.Tensor] = {}  # for all that `state` shows, by the steps that were missed
         self.last_step: StepInfo | None = None
         self._ended = math.nan  # when it was closed
         self.kept = Kept()
@@ -99,23 +99,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         raises StepOrderError if another number was read before.
         """
         if self.engine is None:
-            self.num_steps_read = self._num_steps
-        return self._num_steps
-
-    @property
-    def missed(self) -> Mapping[torch.Tensor, int]:
-        """The steps before a parameter's first, of those that were frozen for some."""
-        return self._missed
-
-    @missed.setter
-    def missed(self, missed: Mapping[torch.Tensor, int]) -> None:
-        self._missed = {parameter: number for parameter, number in missed.items() if number}
-        self._shown_steps = {n: shown for n, shown in self._shown_steps.items() if n in {0, *missed.values()}}
+            self.num_steps_read = self.steps.taken
+        return self.steps.taken
 
     def note_missed(self, parameters: Iterable[torch.Tensor]) -> None:
         """These are trained from the next step on, with the state that they had when they were frozen, if any."""
         taken = {p: optimizer_state.whole_step(self.state[p]) if self._has_values(p) else 0 for p in parameters}
-        self.missed = {**self.missed, **{p: self._num_steps - number for p, number in taken.items()}}
+        self.steps.missed = {**self.steps.missed, **{p: self.steps.taken - number for p, number in taken.items()}}
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -162,7 +152,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             if self.components != self.engine.components:
                 raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
         groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
-        record = StepRecord(self._num_steps + 1, self.hypers, self.max_grad_norm, groups)
+        record = StepRecord(self.steps.taken + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
         return record
 
@@ -203,7 +193,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             if finished is not None:  # steps of parameters in memory alone are theirs
                 self.num_skipped += record.skipped
                 count_missed(self, record)
-                self._count(self._num_steps + (not record.skipped))
+                self.steps.become(self.steps.taken + (not record.skipped))
                 if self.engine.durable is not None:
                     self.kept.end_step()
             is_bad = record.skipped and not record.is_dropped
@@ -215,7 +205,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """The step that is closed is the last one, for all who tell of it."""
         now = time.perf_counter()
         self.last_step = StepInfo(
-            number=self._num_steps,
+            number=self.steps.taken,
             grad_norm=record.grad_norm,
             skipped=record.skipped,
             rolled_back=engine.placement.rolls_back(confirmed=record.confirmed),
@@ -291,7 +281,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"the commit of step {former.step} has other settings than this optimizer: {error}"
             ) from error
         self.num_skipped = former.num_skipped
-        self._count(former.step - former.num_skipped)
+        self.steps.become(former.step - former.num_skipped)
         for mine, theirs in zip(self.param_groups, settings, strict=True):
             mine.update(theirs)
 
@@ -326,7 +316,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         spoiled, units = "the loss" if record.is_loss_bad else "a gradient", ", ".join(map(str, record.updated))
         done = f"; units {units} were updated before it showed" if units else ""
         warnings.warn(
-            f"{spoiled} is not finite: step {self._num_steps + 1} was skipped{done}"
+            f"{spoiled} is not finite: step {self.steps.taken + 1} was skipped{done}"
             + (". With max_grad_norm= (inf to clip nothing) such a step is skipped as a whole" if done else ""),
             NonFiniteWarning,
             stacklevel=5,
@@ -345,7 +335,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         optimizer_state.refuse_passed_on(self)
         self.synchronize()
         shown = self.state
-        if self.engine is not None or not self._num_steps:
+        if self.engine is not None or not self.steps.taken:
             states = {p: self.stored_state(p) for p in self._parameters}
             self.state = defaultdict(dict, {p: state for p, state in states.items() if state is not None})
         try:
@@ -368,15 +358,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         states = {p: dict(given.get(n, {})) for p, n in zip(self._parameters, numbers, strict=True)}
         optimizer_state.refuse_others(states, lambda p: self.components_of(p) if self._is_trained(p) else ())
         num_steps, missed = optimizer_state.steps_of(states)
-        if self.engine is not None and self._of_trained(missed) != self._of_trained(self.missed):
+        if self.engine is not None and self._of_trained(missed) != self._of_trained(self.steps.missed):
             raise OptimizerError(optimizer_state.OTHER_STEPS)
         alike = optimizer_state.are_alike(self.param_groups, groups)
         for mine, theirs in zip(self.param_groups, groups, strict=True) if alike else ():  # others keep their settings
             taken = optimizer_state.settings_of(theirs)
             self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
             mine.update(taken)
-        self.missed = missed
-        self._count(num_steps)
+        self.steps.missed = missed
+        self.steps.become(num_steps)
         self.state.update(states)
         self.load_into_engine()
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -386,7 +376,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
         span = self.engine.trained_span(parameter) if self.engine is not None else None
         if self.engine is not None and span is not None:
-            return self.engine.state(span, self._num_steps - self.missed.get(parameter, 0))
+            return self.engine.state(span, self.steps.of(parameter))
         state = self.state.get(parameter, {})
         is_shown = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
         if is_offloaded(parameter) and not is_shown:  # it was trained; in files
@@ -411,16 +401,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Whether a parameter is trained on the tiers."""
         return self.engine is not None and self.engine.trained_span(parameter) is not None
 
-    def _count(self, num_steps: int) -> None:
-        """So many steps are taken, and shown."""
-        self._num_steps = num_steps
-        for missed, shown in self._shown_steps.items():
-            shown.fill_(num_steps - missed)
-
-    def _shown_step(self, parameter: torch.Tensor) -> torch.Tensor:
-        missed = self.missed.get(parameter, 0)
-        return self._shown_steps.setdefault(missed, as_step(self._num_steps - missed))
-
     def load_into_engine(self) -> None:
         """Bring a loaded state to the tiers, once there are any."""
         if self.engine is None:
@@ -432,7 +412,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 if not is_offloaded(parameter) and not self._has_values(parameter):
                     del self.state[parameter]  # the model does not read it: as with torch, until it has a gradient
                 elif not is_offloaded(parameter):
-                    self.state[parameter] = {"step": self._shown_step(parameter).clone(), **in_memory.copied(state)}
+                    self.state[parameter] = {"step": self.steps.shown(parameter).clone(), **in_memory.copied(state)}
                 continue
             if self._has_values(parameter) or not state:  # none: it begins at zeros
                 self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
@@ -444,7 +424,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Show a parameter's state. group: as of `components_of`."""
         like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
         shown = dict.fromkeys(self.components_of(parameter, group), like.as_subclass(optimizer_state.StoredState))
-        self.state[parameter] = {"step": self._shown_step(parameter), **shown}
+        self.state[parameter] = {"step": self.steps.shown(parameter), **shown}
 
     @property
     def _parameters(self) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any
 
 from gs_compile.options import Ratios
 from gs_compile.placement.activations import Activations
@@ -17,15 +17,30 @@ from gs_compile.program.ir import COPIES, Op, Schedule, Tier, Unit, Value
 from gs_compile.schedules import BY_MICRO_BATCH
 
 
-class Marks(TypedDict, total=False):
-    """What depends on the steps around one, beside its late updates; what is not said is not so.
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """What the step before has left to a step, and which of both is to be committed.
 
-    copies: the step is to be committed. seals: the one before is. warm: that has carried what `Decision.carried` says.
+    late: gradients wait for their update. The first step after a start, or after all updates were brought to an end, is
+        without. redo: those of speculative updates wait too, as these were not confirmed.
+    warm: the parameters that `Decision.carried` says are in host memory.
+    copies: this step is to be committed, so that what it makes in memory is written, too; its late updates are by the
+        program that `seals` it, the next one.
     """
 
-    copies: bool
-    seals: bool
-    warm: bool
+    late: bool = False
+    redo: bool = True
+    warm: bool = False
+    copies: bool = False
+    seals: bool = False
+
+    def waiting(self, placement: Placement) -> tuple[str, ...]:
+        """The groups of which the step before has left gradients."""
+        return placement.waiting(redo=self.redo) if self.late else ()
+
+
+STARTS = StepContext()  # after nothing
+ALL_LATE = StepContext(late=True)  # after all that may be left: such a step takes the most memory
 
 
 @dataclass(frozen=True, kw_only=True)

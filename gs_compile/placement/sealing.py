@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.placement.units import Group, UnitPlacement
 from gs_compile.program.ir import COPIES, Op, Unit, Value, homed
 
@@ -13,17 +13,18 @@ class Seals:
     """One `seal`, where the program has to have one: after every store of a late update, before any of an early one.
 
     Copies of what lives in memory are written once, each by the offload of what the update has made that they are of:
-    those of early updates where the step is to be committed (`copies`), those of late ones where the step before is.
+    those of early updates where the step is to be committed, those of late ones where the step before is.
     """
 
-    def __init__(self, placement: Placement, waiting: tuple[str, ...], *, copies: bool, seals: bool) -> None:
+    def __init__(self, placement: Placement, context: StepContext) -> None:
         self.placement = placement
-        self.copies, self.seals = copies, seals
+        self.copies, self.seals = context.copies, context.seals
         self.is_sealed = False
         self.made: dict[Value, bool] = {}  # by updates, in host memory: whether an early one was the last
         self.written: set[tuple[Value, bool]] = set()  # what was stored, and whether after an early update
+        waiting = context.waiting(placement)
         late = [(unit, group) for unit in placement.units for group in (unit.trained(*waiting) if waiting else ())]
-        self.late = {store for unit, group in late for store in _stores(unit, group, copies=seals)}
+        self.late = {store for unit, group in late for store in _stores(unit, group, copies=self.seals)}
 
     def breaks(self, op: Op) -> Iterator[str]:
         if op.verb == "update" and (unit := self.placement.unit_of(op)):

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Unpack
 
 from gs_compile.errors import ProgramError
 from gs_compile.placement.laws import Collectives, Gathers, Lifetimes, Updates, at_the_end
-from gs_compile.placement.placement import Marks, Placement
+from gs_compile.placement.placement import STARTS, Placement, StepContext
 from gs_compile.placement.sealing import Seals
 from gs_compile.program.ir import DRAIN, EPILOGUE, FILL, KINDS, PROLOGUE, Op, Program, Stage, Value, height
 from gs_compile.program.verbs import JOINING, LAWS, SIGNATURES
@@ -23,34 +22,30 @@ Known = dict[object, set[int]]  # `id` of operations, by the sizes of the step
 def verify(
     program: Program,
     placement: Placement | None = None,
+    context: StepContext = STARTS,
     *,
-    late: bool = False,
-    redo: bool = True,
     known: Known | None = None,
-    **marks: Unpack[Marks],
 ) -> None:
     """Raise ProgramError unless `program` is well-formed; the error says pass, line, operation and value:
 
         after snake, line 19: x2_0.device = forward(x1_0.device, w1.device): x1_0.device was freed
 
     The line is that of the unfolded text. One walk over the operations, so checking is as cheap as printing.
-    With a `placement`, what it says of where values are stored and of late updates (`late`: the step before has left
-    gradients, `redo`: those of speculative updates too) holds too, from the phase on in which a program has it: what is
-    there at the start and at the end, each part of a unit updated once, before its forward or after its gradient, what
-    makes a step durable, and planned peaks that are true.
+    With a `placement`, what it and the step's `context` say of where values are stored and of late updates holds too,
+    from the phase on in which a program has it: what is there at the start and at the end, each part of a unit updated
+    once, before its forward or after its gradient, what makes a step durable, and planned peaks that are true.
 
     known: the operations that snapshots of the same step have had before: what holds of one by itself is asked once.
     Those that are new here are added. Whoever gives it keeps the snapshots.
     """
     phase = program.phase
     placement = placement if phase != "compute" else None
-    present = placement.homes(late=late, redo=redo, warm=marks.get("warm", False)) if placement else frozenset()
-    waiting = placement.waiting(redo=redo) if placement and late else ()
+    present = placement.homes(late=context.late, redo=context.redo, warm=context.warm) if placement else frozenset()
+    waiting = context.waiting(placement) if placement else ()
     stages, updates = Stages(program), Updates(placement, waiting)
     lifetimes = Lifetimes(program, placement, present)
     stores = phase in ("tiers", "freed")
-    copies, seals = marks.get("copies", False), marks.get("seals", False)
-    sealing = Seals(placement, waiting, copies=copies, seals=seals) if placement and stores else None
+    sealing = Seals(placement, context) if placement and stores else None
     sizes = program.num_layers, program.num_micro_batches, program.joints
     asked = ({} if known is None else known).setdefault(sizes, set())
     by_itself: list[_Law] = [partial(_numbers, program), partial(_signature, program, program.joints)]

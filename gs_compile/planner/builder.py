@@ -13,7 +13,7 @@ from gs_compile.passes.lower import StepSpec, lower, scheduled
 from gs_compile.placement.cut import cut_units
 from gs_compile.placement.levels import Level, Share, Shares
 from gs_compile.placement.liveness import BEFORE, live_ranges, nbytes_alive
-from gs_compile.placement.placement import Decision, Layout, Placement
+from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.stacks import Stacks
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, StepShape
@@ -112,8 +112,7 @@ class StepBuilder:
         Of all programs of a placement it takes the most memory; without `redo` it is one whose updates before held,
         and without `planned` nothing is said of memory.
         """
-        late = self.shape.training and any(unit.trained(*placement.waiting(redo=redo)) for unit in placement.units)
-        step = replace(self.step(placement, late=late, redo=redo), planned=planned)
+        step = replace(self.step(placement, self._context(placement, redo=redo)), planned=planned)
         return lower(step, computations=self._computations(step), verified=False)[-1]
 
     def _computations(self, step: StepSpec) -> Program:
@@ -141,26 +140,27 @@ class StepBuilder:
         if self.shape.training and placement.speculative and placement.carried_values:
             yield self.program(placement, redo=False)
 
-    def step(self, placement: Placement, *, late: bool, redo: bool) -> StepSpec:
-        """What is lowered: a step after one that has left gradients (`late`), of speculative updates too (`redo`).
+    def _context(self, placement: Placement, *, redo: bool) -> StepContext:
+        """After a step that has left all that it may.
 
-        What it was to carry is there, unless updates are done again; an evaluation does not use it.
+        What that was to carry is there, unless updates are done again; an evaluation does not use it.
 
         Of a durable placement all steps are committed; what that takes is priced as a mean (`prices.work_nbytes`).
         """
-        durable = placement.durability > 0
+        late = self.shape.training and any(unit.trained(*placement.waiting(redo=redo)) for unit in placement.units)
         carried = self.shape.training and bool(placement.carried_values)
+        warm, durable = carried and not (late and placement.speculative and redo), placement.durability > 0
+        return StepContext(late=late, redo=redo, warm=warm, copies=durable, seals=durable)
+
+    def step(self, placement: Placement, context: StepContext) -> StepSpec:
+        """What is lowered."""
         return StepSpec(
             placement.num_layers,
             placement.layout.num_micro_batches,
             shape=self.shape,
             snake=placement.layout.snake,
             placement=placement,
-            late=late,
-            redo=redo,
-            warm=carried and not (late and placement.speculative and redo),
-            copies=durable,
-            seals=durable,
+            context=context,
         )
 
     def usual(self, placement: Placement) -> Program:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from gs_compile.codegen.codes import let_oldest_go
 from gs_compile.codegen.compiled import levels_of
@@ -16,7 +16,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.passes.lower import flush, lower
 from gs_compile.placement.levels import TOLERANCE
-from gs_compile.placement.placement import Layout, Marks, Placement
+from gs_compile.placement.placement import ALL_LATE, Layout, Placement, StepContext
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
 from gs_compile.planner.boundary import carried_nbytes, retained_text, without
 from gs_compile.planner.builder import peak
@@ -54,29 +54,26 @@ class StepPrograms:
         """The layout's shape where parameters of the units `tied` are apart."""
         return layout.shape_of(self.sizes, tied, training=training)
 
-    def snapshots(
-        self, placement: Placement, shape: StepShape, *, late: bool, redo: bool, **given: Unpack[Marks]
-    ) -> tuple[Program, ...]:
-        """Every snapshot of a step; `late`: the step before has left updates; `redo`: and some that did not hold.
+    def snapshots(self, placement: Placement, shape: StepShape, context: StepContext) -> tuple[Program, ...]:
+        """Every snapshot of a step.
 
         The step with all late updates takes the most memory and is planned first: the others run in what it has.
         """
-        marks: Marks = {"copies": False, "seals": False, "warm": False, **given}
-        key = (placement, shape, late, redo, *marks.items())
+        key = placement, shape, context
         if key not in self._programs:
             largest = None
-            if shape.training and placement.has_late and not (late and redo):
-                largest = self.snapshots(placement, shape, late=True, redo=True)[-1]
-            step = replace(self.builder.step(placement, late=late, redo=redo), **marks)
-            self._programs[key] = self._packed(lower(replace(step, shape=shape)), placement, largest)
+            if shape.training and placement.has_late and not (context.late and context.redo):
+                largest = self.snapshots(placement, shape, ALL_LATE)[-1]
+            step = replace(self.builder, shape=shape).step(placement, context)
+            self._programs[key] = self._packed(lower(step), placement, largest)
             let_oldest_go(self._programs, MOST_PROGRAMS)  # the latest one has the most host memory of all so far
         return self._programs[key]
 
-    def flush(self, *, late: bool = True, redo: bool, seals: bool = False) -> Program:
-        """The late updates alone; `redo`: and those that did not hold; `seals`: and the commit of the step."""
-        key = ("flush", late, redo, seals)
+    def flush(self, context: StepContext) -> Program:
+        """The late updates alone, and what the context adds to them."""
+        key = "flush", context
         if key not in self._programs:
-            programs = flush(self.placement.num_layers, self.placement, late=late, redo=redo, seals=seals)
+            programs = flush(self.placement.num_layers, self.placement, context)
             self._programs[key] = self._packed(programs, self.placement)
         return self._programs[key][-1]
 

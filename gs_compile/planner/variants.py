@@ -12,7 +12,7 @@ from typing import Any
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.baselines.spec import Variants
 from gs_compile.passes.lower import StepSpec, before_own_pass
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.planner import summary
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.step_plan import StepPlan
@@ -83,6 +83,10 @@ def _variants(placement: Placement) -> Variants:
 def _program(placement: Placement, shape: StepShape) -> Program:
     """A step among others, as the schedule's own pass gets it."""
     step = StepSpec(
-        placement.num_layers, len(placement.x_nbytes), shape=shape, placement=placement, late=placement.has_late
+        placement.num_layers,
+        len(placement.x_nbytes),
+        shape=shape,
+        placement=placement,
+        context=StepContext(late=placement.has_late),
     )
     return before_own_pass(step)

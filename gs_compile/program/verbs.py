@@ -37,7 +37,7 @@ VERBS = {
     "backward": "what one layer's forward has not saved again, from its checkpoint, and its backward",
     "join_backward": "a joint again, and its backward",
     "embed_backward": "the prologue again, and its backward",
-    "norm": "the sum of squares of a complete gradient; with into= added to what backwards before it have left there",
+    "norm": "the sum of squares of a gradient, completed in place; with into= added to the sums of former backwards",
     "clip": "the scale of all gradients, from all their norms",
     "commit": "if the scale is one, each shadow copy and what it is a copy of change places",
     "update": "the optimizer, on some parts of a unit",
@@ -74,7 +74,7 @@ _LANES = {  # of all other verbs that do not compute; `seal` is behind what was 
     "seal": "ssd_write",
     "update": "cpu",
 }
-NORMS = frozenset({"norm", "reduce_scatter"})  # complete a gradient
+NORMS = frozenset({"norm", "reduce_scatter"})  # complete a gradient, in place
 LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "net")
 
 JOINING = frozenset({"join", "join_backward"})  # run a joint
@@ -120,6 +120,11 @@ class Op:
     def values(self) -> tuple[Value, ...]:
         """All that it names: results first, reads last."""
         return (*self.results, *self.into, *self.reads)
+
+    @property
+    def changes(self) -> tuple[Value, ...]:
+        """All that it changes in place: `into`, and the gradient that it completes, if it does."""
+        return (*self.reads, *self.into) if self.verb in NORMS else self.into
 
     @property
     def lane(self) -> str:

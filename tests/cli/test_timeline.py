@@ -11,6 +11,7 @@ from tiers import Options, place
 
 from gs_compile.cli.report.timeline import KINDS, kind_of, timeline_html
 from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement.placement import StepContext
 from gs_compile.placement.traffic import op_nbytes
 from gs_compile.planner.simulate.simulator import simulate
 from gs_compile.program.ir import MEMORY_VERBS
@@ -23,7 +24,8 @@ MOST_NBYTES = 5_000_000  # of a page
 def simulated(num_layers=3, num_micro_batches=2, bytes_per_second=2e7):
     placement = place(num_layers, num_micro_batches, options=Options(alpha=0.25, parameter_ratio=0.3))
     programs = [
-        lower(StepSpec(num_layers, num_micro_batches, placement=placement, late=late))[-1] for late in (False, True)
+        lower(StepSpec(num_layers, num_micro_batches, placement=placement, context=StepContext(late=late)))[-1]
+        for late in (False, True)
     ]
 
     def price(op, program):

@@ -179,7 +179,7 @@ LINES = [  # each by itself; of what only the computation is behind, which is sy
     (Lane, "_enter", "self._device.enter()"),
     (Lane, "_carry_out", "join_all(task.after, self._stream)"),
     (Lane, "_carry_out", "task.ticket.event = self._device.record(self._stream)"),
-    (TieredExecutor, "_compute", "join_all(self._awaited(op.reads, op.into), stream)"),
+    (TieredExecutor, "_compute", "join_all(self._awaited(op.reads, op.changes), stream)"),
     (TieredExecutor, "_submit", "self._users(value).use(value, ticket)"),
     (TieredExecutor, "_submit", "self._users(value).change(value, ticket)"),
     (ValueTable, "free", "self._held.keep(content, users)"),

@@ -186,7 +186,7 @@ def test_steps_that_a_parameter_has_missed_are_kept(harness, given, tmp_path):
     with resumed(harness, adamw, given) as optimizer:
         gs_compile.resume(harness.model, optimizer, storage=tmp_path)
         steps(harness, optimizer, (1,))
-        assert optimizer.missed == {harness.model.get_parameter(name): 4}
+        assert optimizer.steps.missed == {harness.model.get_parameter(name): 4}
         taken = {float(each["step"]) for each in optimizer.state_dict()["state"].values()}
         assert taken == {3.0, 7.0}
 

@@ -14,7 +14,7 @@ from tiers import X_NBYTES, Options, in_order, lowered, options, place, stages, 
 from gs_compile.passes.baselines.lifetime import Room, decide
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement import liveness
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.variants import table
 from gs_compile.program.ir import StepShape
@@ -114,9 +114,14 @@ def test_in_one_memory_what_stays_is_not_copied():
 def test_a_large_program_takes_little_work():
     chosen = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.3, alpha=0.25)
     plain = homes((24, 8), chosen, 0.5)
-    device_nbytes = 4 * dict(lower(StepSpec(24, 8, placement=plain, late=True), verified=False)[-1].peaks)["device"]
+    device_nbytes = (
+        4
+        * dict(lower(StepSpec(24, 8, placement=plain, context=StepContext(late=True)), verified=False)[-1].peaks)[
+            "device"
+        ]
+    )
     fitting = within(plain, device_nbytes)
-    times, _ = work(lambda: lower(StepSpec(24, 8, placement=fitting, late=True), verified=False))
+    times, _ = work(lambda: lower(StepSpec(24, 8, placement=fitting, context=StepContext(late=True)), verified=False))
     assert times < WORK
 
 

@@ -11,7 +11,7 @@ from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement import boundaries
 from gs_compile.placement.liveness import peaks
-from gs_compile.placement.placement import Decision, Layout, Placement
+from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.shards import QUANTUM, owned, pieces, place_of
 from gs_compile.program.ir import Value
 
@@ -69,7 +69,9 @@ def test_planned_peaks_are_what_is_alive_at_a_time(step, options, late):
     num_layers, num_micro_batches, shape = step
     placement = place(*step, options)
     late = late and placement.has_late
-    program = lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late))[-1]
+    program = lower(
+        StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, context=StepContext(late=late))
+    )[-1]
     _check_peaks(program, placement, late)
 
 

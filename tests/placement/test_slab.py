@@ -10,6 +10,7 @@ from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement.kinds import slot_of
+from gs_compile.placement.placement import StepContext
 from gs_compile.placement.slab import PAGE_NBYTES, conflicts, fixed_offsets, packed
 from gs_compile.program.verbs import NORMS
 
@@ -23,7 +24,7 @@ def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative,
     spec = StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement)
     leaves = placement.has_late and shape.training  # an evaluation comes after a flush
     modes = [(False, True), *([(True, True), (True, False)] if leaves else [])]
-    programs = [lower(replace(spec, late=late, redo=redo))[-1] for late, redo in modes]
+    programs = [lower(replace(spec, context=StepContext(late=late, redo=redo)))[-1] for late, redo in modes]
     programs += [flush(num_layers, placement)[-1]] if placement.has_late else []
     fixed, kept = fixed_offsets(placement), {slot_of(placement, value).key for value in placement.carried_values}
     for program in [*programs, *(packed(program, placement) for program in programs)]:

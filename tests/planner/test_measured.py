@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tiers import options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement.placement import StepContext
 from gs_compile.placement.slab import packed
 from gs_compile.planner.simulate.event_loop import Rule
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
@@ -44,7 +45,7 @@ def test_what_is_simulated_is_found_in_its_trace(step, chosen, inline, data):
     num_layers, num_micro_batches, shape = step
     placement = place(*step, chosen)
     late = placement.has_late and shape.training
-    spec = StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late)
+    spec = StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, context=StepContext(late=late))
     program = packed(lower(spec)[-1], placement)
     seconds = data.draw(st.lists(st.integers(0, 8), min_size=len(program.ops), max_size=len(program.ops)))
     seconds = [float(each) if op.lane in LANES else 0.0 for op, each in zip(program.ops, seconds, strict=True)]

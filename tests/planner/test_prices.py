@@ -12,7 +12,7 @@ from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.cut import cut
-from gs_compile.placement.placement import Layout, Placement
+from gs_compile.placement.placement import Layout, Placement, StepContext
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import Products, UnitCost, UnitSize, Workload
@@ -127,7 +127,9 @@ def test_a_head_whose_gradient_comes_from_outside_runs_twice():
 def test_transfers_are_the_traffic_by_its_rates(step, options, late):
     num_layers, num_micro_batches, shape = step
     placement = place(num_layers, num_micro_batches, shape, options)
-    program = lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, late=late))[-1]
+    program = lower(
+        StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, context=StepContext(late=late))
+    )[-1]
     moved: Counter[tuple[str, str]] = Counter()
     for op, found in prices(program, placement):
         if op.verb in ("prefetch", "offload"):
@@ -249,7 +251,7 @@ def test_products_of_matrices_take_their_time_on_both_lanes(profile):
 def test_all_updates_together_are_all_trained_elements(options):
     placement = place(3, 2, PLAIN, options)
     late = placement.has_late
-    found = prices(lower(StepSpec(3, 2, placement=placement, late=late))[-1], placement)
+    found = prices(lower(StepSpec(3, 2, placement=placement, context=StepContext(late=late)))[-1], placement)
     total = sum(unit.num_trained * update_nbytes(unit) for unit in placement.units)
     assert sum(each.nbytes for op, each in found if op.verb == "update") == total
 

@@ -17,7 +17,7 @@ from tiers import PLAIN, Options, options, place, tiered_steps
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.liveness import peaks
-from gs_compile.placement.placement import Decision, Layout, Placement
+from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.simulate.event_loop import Rule
@@ -39,8 +39,8 @@ def steady(num_layers: int, num_micro_batches: int, placement: Placement, shape:
     late = placement.has_late and shape.training
     warm = shape.training and bool(placement.carried_values) and not (placement.speculative and late)
     first, then = (
-        lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, **marks))[-1]
-        for marks in ({}, {"late": late, "warm": warm})
+        lower(StepSpec(num_layers, num_micro_batches, shape=shape, placement=placement, context=context))[-1]
+        for context in (StepContext(), StepContext(late=late, warm=warm))
     )
     return [first, then, then]
 
@@ -187,6 +187,15 @@ def test_memory_is_given_back_when_its_users_are_done():
     found = simulate([Program(tuple(ops), 1, 1, "by hand")], [[1.0, 2.0, 0.0, 3.0, 0.0, 9.0]], placement=placement)
     assert found.memory["device"] == ((0.0, 7), (3.0, 0))
     assert found.memory["host"] == ((0.0, 7), (6.0, 0))
+
+
+def test_a_gradient_leaves_the_device_once_its_norm_is_taken():
+    """A norm completes the gradient that it reads, and may scale it."""
+    gradient, there = Value("dw", 0), Value("dw", 0, tier="host", part="a")
+    norm = Op("norm", (gradient,), DRAIN, (Value("norm", 0),))
+    ops = [norm, Op("offload", (gradient,), DRAIN, (there,)), Op("update", (there,), DRAIN, into=(Value("w", 0),))]
+    found = simulate([Program(tuple(ops), 1, 1, "by hand")], [[3.0, 2.0, 1.0]])
+    assert [span.start_seconds for span in found.spans] == [0.0, 3.0, 5.0]
 
 
 # Lanes that slow each other down -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tiers import Options, lowered, options, place, stages, tiered_steps, train
 
 from gs_compile.errors import ProgramError
 from gs_compile.passes.lower import flush
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape
@@ -62,7 +62,7 @@ def test_every_program_is_well_formed_and_its_text_reads_back(step, options, lat
     placement = place(*step, options)
     late = late and any(v.kind == "dw" for v in placement.homes(late=True, redo=redo))
     made = lowered(step, placement, late=late, redo=redo)
-    for program in (*made, *(flush(step[0], placement, redo=redo) if late else ())):
+    for program in (*made, *(flush(step[0], placement, StepContext(late=True, redo=redo)) if late else ())):
         assert parse(str(program)) == program
 
 

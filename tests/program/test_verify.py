@@ -13,6 +13,7 @@ from gs_compile.passes.baselines.horizontal import horizontal
 from gs_compile.passes.lower import flush
 from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
+from gs_compile.placement.placement import StepContext
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import Op, Stage, StepShape, Value
 from gs_compile.program.text import parse
@@ -161,7 +162,7 @@ def test_a_broken_law_is_named(good, old, new, complaint):
 
 def test_the_good_ones_pass():
     for name, text in GOOD.items():
-        verify(parse(text), PLACEMENTS[name], late=name in LATE)
+        verify(parse(text), PLACEMENTS[name], StepContext(late=name in LATE))
     with pytest.raises(ProgramError, match="is not defined"):  # without a placement, homes are not known
         verify(parse(GOOD["tiers"]))
 
@@ -213,7 +214,7 @@ def test_an_update_left_out(alpha):
     program = (flush(1, placement) if alpha else lowered((1, 1), placement))[-1]
     ops = [op for op in program.ops if op.verb != "update" or op.into[0].unit != 0]
     with pytest.raises(ProgramError, match=f"at the end, w0a has not had its {'late ' if alpha else ''}update"):
-        verify(replace(program, ops=tuple(ops)), placement, late=bool(alpha))
+        verify(replace(program, ops=tuple(ops)), placement, StepContext(late=bool(alpha)))
 
 
 @pytest.mark.parametrize("stage", [Stage("forward", "e"), Stage("forward", 1), Stage("forward", "h")], ids=str)
@@ -260,5 +261,5 @@ def test_what_no_text_can_say():
 
 def _complaint(good, text) -> str:
     with pytest.raises(ProgramError) as caught:
-        verify(parse(text), PLACEMENTS[good], late=good in LATE)
+        verify(parse(text), PLACEMENTS[good], StepContext(late=good in LATE))
     return caught.value.message

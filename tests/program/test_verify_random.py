@@ -11,6 +11,7 @@ from reference import reference
 from tiers import TieredToy, lowered, options, place, tiered_steps
 
 from gs_compile.errors import ProgramError
+from gs_compile.placement.placement import StepContext
 from gs_compile.placement.verify import verify
 
 
@@ -36,7 +37,7 @@ def test_a_change_is_harmless_or_refused(step, options, late, warm, data):
             ops[a], ops[b] = replace(ops[b], stage=ops[a].stage), replace(ops[a], stage=ops[b].stage)
     bad = replace(good.with_ops(ops, "free"), peaks=())
     try:
-        verify(bad, placement, late=late, warm=warm)
+        verify(bad, placement, StepContext(late=late, warm=warm))
     except ProgramError:
         return
     expected, found = (_outcome(program, step, placement, late=late, warm=warm) for program in (good, bad))

@@ -85,7 +85,7 @@ MUTATIONS |= {named(each): each for each in LINES}
 ON_HOST = [  # where a CPU computes: in the slab, beside the lanes
     (TieredExecutor, "_made", "join_all(former, None)  # a checkpoint is copied here and now"),
     (TieredExecutor, "_define", "after += former"),
-    (TieredExecutor, "_compute", "join_all(self._awaited(op.reads, op.into), stream)"),
+    (TieredExecutor, "_compute", "join_all(self._awaited(op.reads, op.changes), stream)"),
     (lanes.Lane, "_carry_out", "join_all(task.after, self._stream)"),
     (TieredExecutor, "_submit", "self._users(value).use(value, ticket)"),
     (TieredExecutor, "_submit", "self._users(value).change(value, ticket)"),

@@ -35,7 +35,7 @@ class Row(NamedTuple):
     lane: int
     verb: str
     reads: tuple[int, ...]
-    into: tuple[int, ...]
+    changes: tuple[int, ...]
     results: tuple[int, ...]
     begins: tuple[tuple[Range, bool], ...]
     ends: Range | None
@@ -100,7 +100,7 @@ def _rows(program: Program, numbers: dict[Value, int], slots: Slots | None) -> l
         begins = tuple([(where, is_new) for where, is_new in made if where])
         ends = range_of(slots.of(op.reads[0]), offsets) if slots and op.verb == "free" else None
         found.append(
-            Row(LANE[op.lane], op.verb, numbered(op.reads), numbered(op.into), numbered(op.results), begins, ends)
+            Row(LANE[op.lane], op.verb, numbered(op.reads), numbered(op.changes), numbered(op.results), begins, ends)
         )
     return found
 
@@ -125,10 +125,10 @@ class _Waits:
         if row.lane == MEMORY:
             return self._remember(row, former)
         lanes, own, values = self.lanes, row.lane, self.values
-        found = [*former, *values.awaited(row.reads, row.into)]
+        found = [*former, *values.awaited(row.reads, row.changes)]
         for value in row.reads:
             values.use(value, index)
-        for value in (*row.results, *row.into):
+        for value in (*row.results, *row.changes):
             values.change(value, index)
         return self._latest([each for each in found if lanes[each] != own])
 
@@ -137,9 +137,9 @@ class _Waits:
         ready = self._latest([*former, *self.values.awaited(row.reads, ())])
         for value in row.results:
             self.values.define(value, ready)
-        if row.into:  # places are exchanged: whoever comes for either waits for those who work on any of them
-            every = self._latest([*ready, *self.values.awaited((), row.into)])
-            for value in row.into:
+        if row.changes:  # places are exchanged: whoever comes for either waits for those who work on any of them
+            every = self._latest([*ready, *self.values.awaited((), row.changes)])
+            for value in row.changes:
                 self.values.define(value, every)
         return held
 
