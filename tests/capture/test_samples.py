@@ -256,11 +256,11 @@ MIXES = {
     "a score of the number": (lambda x: scored(x, lambda own, table, b, h, q, k: 0.1 * b), NUMBERS),
     "a score of the number in a table": (lambda x: scored(x, lambda own, table, b, h, q, k: table[b]), NUMBERS),
     "a score of the number elsewhere": (lambda x: scored(x, lambda own, table, b, h, q, k: own[b, b]), NUMBERS),
-    "a score of the first sample": (lambda x: scored(x, lambda own, table, b, h, q, k: own[0, k]), PART),
-    "a score of others": (lambda x: scored(x, lambda own, table, b, h, q, k: own[q % 2, k]), REDUCES),
+    "a score of the first sample": (lambda x: scored(x, lambda own, table, b, h, q, k: own[0, k]), REDUCES),
+    "a score of others": (lambda x: scored(x, lambda own, table, b, h, q, k: own[q % 2, k]), PICKED),
     "a mask of the number": (lambda x: attended(x, mask=lambda b, h, q, k: (b % 2 == 0) | (q >= k)), NUMBERS),
-    "a mask of others": (
-        lambda x: (lambda own: attended(x, mask=lambda b, h, q, k: (own[q % 2, k] > 1) | (q >= k)))(x.argmax(-1)),
+    "a mask of the first sample": (
+        lambda x: (lambda own: attended(x, mask=lambda b, h, q, k: (own[0, k] > 1) | (q >= k)))(x.argmax(-1)),
         COUNTED,
     ),
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),

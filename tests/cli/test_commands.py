@@ -269,6 +269,7 @@ def test_the_probe_of_a_file(monkeypatch, tmp_path, name):
     """Also where a drive that has been measured has it."""
     (saved := tmp_path / "mine.json").write_text((machines.SHIPPED / "laptop.json").read_text())
     monkeypatch.setattr(machines, "remembered", lambda *_: saved)
+    monkeypatch.delenv(machines.ENVIRONMENT, raising=False)
     result = run("probe", "--storage", tmp_path / name)
     assert (result.exit_code, result.stdout) == (5, "")
     assert "Not a directory; storage= has to be a directory" in result.stderr
