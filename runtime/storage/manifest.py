@@ -134,7 +134,7 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
     """Whether they are numbers alone that can be kept. Loaders may have a hundred thousand, and each commit asks."""
     kinds = set(map(type, values))
-    return kinds <= {float} or (kinds <= {int, bool} and -LARGEST < min(values) and max(values) < LARGEST)
+    return kinds <= {float} or (kinds <= {int, bool} and min(values) > -LARGEST and max(values) < LARGEST)
 
 
 def _check_size(data: bytes | bytearray) -> None:
