@@ -6,7 +6,6 @@ what it reads, but nothing that outlives it, or that other units read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from keyword import iskeyword
 from typing import Any
@@ -95,11 +94,9 @@ def refuse_changes(
         if storage is None:
             continue
         if storage in free:  # also where nothing that is returned needs it
-            settings = dict.fromkeys(re.findall(r"\bconfig\.(\w+)", place))  # gemma3n's, which bound a weight
-            left_out = f", or leave it out, if its config can ({'=None, '.join(settings)}=None)" if settings else ""
             raise MutationError(
                 f"the model changes its input or buffer `{free[storage].name}` in place ({place}): micro-batches and "
-                f"recomputation would do it again; make it a result of forward, or freeze it (eval mode){left_out}"
+                "recomputation would do it again; make it a result of forward, or freeze it (eval mode)"
             )
         if operation(change).startswith("_foreach"):  # of which torch's trace loses gradients
             raise MutationError(f"the model changes several tensors in place at once ({place}): do so one by one")

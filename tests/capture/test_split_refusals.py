@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,20 +104,6 @@ def test_a_buffer_changed_in_place(is_read):
     )
     assert "block.calls.add_(1)" in message
     assert message.endswith("make it a result of forward, or freeze it (eval mode)")
-
-
-def test_a_parameter_that_a_setting_bounds():
-    """As gemma3n's `altup_coef_clip` does in each forward in training."""
-
-    class Bounded(Block):
-        config = SimpleNamespace(clip=0.1)
-
-        def forward(self, x):
-            self.up.weight.data.clamp_(-self.config.clip, self.config.clip)
-            return super().forward(x)
-
-    message = refused(MutationError, Tiny(blocks=[Bounded(), Bounded()]))
-    assert message.endswith("or leave it out, if its config can (clip=None)")
 
 
 def test_a_region_compiled_by_itself_that_changes_what_it_is_given():
