@@ -165,6 +165,8 @@ LIMITS: dict[str, list[Case]] = {
     "Layers whose result depends on the whole batch": [
         ("capture/test_loss_refusals.py", "", "normalises by the statistics of the batch"),
         ("capture/test_samples.py", "", '"the best tokens of all": ('),
+        ("capture/test_samples.py", "", '"a mask of the number": ('),
+        ("capture/test_split_refusals.py", "test_a_region_compiled_by_itself_that_changes_what_it_is_given", "changes"),
         ("capture/test_split_refusals.py", "test_batch_norm_changes_its_statistics", "changes its input or buffer"),
     ],
     "A function in the forward that is wrapped in `torch.compiler.disable`": [

@@ -13,6 +13,7 @@ from torch import fx
 
 from gs_compile.capture.graph import output_values
 from gs_compile.capture.in_place import in_memory_of, mutated
+from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import (
     ADDING,
     DIVIDING,
@@ -30,6 +31,7 @@ from gs_compile.capture.operations import (
 )
 from gs_compile.capture.samples import (
     COUNTED,
+    NUMBERED,
     Made,
     letters_of_samples,
     why_it_mixes,
@@ -46,14 +48,16 @@ _OF_ONE = (
     LINEAR | REGROUPING | frozenset("tril triu flip roll split chunk unbind narrow expand_as index_select".split())
 )
 _ZEROS = frozenset("zeros zeros_like new_zeros".split())
-_ENTRY_BY_ENTRY = frozenset({"flex_attention"})  # its functions see a query and a key at a time
+_AS_THEY_ARE = frozenset("to type int long clone detach".split())
 
 
 def why_bodies_mix(node: fx.Node) -> tuple[fx.Node, str] | None:
     """The operation in a graph that `node` runs that mixes samples, and why; None: there is none."""
     bodies = node.meta.get("bodies", ())
-    if not bodies or operation(node) in _ENTRY_BY_ENTRY:
+    if not bodies:
         return None
+    if operation(node) == "flex_attention":
+        return next(filter(None, (_Entry().why(body) for body in bodies)), None)
     if operation(node) == FUNCTION:
         forward, backward = bodies
         return _Body().why(forward) or _Backward(forward, node.args[2:]).why(backward)
@@ -124,6 +128,36 @@ class _Body:
 
     def _reduced(self, node: fx.Node, name: str) -> str:
         return "reduces over the samples of the batch"
+
+
+class _Entry(_Body):
+    """Of a function of attention that makes a score, or a mask, by the numbers of a sample, a head, a query and a key.
+
+    A sample's number, which every micro-batch counts from 0, is for picking among what samples have, and nothing else.
+    """
+
+    def why(self, body: fx.GraphModule) -> tuple[fx.Node, str] | None:
+        inputs = body.graph.find_nodes(op="placeholder")
+        is_of_score = inputs[0].meta["spec"].dtype.is_floating_point  # which is ahead of the numbers
+        self.numbers = {inputs[is_of_score]}
+        made = [each for each in tree_leaves(body.graph.output_node().args) if isinstance(each, fx.Node)]
+        return super().why(body) or next(((each, COUNTED) for each in made if each in self.counts), None)
+
+    def _look_at(self, node: fx.Node) -> str:
+        name, given = operation(node), self.numbers.intersection(node.all_input_nodes)
+        if name in FILLING or name.endswith("_like") or (name in ("getitem", "index") and self._picks_own(node)):
+            return ""
+        if given and name not in _AS_THEY_ARE:
+            return NUMBERED
+        self.numbers |= {node} if given else set()
+        return super()._look_at(node)
+
+    def _picks_own(self, node: fx.Node) -> bool:
+        """Whether the sample's number picks along the samples, and along nothing else."""
+        spec, index = tensor_spec(node.args[0]), node.args[1]
+        parts = tuple(index) if isinstance(index, tuple | list) else (index,)
+        own = [dim for dim, part in enumerate(parts) if isinstance(part, fx.Node) and part in self.numbers]
+        return spec is not None and tuple(own) == spec.batch_dims
 
 
 class _Backward(_Body):

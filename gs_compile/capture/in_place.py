@@ -88,14 +88,15 @@ def refuse_changes(
     """
     nodes = next(iter(readers)).graph.nodes
     free = {storage_of(node): node for node in nodes if is_free(node)}
+    _refuse_in_regions(nodes)
     for change, storage in ((node, storage_of(each)) for node in nodes for each in mutated(node)):
         place = source_line(change) or operation(change)
         if storage is None:
             continue
         if storage in free:  # also where nothing that is returned needs it
             raise MutationError(
-                f"the model changes its input or buffer `{free[storage].name}` in place ({place}): micro-batches "
-                "and recomputation would do it again; make it a result of forward, or freeze it (eval mode)"
+                f"the model changes its input or buffer `{free[storage].name}` in place ({place}): micro-batches and "
+                "recomputation would do it again; make it a result of forward, or freeze it (eval mode)"
             )
         if operation(change).startswith("_foreach"):  # of which torch's trace loses gradients
             raise MutationError(f"the model changes several tensors in place at once ({place}): do so one by one")
@@ -114,6 +115,19 @@ def refuse_changes(
                 raise MutationError(
                     f"`{value.name}` is read by several units and changed in place at {place}; use the "
                     "out-of-place form there"
+                )
+
+
+def _refuse_in_regions(nodes: Iterable[fx.Node]) -> None:
+    """Raise `MutationError` for a change of what a region that is compiled by itself reads: torch cannot trace it."""
+    for body in (body for node in nodes if operation(node) == "invoke_subgraph" for body in node.meta["bodies"]):
+        given = {storage_of(each) for each in body.graph.nodes if is_free(each)} - {None}
+        for change in body.graph.nodes:
+            if not given.isdisjoint(map(storage_of, mutated(change))):
+                raise MutationError(
+                    "a region that is compiled by itself (torch.compiler.nested_compile_region) changes what it is "
+                    f"given in place ({source_line(change) or operation(change)}): use the out-of-place form there, or "
+                    "leave nested_compile_region out, as equal layers are compiled once anyway"
                 )
 
 

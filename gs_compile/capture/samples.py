@@ -96,6 +96,7 @@ ALONG_SAMPLES = "runs along the batch dimension"
 TO_FLOATS = frozenset("to type type_as float double half bfloat16".split())
 COUNTED = "computes with what is counted over the samples"
 SIZE = "computes with the batch size"
+NUMBERED = "computes with the numbers of the samples, which every micro-batch counts from 0"
 
 
 class Made:
@@ -163,7 +164,7 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str
         return SIZE
     given = [source for source in read if source in made.numbers and node not in made.numbers]
     if given and (not all(map(_is_in_order, given)) if _picks(name) else spec.dtype.is_floating_point):
-        return "computes with the numbers of the samples, which every micro-batch counts from 0"
+        return NUMBERED
     is_value = spec.dtype.is_floating_point and (computes(name) or name in TO_FLOATS)
     if is_value and not made.ranks.isdisjoint(read):
         return "computes with the places of entries in the order of those of all samples, or with their numbers"

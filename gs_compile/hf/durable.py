@@ -72,7 +72,8 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         if not given and options.resume is None:
             what = (
                 f"a durable run has left a commit here: {words}. Go on from it with "
-                f'trainer.train(resume_from_checkpoint=True) or the option resume="auto", or delete it: {delete}'
+                'trainer.train(resume_from_checkpoint=True) or the option resume="auto", leave it and choose another '
+                f"storage=, or delete it: {delete}"
             )
             raise LeftoverError(errno.EEXIST, what, str(folder_in(options.storage[0])))
         if _NAME not in commit.states:

@@ -20,6 +20,10 @@ _IGNORED = -100  # a label that no loss counts
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _KEPT = "logits_to_keep"  # of how many last tokens a model gives logits; 0: of all
 _MASK = "attention_mask"
+_ONE_LENGTH = (
+    "pad all batches to one length (padding='max_length') or give gradient_accumulation_steps=1 and a larger "
+    "per_device_train_batch_size"
+)
 _CHOSEN = {"start_positions", "end_positions"}  # labels that are chosen among all tokens, those of padding included
 # Of a model: without tokens where they are (samples, ...), of any width.
 _OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")
@@ -28,18 +32,31 @@ _OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")
 class Padding(NamedTuple):
     """token_id: to pad with. is_left: ahead of the tokens, where no batch of a step shows on which side its own is.
 
-    may_move: what a model makes of tokens does not depend on how many are ahead of them.
+    may_move: what a model makes of tokens does not depend on how many are ahead of them. reads_last: it makes of a
+    sequence what it has at its last place, whatever is there; None: nobody knows, as it is the user's own.
     """
 
     token_id: int = 0
     is_left: bool = False
     may_move: bool = True
+    reads_last: bool | None = False
 
     def is_left_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these are padded so, and a model that reads the last token finds it there."""
+        return self.may_move and self._is_ahead(batches)
+
+    def hides_last_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether padding would be where the model may read the last token of each sequence."""
+        labels = batches[0].get("labels")
+        is_of_samples = isinstance(labels, Tensor) and (labels.dim() == 1 or labels.is_floating_point())
+        may_read = is_of_samples and self._is_ahead(batches) if self.reads_last is None else self.reads_last
+        return may_read and not self.is_left_of(batches)
+
+    def _is_ahead(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether padding is ahead of the tokens, or else is to be there."""
         masks = [each for batch in batches for each in _masks(batch) if each.dim() == 2]
         starts, ends = (any(not each[:, at].all() for each in masks) for at in (0, -1))
-        return self.may_move and bool(masks) and not ends and (starts or self.is_left)
+        return bool(masks) and not ends and (starts or self.is_left or self.reads_last is True)
 
 
 RIGHT = Padding()
@@ -51,7 +68,8 @@ def padding_of(model: Any, tokenizer: Any = None) -> Padding:
     known = (getattr(of, "pad_token_id", None) for of in (config, tokenizer))
     token_id = next((each for each in known if each is not None), 0)
     is_left = getattr(tokenizer, "padding_side", "right") == "left"
-    return Padding(token_id, is_left, may_move=config is None or not _has_place_embeddings(config))
+    may_move = config is None or not _has_place_embeddings(config)
+    return Padding(token_id, is_left, may_move, _reads_last(model))
 
 
 def _has_place_embeddings(config: Any) -> bool:
@@ -59,6 +77,14 @@ def _has_place_embeddings(config: Any) -> bool:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rotates = any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim", "alibi"))
     return not rotates and (getattr(text, "max_position_embeddings", None) or 0) > 0
+
+
+def _reads_last(model: Any) -> bool | None:
+    """Of `Padding`. Most classifiers of transformers look for the last token that is not padding's."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if (summary := getattr(model, "sequence_summary", None)) is not None:
+        return getattr(summary, "summary_type", "") in ("last", "cls_index")  # the last, where nobody names another
+    return False if type(model).__module__.startswith("transformers.") else None
 
 
 def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> Mapping[str, Any]:
@@ -87,26 +113,37 @@ def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> 
 def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> list[Any]:
     """What a model has made of the gathered batches, for each of them.
 
-    Tensors are (samples, tokens, ...) or (samples, ...). A loss is that of all batches, and each gets its share: the
-    whole where it is a mean, which Trainer divides by the number of batches. Of logits, each has those of as many last
-    tokens of its own as it has asked for. Tokens are a decoder's where there is one, but of what its encoder gives.
+    Tensors are (samples, tokens, ...), (samples, ...) or (samples * tokens, ...), as routers' logits; others are
+    refused where they are read. A loss is that of all batches, and each gets its share: the whole where it is a mean,
+    which Trainer divides by the number of batches. Of logits, each has those of as many last tokens of its own as it
+    has asked for. Tokens are a decoder's where there is one, but of what its encoder gives.
     """
     named = outputs if isinstance(outputs, Mapping) else {}
+    names = {id(each): name for name in named for each in tree_leaves(named[name])}
     of_samples = [named.get(name) for name in _OF_SAMPLES]
     of_encoder = {id(each) for name in named if name.startswith("encoder_") for each in tree_leaves(named[name])}
     is_left = padding.is_left_of(batches)
     numbers, lengths_given = zip(*map(_size, batches), strict=True)
+    num_samples = sum(numbers)
     lengths_decoded = [_decoder_length(batch) for batch in batches] if of_encoder else lengths_given
 
-    def part(at: int, start: int, kept: int, whole: Tensor) -> Tensor:
+    def part(at: int, start: int, kept: int, whole: Tensor) -> Any:
         if not whole.dim():
             return whole if batches[0].get("num_items_in_batch") is None else whole / len(batches)
-        rows, tokens = whole[start : start + numbers[at]], lengths_given if id(whole) in of_encoder else lengths_decoded
+        tokens = lengths_given if id(whole) in of_encoder else lengths_decoded
+        is_flat = len(whole) == num_samples * max(tokens) > num_samples
+        if len(whole) != num_samples and not is_flat:
+            unread = whole.detach().as_subclass(_OfNoSamples)
+            unread.what = f"{names.get(id(whole), 'an output')} of shape {list(whole.shape)}"
+            return unread
+        rows = (whole.unflatten(0, (num_samples, -1)) if is_flat else whole)[start : start + numbers[at]]
         missing = max(tokens) - tokens[at]
         lengths = (max(tokens), max(tokens) - 1)  # which a shifted label leaves
         own = slice(missing, None) if is_left and tokens is lengths_given else slice(None, -missing or None)
         if kept and whole is of_samples[0]:
             return rows[:, own][:, -kept:]
+        if is_flat:
+            return rows[:, own].flatten(0, 1)
         if whole.dim() == 2:
             has_tokens = whole.shape[1] in lengths and all(whole is not each for each in of_samples)
         else:
@@ -119,6 +156,20 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding 
         tree_map_only(Tensor, partial(part, at, start, to_keep), outputs)
         for at, (start, to_keep) in enumerate(zip(starts, kept, strict=False))
     ]
+
+
+class _OfNoSamples(Tensor):
+    """In the place of an output that cannot be cut for the batches: an error as soon as it is read."""
+
+    what: str
+
+    @classmethod
+    def __torch_function__(cls, _: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
+        what = next(each.what for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        raise OptionError(
+            f"the loss reads {what}, which has no row for each sample, and none for each token, of the batches of a "
+            "step: give gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
+        )
 
 
 def _to_keep(batches: Sequence[Mapping[str, Any]]) -> Any:
@@ -182,8 +233,12 @@ def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -
     if chosen := sorted(_CHOSEN & first.keys()):
         raise OptionError(
             f"{name!r} has sequences of different lengths in the batches of a step, and {chosen[0]!r} is a position "
-            "among all tokens, so padding would change the loss: pad all batches to one length (padding='max_length') "
-            "or give gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
+            f"among all tokens, so padding would change the loss: {_ONE_LENGTH}"
+        )
+    if padding.hides_last_of(batches):
+        raise OptionError(
+            f"{name!r} has sequences of different lengths in the batches of a step, and this model may read the last "
+            f"place of a sequence, where padding would be: {_ONE_LENGTH}"
         )
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
     if name == "position_ids" and _MASK not in first:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gs_compile.errors import StorageError, StorageFullError
-from gs_compile.machine import free_storage
+from gs_compile.machine import format_bytes, free_storage
 from gs_compile.runtime.stream import is_in_host_memory
 
 Tensor = torch.Tensor
@@ -66,7 +66,8 @@ def map_file(folder: Path, nbytes: int) -> torch.UntypedStorage:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageFullError(
-                f"{folder} has no room for the next values: {nbytes} bytes needed, {free_storage(folder)} free. "
+                f"{folder} has no room for the next values: {format_bytes(nbytes)} needed, "
+                f"{format_bytes(free_storage(folder))} free. "
                 "Give another directory as storage="
             ) from error
         raise StorageError(f"{folder}: cannot make a file of {nbytes} bytes: {error}") from error

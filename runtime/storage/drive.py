@@ -23,11 +23,11 @@ from gs_compile.errors import (
     StorageFullError,
     StorageLockedError,
 )
-from gs_compile.machine import free_storage
+from gs_compile.machine import format_bytes, free_storage
 from gs_compile.placement.slab import rounded
 from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.storage import ssd, system
-from gs_compile.runtime.storage.folder import PROBE, Folder, as_storage_error
+from gs_compile.runtime.storage.folder import PROBE, TO_BE, Folder, as_storage_error
 from gs_compile.runtime.storage.grid import PAGE, Grid
 from gs_compile.runtime.storage.ssd import File, Memory, Sums, Transfer, Verb
 from gs_compile.runtime.storage.stored import FOLDERS
@@ -42,8 +42,7 @@ class Drive:
 
     def __init__(self, directory: Path, threads: int, folder: Path | None = None) -> None:
         """folder: of another run, in the place of the first that no other model of this process has."""
-        remedy = "; storage= has to be a directory in which this user may make files, or the name of a new one"
-        with contextlib.ExitStack() as opened, as_storage_error("open", directory, remedy):
+        with contextlib.ExitStack() as opened, as_storage_error("open", directory, TO_BE):
             self.own = Folder.first_free(directory) if folder is None else Folder.take(folder)
             opened.callback(self.own.release)
             self.folder = self.own.path
@@ -196,7 +195,7 @@ class Drive:
         return True
 
     def _full(self, nbytes: int, number: int, beside: str = "") -> StorageFullError:
-        room = f"{nbytes} bytes are needed{beside} and {free_storage(self.folder)} are free"
+        room = f"{format_bytes(nbytes)} are needed{beside} and {format_bytes(free_storage(self.folder))} are free"
         return StorageFullError(
             number, f"{room} ({os.strerror(number)}): make room or choose another storage=", str(self.folder)
         )

@@ -35,6 +35,7 @@ from gs_compile.runtime.storage.stored import FOLDER, OURS, Manifest
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
+TO_BE = "; storage= has to be a directory in which this user may make files, or the name of a new one"  # of `open`
 PROBE = ".probe"  # names that begin with a dot hold nothing of a run
 STATUS, NEXT_STATUS = ".status.json", ".status.next"
 LOOK_SECONDS = 0.05  # longer than `holder` has a lock

@@ -72,8 +72,9 @@ def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = 
         raise LeftoverError(errno.EEXIST, what, str(next(iter(folders))))
     if known and not resume:
         what = (
-            f"a durable run has left a commit here: {', '.join(known)}. Go on from it with the option "
-            f'resume="auto", or delete it: greedysnake store gc --all {next(iter(folders)).parent}'
+            f"a durable run has left a commit here: {', '.join(known)}. Go on from it with "
+            'gs_compile.resume(model, optimizer, storage=...) or the option resume="auto", leave it and choose another '
+            f"storage=, or delete it: greedysnake store gc --all {next(iter(folders)).parent}"
         )
         raise LeftoverError(errno.EEXIST, what, str(next(iter(folders))))
     newest = newest_of(left, agree)

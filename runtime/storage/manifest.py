@@ -122,12 +122,19 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
                 raise ValueError(f"{where}: the key {key!r} is not a string")
             check_plain(each, f"{where}.{key}", depth + 1)
     elif isinstance(value, list | tuple):
-        for each in value:
-            check_plain(each, where, depth + 1)
+        if depth == MAX_DEPTH or not _are_plain(value):
+            for each in value:
+                check_plain(each, where, depth + 1)
     elif isinstance(value, str):
         value.encode()  # half of a pair of surrogates is no letter
     elif not (value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST)):
         raise ValueError(f"{where}: {type(value).__name__}: not of JSON, or too large")
+
+
+def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether they are numbers alone that can be kept. Loaders may have a hundred thousand, and each commit asks."""
+    kinds = set(map(type, values))
+    return kinds <= {float} or (kinds <= {int, bool} and min(values) > -LARGEST and max(values) < LARGEST)
 
 
 def _check_size(data: bytes | bytearray) -> None:

@@ -27,6 +27,7 @@ from torch import nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.loss import loss
@@ -134,6 +135,20 @@ def chosen(x, predicate, other=torch.neg):
     return torch.cond(predicate, other, lambda x: 1.0 * x, (x,))
 
 
+def attended(x, score=None, mask=None):
+    """By functions of the numbers of a sample, a head, a query and a key. On a CPU it has no gradient."""
+    rows = x.detach()[:, None]
+    blocks = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    all_blocks = BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=1 << 30, mask_mod=mask, seq_lengths=(1, 1))
+    return flex_attention(rows, rows, rows, score, all_blocks)[:, 0]
+
+
+def scored(x, score):
+    """By what is made of a value for each of the sample's tokens, others without samples, and numbers."""
+    own, table = x.detach().sum(-1), torch.arange(99.0)
+    return attended(x, lambda value, *numbers: value + score(own, table, *numbers))
+
+
 def per_sample(x, kernel):
     """A convolution by another kernel for each sample, as groups of one image."""
     image = x.transpose(1, 2).reshape(1, -1, TOKENS)
@@ -238,6 +253,16 @@ MIXES = {
     ),
     "what is chosen": (lambda x: chosen(x, torch.ones((), dtype=torch.bool), lambda x: x - x.mean(0)), "(mean) reduces"),
     "a choice": (lambda x: chosen(x, (x > 9).any()), COUNTED),
+    "a score of the number": (lambda x: scored(x, lambda own, table, b, h, q, k: 0.1 * b), NUMBERS),
+    "a score of the number in a table": (lambda x: scored(x, lambda own, table, b, h, q, k: table[b]), NUMBERS),
+    "a score of the number elsewhere": (lambda x: scored(x, lambda own, table, b, h, q, k: own[b, b]), NUMBERS),
+    "a score of the first sample": (lambda x: scored(x, lambda own, table, b, h, q, k: own[0, k]), REDUCES),
+    "a score of others": (lambda x: scored(x, lambda own, table, b, h, q, k: own[q % 2, k]), PICKED),
+    "a mask of the number": (lambda x: attended(x, mask=lambda b, h, q, k: (b % 2 == 0) | (q >= k)), NUMBERS),
+    "a mask of the first sample": (
+        lambda x: (lambda own: attended(x, mask=lambda b, h, q, k: (own[0, k] > 1) | (q >= k)))(x.argmax(-1)),
+        COUNTED,
+    ),
     "any": (lambda x: torch.where((x > 9).any(), -x, x), COUNTED),
     "a count": (lambda x: x * (x > 0).sum(), COUNTED),
     "the load of each token's expert": (lambda x: x / load(x)[x.argmax(-1)][..., None], RANKS),
@@ -279,6 +304,8 @@ KEEPS = {
     "two batches": lambda x: torch.cat([x, 2 * x])[x.shape[0] :] + torch.cat([x, -x]).chunk(2)[1],
     "samples beside each other": lambda x: x.repeat_interleave(2, 0)[1::2],
     "a choice": lambda x: chosen(x, torch.ones((), dtype=torch.bool)),
+    "a score of each": lambda x: scored(x, lambda own, table, b, h, q, k: own[b.long(), k] + own[b][q] + table[k]),
+    "a mask of each": lambda x: (lambda own: attended(x, mask=lambda b, h, q, k: (own[b, k] > 1) | (q >= k)))(x.argmax(-1)),
     "a kernel for each": lambda x: per_sample(x, x[:, :3].transpose(1, 2).reshape(-1, 1, 3)),
 }  # fmt: skip
 

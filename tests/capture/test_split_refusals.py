@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from captured import WIDTH, Block, Tiny, batch, captured
+from captured import WIDTH, Block, Tiny, batch, captured, compiled
 from parts import Any, Reading, Sides, assert_units_equal_the_model
 from torch import nn
 
@@ -104,6 +104,21 @@ def test_a_buffer_changed_in_place(is_read):
     )
     assert "block.calls.add_(1)" in message
     assert message.endswith("make it a result of forward, or freeze it (eval mode)")
+
+
+def test_a_region_compiled_by_itself_that_changes_what_it_is_given():
+    class Region(Block):
+        @torch.compiler.nested_compile_region
+        def changed(self, x):
+            x.view(-1).add_(1)
+            return 2 * x
+
+        def forward(self, x):
+            return super().forward(self.changed(2 * x))
+
+    words = r"\(torch.compiler.nested_compile_region\) changes what it is given in place \(.*x.view\(-1\).add_\(1\)"
+    with pytest.raises(MutationError, match=words):
+        compiled(Tiny(blocks=[Region(), Region()]))(*batch(4))
 
 
 def test_batch_norm_changes_its_statistics():

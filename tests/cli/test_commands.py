@@ -262,3 +262,14 @@ def test_the_probe(monkeypatch, tmp_path):
     shown = json.loads(printed("probe", "--refresh", "--json", "--output", saved))
     assert shown == Profile.load(saved).as_dict()
     assert asked == [(None, [tmp_path, Path("/b")], False, None), (None, None, True, None)]
+
+
+@pytest.mark.parametrize("name", ["mine.json", "mine.json/below"])
+def test_the_probe_of_a_file(monkeypatch, tmp_path, name):
+    """Also where a drive that has been measured has it."""
+    (saved := tmp_path / "mine.json").write_text((machines.SHIPPED / "laptop.json").read_text())
+    monkeypatch.setattr(machines, "remembered", lambda *_: saved)
+    monkeypatch.delenv(machines.ENVIRONMENT, raising=False)
+    result = run("probe", "--storage", tmp_path / name)
+    assert (result.exit_code, result.stdout) == (5, "")
+    assert "Not a directory; storage= has to be a directory" in result.stderr

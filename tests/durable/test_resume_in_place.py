@@ -138,7 +138,7 @@ def test_room_for_both_sets_is_asked_for_by_name(harness, tmp_path, monkeypatch)
         resumed(harness, adamw, options([tmp_path / "a"], alpha=0.5, ratios={"optimizer": 0.5})) as optimizer,
         pytest.raises(
             StorageFullError,
-            match="bytes are needed beside those of step 1, which stay until the next commit, and 100000 are free",
+            match=r"\d \w*B are needed beside those of step 1, which stay until the next commit, and 97\.7 KiB are free",
         ),
     ):
         steps(harness, optimizer, (1,))

@@ -83,14 +83,15 @@ def refuses(harness, optimizer, words):
 
 
 def test_without_resume_a_commit_is_not_touched(harness, given, tmp_path):
-    """What is said names the run, its step, its date, and both ways to go on."""
+    """What is said names the run, its step, its date, and all ways out."""
     commit = read(tmp_path / FOLDER)
     with (
         harness.fresh(adamw, given | {"durability": "step"}) as optimizer,
         pytest.raises(LeftoverError) as refusal,
     ):
         steps(harness, optimizer, (0,))
-    for words in (commit.run, "step 2", commit.written, 'resume="auto"', f"greedysnake store gc --all {tmp_path}"):
+    ways = "gs_compile.resume(", 'resume="auto"', "another storage=", f"greedysnake store gc --all {tmp_path}"
+    for words in (commit.run, "step 2", commit.written, *ways):
         assert words in str(refusal.value)
     assert read(tmp_path / FOLDER) == commit
 

@@ -76,9 +76,9 @@ def interrupted(patched, directory):
 
 
 OBSTACLES = {
-    "a full disk": (full, StorageFullError, r"\d+ bytes are needed and \d+ are free"),
-    "no room at all": (partial(full, num_files=0), StorageFullError, r"\d+ bytes are needed and \d+ are free"),
-    "a small disk": (small, StorageFullError, r"\d+ bytes are needed and 10000 are free"),
+    "a full disk": (full, StorageFullError, r"\d \w*B are needed and [\d.]+ \w*B are free"),
+    "no room at all": (partial(full, num_files=0), StorageFullError, r"\d \w*B are needed and [\d.]+ \w*B are free"),
+    "a small disk": (small, StorageFullError, r"\d \w*B are needed and 9\.8 KiB are free"),
     "a failing drive": (partial(failing, index=2), StorageError, r"write of [wts]"),
     "a drive that fails late": (partial(failing, index=12), StorageError, r"write of [wts]"),
     "the user": (interrupted, KeyboardInterrupt, "^$"),

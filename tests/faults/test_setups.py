@@ -73,12 +73,12 @@ def a_name_of_256_bytes(setup):
     setup.options["storage"] = setup.folder / ("é" * 128)
 
 
-@refused(errors.StorageFullError, r"\d+ bytes are needed and \d+ are free \(No space left on device\): make room")
+@refused(errors.StorageFullError, r"\d \w*B are needed and [\d.]+ \w*B are free \(No space left on device\): make room")
 def a_full_drive(setup):
     setup.patch(system, "fallocate", failing(errno.ENOSPC))
 
 
-@refused(errors.StorageFullError, r"\d+ bytes are needed and \d+ are free \(Disk quota exceeded\): make room")
+@refused(errors.StorageFullError, r"\d \w*B are needed and [\d.]+ \w*B are free \(Disk quota exceeded\): make room")
 def a_quota(setup):
     setup.patch(system, "fallocate", failing(errno.EDQUOT))
 

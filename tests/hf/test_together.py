@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl.trainer.utils import add_fused_lm_head
 from zoo import VOCAB, small
 
@@ -72,6 +72,30 @@ def test_padding_is_behind_the_tokens_of_a_model_that_learns_places():
         assert gathered(batches, padding)["input_ids"][0].tolist() == padded, kind
 
 
+def test_the_last_place_of_a_sequence_is_not_padded():
+    """Of a model that reads it: padding is ahead of the tokens where these may move, else it is refused."""
+
+    def classifier(kind, **settings):
+        config = AutoConfig.for_model(kind, pad_token_id=7, vocab_size=VOCAB, num_labels=2, **settings)
+        return AutoModelForSequenceClassification.from_config(config)
+
+    batches = [
+        {"input_ids": torch.full((1, n), n), "attention_mask": torch.ones(1, n), "labels": torch.ones(1).long()}
+        for n in (2, 3)
+    ]
+    tokenizer = SimpleNamespace(pad_token_id=7, padding_side="left")
+    places = {"emb_dim": 8, "n_layers": 1, "n_heads": 2}
+    xlnet = classifier("xlnet", d_model=8, n_layer=1, n_head=2, d_inner=8)
+    assert gathered(batches, padding_of(xlnet))["input_ids"][0].tolist() == [7, 2, 2]
+    assert gathered(batches, padding_of(classifier("xlm", **places), tokenizer))["input_ids"][0].tolist() == [2, 2, 7]
+    own = SimpleNamespace(config=AutoConfig.for_model("gpt2", pad_token_id=7))
+    assert gathered(batches, padding_of(own))["input_ids"][0].tolist() == [2, 2, 7]  # the side of its collator
+    for model, side in ((classifier("xlm", summary_type="last", **places), None), (own, tokenizer)):
+        assert len(gathered(batches[:1] * 2, padding_of(model, side))["input_ids"]) == 2
+        with pytest.raises(OptionError, match="may read the last place of a sequence, where padding would be: pad all"):
+            gathered(batches, padding_of(model, side))
+
+
 @pytest.mark.parametrize("second", ["a", "b"])
 def test_entries_of_lists_are_samples(second):
     """Texts stay beside their samples, also where two batches have the same; a list of another length is one value."""
@@ -113,6 +137,26 @@ def test_places_of_logits_that_are_kept_are_no_places_of_a_step():
     assert gathered([batch])["logits_to_keep"].tolist() == [1]
     with pytest.raises(OptionError, match="'logits_to_keep' has places"):
         gathered([batch, batch])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_rows_of_tokens_are_each_batchs_own(side):
+    """As the logits of routers have them, and losses of single tokens. What has other rows is refused if it is read."""
+    batches = [
+        {"input_ids": torch.arange(start, start + 2 * n).view(2, n), "attention_mask": torch.ones(2, n)}
+        for start, n in ((0, 3), (10, 5))
+    ]
+    padding = padding_of(None, SimpleNamespace(pad_token_id=99, padding_side=side))
+    ids = gathered(batches, padding)["input_ids"].flatten()
+    made = {"losses": ids, "router_logits": (ids[:, None].expand(-1, 4), 2 * ids[:, None]), "load": torch.ones(7)}
+    for batch, found in zip(batches, parted(made, batches, padding), strict=True):
+        own = batch["input_ids"].flatten()
+        assert torch.equal(found["losses"], own)
+        assert torch.equal(found["router_logits"][0], own[:, None].expand(-1, 4))
+        assert torch.equal(found["router_logits"][1], 2 * own[:, None])
+        for read in (torch.Tensor.mean, lambda load: 2 * load, lambda load: load[0], lambda load: load.shape):
+            with pytest.raises(OptionError, match=r"the loss reads load of shape \[7\], which has no row for each"):
+                read(found["load"])
 
 
 def test_a_batch_within_a_batch_is_joined_and_parted():

@@ -208,7 +208,7 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StorageFullError, match=r"no room .* 256 bytes needed, \d+ free"):
+    with pytest.raises(StorageFullError, match=r"no room .* 256 B needed, [\d.]+ \wiB free"):
         init_on_storage(lambda: nn.Linear(8, 8), storage=tmp_path)
 
 

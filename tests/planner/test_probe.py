@@ -191,7 +191,7 @@ def test_what_was_there_stays_and_nothing_else_is_left(tmp_path, small):
 
 def test_a_drive_without_room_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 4096)
-    with pytest.raises(StorageFullError, match="4096 bytes are free: make room or choose another storage="):
+    with pytest.raises(StorageFullError, match=r"4\.0 KiB are free: make room or choose another storage="):
         drive_rates([tmp_path], 0.1, products)
     assert not list(tmp_path.iterdir())
 

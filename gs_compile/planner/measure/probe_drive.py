@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,10 @@ from pathlib import Path
 import torch
 
 from gs_compile.errors import StorageFullError
-from gs_compile.machine import free_storage
+from gs_compile.machine import format_bytes, free_storage
 from gs_compile.planner.measure.rates import Figure, Load, Work, medians, new_lane, pair
 from gs_compile.runtime.slab import map_memory
+from gs_compile.runtime.storage.folder import TO_BE, as_storage_error
 from gs_compile.runtime.storage.grid import PAGE
 from gs_compile.runtime.storage.ssd import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
@@ -81,9 +83,13 @@ def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float, how: s
 def room_nbytes(storage: Sequence[Path]) -> int:
     """The bytes that extents over all directories may take, as if their drives were equally fast.
 
-    Directories of one filesystem share its room, and the directory with the least room binds.
+    Directories of one filesystem share its room, and the directory with the least room binds. Raises StorageError, as
+    the store does, for one that is a file.
     """
     places = [existing(directory) for directory in storage]
+    for place in itertools.filterfalse(Path.is_dir, places):
+        with as_storage_error("open", place, TO_BE):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     devices = [place.stat().st_dev for place in places]
     rooms = [free_storage(place) // devices.count(device) for place, device in zip(places, devices, strict=True)]
     return min(rooms) * len(rooms)
@@ -124,7 +130,7 @@ def _request_nbytes(storage: Sequence[Path]) -> int:
     nbytes = min(REQUEST_NBYTES, int(room * SMALL_FILE_SHARE) // (2 * NUM_REQUESTS)) // PAGE * PAGE
     if nbytes < PAGE:
         raise StorageFullError(
-            errno.ENOSPC, f"{room} bytes are free: make room or choose another storage=", str(storage[0])
+            errno.ENOSPC, f"{format_bytes(room)} are free: make room or choose another storage=", str(storage[0])
         )
     return nbytes
 
