@@ -285,8 +285,7 @@ class Experts(nn.Module):
         if self.grouped:
             order = chosen.indices.argsort(stable=True)
             ends = torch.histc(chosen.indices.float(), 3, 0, 2).cumsum(0).int()
-            found = functional.grouped_mm(x[order].bfloat16(), self.experts.bfloat16(), offs=ends)
-            y[order] = found.float()
+            y[order] = functional.grouped_mm(x[order].bfloat16(), self.experts.bfloat16(), offs=ends).float()
         else:
             for number, expert in enumerate(self.experts):
                 (token,) = torch.where(chosen.indices == number)
