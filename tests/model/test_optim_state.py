@@ -69,7 +69,7 @@ def test_defaults_are_for_what_the_user_makes(tmp_path):
         with learner(folder, make, precision="bf16", alpha=0.5) as one, mode():
             for each in ids:
                 step(one.model, one.optimizer, each)
-                one.optimizer._count(1000)  # which a bfloat16 counts to, and not on from
+                one.optimizer.steps.become(1000)  # which a bfloat16 counts to, and not on from
             state = one.optimizer.state_dict()
             one.optimizer.load_state_dict(state)
             step(one.model, one.optimizer, ids[0])
