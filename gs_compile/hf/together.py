@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,6 +65,35 @@ def compile_for_strands(
     return compile_within
 
 
+@cache
+def _watched(kind: Any) -> Any:
+    """A kind of transformers' outputs, of which all but the loss was left out."""
+    names = {field.name for field in fields(kind)} - {"loss"}
+
+    def found(name: Any, value: Any) -> Any:
+        if value is None and name in names:
+            raise ReadsMore(name)
+        return value
+
+    def getattribute(self: Any, name: str) -> Any:
+        return found(name, kind.__getattribute__(self, name))
+
+    def get(self: Any, name: Any, default: Any = None) -> Any:
+        return found(name, kind.get(self, name)) if name in names else kind.get(self, name, default)
+
+    def contains(self: Any, name: Any) -> bool:
+        return found(name, name in self.keys() or None) is True
+
+    def getitem(self: Any, name: Any) -> Any:
+        try:
+            return kind.__getitem__(self, name)
+        except (KeyError, IndexError) as error:
+            raise ReadsMore(name) from error
+
+    methods = {"__getattribute__": getattribute, "get": get, "__contains__": contains, "__getitem__": getitem}
+    return type(kind.__name__, (kind,), methods)
+
+
 def _names(model: Any, base: Any) -> list[str]:
     """Of the arguments of a model's forward; adapters without a task hand theirs on as ``*args``."""
     names = inspect.signature(model.forward).parameters
@@ -93,8 +123,15 @@ def stored_reference(
     return SGD(model.parameters(), lr=0.0), compile_within
 
 
-def answered(questions: Sequence[_Question], padding: Padding) -> list[Any]:
-    """What each call would have returned; calls of one model in one mode are made as one."""
+class ReadsMore(Exception):  # noqa: N818  what a loss does, and no fault of it
+    """A loss reads more of what the model returns than the model's own loss, which is all that there is."""
+
+
+def answered(questions: Sequence[_Question], padding: Padding, *, has_loss_alone: bool = False) -> list[Any]:
+    """What each call would have returned; calls of one model in one mode are made as one.
+
+    has_loss_alone: whoever reads another output gets `ReadsMore`, also who only asks whether it is there.
+    """
     answers: dict[_Question, Any] = {}
     for question in questions:
         if question in answers:
@@ -104,5 +141,8 @@ def answered(questions: Sequence[_Question], padding: Padding) -> list[Any]:
         with torch.set_grad_enabled(question.has_grad):
             outputs = question.call(**(gathered(batches, padding) if len(batches) > 1 else batches[0]))
         found = parted(outputs, batches, padding) if len(batches) > 1 else [outputs]
+        for each in found if has_loss_alone else ():
+            if hasattr(type(each), "__dataclass_fields__") and isinstance(each, Mapping):
+                each.__class__ = _watched(type(each))
         answers |= zip(alike, found, strict=True)
     return [answers[question] for question in questions]

@@ -21,7 +21,7 @@ from gs_compile.hf import strands
 from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import Padding, gathered, padding_of
-from gs_compile.hf.together import answered, compile_for_strands, stored_reference
+from gs_compile.hf.together import ReadsMore, answered, compile_for_strands, stored_reference
 from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
@@ -278,12 +278,15 @@ class _Gathering(_Trainer):  # type: ignore[misc]
 
         def losses_of(model: Any, batches: list[Any], **kwargs: Any) -> list[torch.Tensor]:
             losses = [partial(loss_of, model, copy.copy(batch), **kwargs) for batch in batches]
-            return strands.run(losses, partial(answered, padding=self._padding))
+            is_alone = "outputs" not in self._asked
+            return strands.run(losses, partial(answered, padding=self._padding, has_loss_alone=is_alone))
 
         def loss_of_all(*args: Any, **kwargs: Any) -> torch.Tensor:
             try:
                 return torch.stack(losses_of(*args, **kwargs)).sum()
-            except (AttributeError, TypeError) as error:
+            except ReadsMore:
+                pass
+            except (AttributeError, TypeError) as error:  # of a model that returns what is no dataclass
                 if "NoneType" not in str(error) or "outputs" in self._asked:
                     raise
             log.info("compute_loss seems to read other outputs than the loss, which the model returns from now on")
