@@ -82,7 +82,7 @@ def _watched(kind: Any) -> Any:
         return found(name, kind.get(self, name)) if name in names else kind.get(self, name, default)
 
     def contains(self: Any, name: Any) -> bool:
-        return found(name, name in self.keys() or None) is True
+        return found(name, kind.get(self, name)) is not None
 
     def getitem(self: Any, name: Any) -> Any:
         try:

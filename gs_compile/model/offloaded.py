@@ -54,6 +54,9 @@ class Place(Protocol):
     def is_shown(self, values: Tensor) -> bool:
         """Whether a tensor of `shown_value`, or a view of it, still has the value."""
 
+    def forget(self, values: Tensor) -> None:
+        """A tensor of `shown_value` has no memory of its own from now on."""
+
     def rows(self, parameter: Tensor) -> Tensor:
         """The value as state dicts have it."""
 
@@ -258,6 +261,7 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
         tensor.data = placeholder(tensor.dtype, tensor.device).expand(tensor.shape)
         tensor.__class__ = cls
         tensor.parameter, tensor.strides, tensor.start = place.parameter, strides, place.start
+        place.parameter._greedysnake.forget(tensor)  # type: ignore[attr-defined]
 
     def in_memory(self) -> Tensor:
         parameter = self.parameter

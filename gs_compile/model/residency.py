@@ -148,6 +148,10 @@ class Residency:
         known = self.shown.get(values.device)
         return known is not None and known.is_true(values, self._state)
 
+    def forget(self, values: Tensor) -> None:
+        """A tensor of `shown_value` has no memory of its own from now on."""
+        self.shown = {device: each for device, each in self.shown.items() if each.values() is not values}
+
     def copied(self, parameter: Tensor) -> nn.Parameter | None:
         """Another parameter with the value in a file beside, before the first call; None after it.
 
