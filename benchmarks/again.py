@@ -71,7 +71,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {  # of each file of results, what follo
         f" --contestants plain,{BOTH_WAYS},vertical/host/inductor"
     ],
     "race-110m-paper": [
-        f"{RACE} --preset 110m --micro-batches 4 --round-seconds 42 --drive-bytes-per-second 80e6"
+        f"{RACE} --preset 110m --micro-batches 1 2 4 8 16 --round-seconds 8 --drive-bytes-per-second 80e6"
         " --contestants plain,zero-infinity,vertical/ssd/inductor,vertical/host/inductor"
     ],
     "race-350m": [f"{RACE} --preset 350m --micro-batches 16 --contestants {PEERS},vertical/quarter/inductor"],

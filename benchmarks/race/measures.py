@@ -25,8 +25,6 @@ MOST_BUSY = 0.2  # core seconds a second of an idle machine
 MOST_SECTORS = 20_000  # of 512 bytes, a second
 ROWS = 768  # of the product: it fits a core's cache, so that it tells the processor's speed and no one's traffic
 REPEATS = 12
-USUAL = 1.15  # times the median of the product's seconds: a moment in which nobody disturbs
-MOST_LOOKS, LOOK_SECONDS = 20, 3.0  # for such a moment
 IN_MEMORY = {
     "eager": ("vertical/host/eager", "plain"),
     "inductor": ("vertical/host/inductor", "plain/compile=blocks", "plain/compile=model"),
@@ -45,13 +43,6 @@ class MachineSpeed:
             _product()
         self.seconds.append(_product())
         return self.seconds[-1]
-
-    def wait_until_usual(self) -> None:
-        """For a moment in which the machine is as fast as in most of the race, as far as one comes within a minute."""
-        for _ in range(MOST_LOOKS):
-            if _product() <= USUAL * self.median:
-                return
-            time.sleep(LOOK_SECONDS)
 
     @property
     def median(self) -> float:

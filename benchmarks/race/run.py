@@ -32,7 +32,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses against plain PyTorch's, r
 DRIFT = 10.0  # times as much for the steps that are timed: rounding grows as training goes on
 START_SECONDS = 1800.0  # a start may build operators in C++
 STEP_SECONDS = 1800.0
-PREDICTIONS = 3
+PREDICTIONS, AT_ONCE = 4, 2  # of a step of ours, so many behind a turn
 PREDICT_SECONDS = 60.0  # that one may take, which times the code anew
 CLOSE = 1.1  # times the fastest of its rivals: more rounds tell who is faster
 HEADROOM = 1.25  # memory that has to be free for the next start, in peaks of the largest so far
@@ -205,8 +205,6 @@ class Run:
             if not runner.entry.is_ours:
                 continue
             runner.result |= self._ask(runner, runners, "waits") or {}
-            if self.settings.machine is not None and self.settings.left > PREDICTIONS * PREDICT_SECONDS:
-                self._predict(runner, runners, self.settings.machine)
         for runner in runners:
             if runner is not plain and plain in runners:
                 self._compare(runner.result, timed[runner.entry.name], timed[PLAIN])
@@ -219,20 +217,22 @@ class Run:
         if start and found and stop:
             timing.add(found, start, stop, (before, self.speed.sample()))
             print(f"  {runner.entry.name}: {found['seconds'] / count:.3g} s a step", flush=True)
+            if runner.entry.is_ours and len(timing.predicted) < PREDICTIONS:
+                self._predict(runner, runners, timing)
 
-    def _predict(self, runner: Runner, runners: list[Runner], machine: Path) -> None:
-        """What the simulator says of its step, with the drive's rates of these rounds and its code timed soon.
+    def _predict(self, runner: Runner, runners: list[Runner], timing: Timing) -> None:
+        """What the simulator says of its step, with the drive's rates so far and its code timed right behind its turn.
 
-        The median of a few: whoever disturbs the machine for some seconds has doubled what the code seemed to take.
+        The speed of a shared machine changes from minute to minute: a prediction is for the minute it was made in.
         """
+        if self.settings.machine is None:
+            return
         path = self.drive.storage.with_name("machine.json")
-        replace(Profile.load(machine), **self.drive.median).save(path)
-        found = []
-        for _ in range(PREDICTIONS):
-            self.speed.wait_until_usual()
-            found.append(self._ask(runner, runners, f"predict {path}"))
-        if all(found):
-            runner.result["predicted_seconds"] = statistics.median(each["predict"] for each in found)
+        replace(Profile.load(self.settings.machine), **self.drive.median).save(path)
+        for _ in range(AT_ONCE):
+            if self.settings.left > PREDICT_SECONDS and (found := self._ask(runner, runners, f"predict {path}")):
+                timing.predicted.append(found["predict"])
+        self._ask(runner, runners, "reset_peak")  # what timing the code takes is not the step's
 
     def _ask(self, runner: Runner, runners: list[Runner], question: str) -> dict[str, Any] | None:
         """The answer; whoever fails is out from then on."""
@@ -264,6 +264,7 @@ class Timing:
     seconds: list[float] = field(default_factory=list)  # of all steps of a round
     speeds: list[tuple[float, float]] = field(default_factory=list)  # the fixed product, before and after
     losses: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)  # of a step, by the simulator
     read_bytes: int = 0
     write_bytes: int = 0
     peak_rss: int = 0
@@ -295,6 +296,8 @@ class Timing:
         each = [*result.get("seconds", ()), *here]
         normalised = [speed.normalised(s, *speeds) for s, speeds in zip(here, self.speeds, strict=True)]
         normalised = [*result.get("normalised_seconds", ()), *normalised]
+        if self.predicted:
+            result["predicted_seconds"] = statistics.median(self.predicted)
         result |= {
             "steps": count,
             "seconds": each,
