@@ -65,6 +65,10 @@ class Total:
     nbytes: int = 0
     nbytes_by_kind: Counter[str] = field(default_factory=Counter)
 
+    def __add__(self, other: Total) -> Total:
+        kinds = self.nbytes_by_kind + other.nbytes_by_kind
+        return Total(self.seconds + other.seconds, self.nbytes + other.nbytes, kinds)
+
 
 class Trace:
     """The record of a run; any thread may add to it."""

@@ -5,7 +5,7 @@ Nothing heavy is imported here, so that help comes at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -19,6 +19,8 @@ from gs_compile.planner.request import OptimizerName, Precision, Request, Satura
 from gs_compile.schedules import Schedule
 
 Graph = Literal["captured", "forward", "backward", "program"]
+ANY = Parameter.POSITIONAL_OR_KEYWORD
+GIVEN = ("model", "request")  # parameters of commands that are made of options
 
 
 def option(text: str, default: Any = ..., *names: str, unset: str | bool = True, **more: Any) -> Any:
@@ -34,19 +36,22 @@ def flag(text: str, *names: str, unset: str | bool = True, **more: Any) -> Calla
 def takes(request: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the fields of a tuple as options, before its own; it gets them as one object."""
     defaults, types = request._field_defaults, get_type_hints(request, include_extras=True)
-    kind = Parameter.POSITIONAL_OR_KEYWORD
-    asked = [Parameter(name, kind, default=defaults[name], annotation=types[name]) for name in types]
+    options = [Parameter(name, ANY, default=defaults[name], annotation=types[name]) for name in types]
+    return lambda command: _asking(command, options, lambda **asked: (request(**asked),))
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def run(**given: Any) -> None:
-            command(request(**{name: given.pop(name) for name in types}), **given)
 
-        _, *own = signature(command, eval_str=True).parameters.values()
-        run.__signature__ = Signature([*asked, *own])  # type: ignore[attr-defined]
-        return run
+def _asking(
+    command: Callable[..., None], options: Sequence[Parameter], given: Callable[..., tuple[Any, ...]]
+) -> Callable[..., None]:
+    """The command with options before its own. given: what it gets in their place, first among its arguments."""
 
-    return decorate
+    @wraps(command)
+    def run(**asked: Any) -> None:
+        command(*given(**{each.name: asked.pop(each.name) for each in options}), **asked)
+
+    own = [each for each in signature(command, eval_str=True).parameters.values() if each.name not in GIVEN]
+    run.__signature__ = Signature([*options, *own])  # type: ignore[attr-defined]
+    return run
 
 
 Json = Annotated[bool, option("Print one JSON object.", ..., "--json")]
@@ -181,23 +186,14 @@ def plans(command: Callable[..., None]) -> Callable[..., None]:
     Raises `BadParameter` for a ratio that is none, and what a `Request` raises.
     """
     defaults = {each.name: each.default for each in fields(Request)} | {"ratios": None}
-    kind = Parameter.POSITIONAL_OR_KEYWORD
-    flags = [
-        Parameter(name, kind, default=made(defaults[name]), annotation=type_) for name, (type_, made) in FLAGS.items()
-    ]
+    flags = [Parameter(name, ANY, default=made(defaults[name]), annotation=kind) for name, (kind, made) in FLAGS.items()]
+    return _asking(command, [Parameter("model", ANY, annotation=Model), *flags], _planned)
 
-    @wraps(command)
-    def run(model: str, **given: Any) -> None:
-        asked = {name: given.pop(name) for name in FLAGS}
-        often = str(asked["durability"])
-        asked["ratios"] = dict(map(_ratio, asked["ratios"] or ()))
-        asked["durability"] = int(often) if often.isdecimal() else often
-        command(model, Request(**asked), **given)
 
-    _, _, *own = signature(command, eval_str=True).parameters.values()
-    first = Parameter("model", kind, default=..., annotation=Model)
-    run.__signature__ = Signature([first.replace(default=Parameter.empty), *flags, *own])  # type: ignore[attr-defined]
-    return run
+def _planned(model: str, *, ratios: list[str] | None, durability: object, **asked: Any) -> tuple[str, Request]:
+    often = str(durability)
+    steps = int(often) if often.isdecimal() else often
+    return model, Request(ratios=dict(map(_ratio, ratios or ())), durability=steps, **asked)
 
 
 def _ratio(text: str) -> tuple[str, float]:

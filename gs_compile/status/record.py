@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gs_compile.program.ir import Stage
 from gs_compile.runtime.trace import Total, Trace
@@ -59,9 +59,10 @@ class RunRecord:
             if len(self._history) > MOST_POINTS:
                 self._history, self._every = self._history[::2], 2 * self._every
             if not math.isnan(info.seconds):
-                before = self._sums
+                before, none = self._sums, Total()
+                lanes = {**before.lanes, **info.lanes}
                 self._sums = _Sums(
-                    _added(before.lanes, info.lanes),
+                    {lane: before.lanes.get(lane, none) + info.lanes.get(lane, none) for lane in lanes},
                     before.num_steps + 1,
                     before.seconds + info.seconds,
                     before.num_tokens + info.num_tokens,
@@ -116,13 +117,3 @@ def stage_words(stage: Stage) -> str:
     if unit := units.get(stage.unit_class):
         return f"{stage.phase} of {unit}"
     return "reading ahead" if stage.phase == "fill" else "the last updates"
-
-
-def _added(first: Mapping[str, Total], second: Mapping[str, Total]) -> dict[str, Total]:
-    """The sums of lanes."""
-    sums = {lane: replace(total) for lane, total in first.items()}
-    for lane, total in second.items():
-        one = sums.get(lane, Total())
-        kinds = one.nbytes_by_kind + total.nbytes_by_kind
-        sums[lane] = Total(one.seconds + total.seconds, one.nbytes + total.nbytes, kinds)
-    return sums
