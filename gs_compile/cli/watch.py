@@ -12,7 +12,7 @@ from typing import Any
 
 from gs_compile.errors import StatusError
 from gs_compile.machine import format_bytes
-from gs_compile.planner.summary import rate_text, seconds_text, table
+from gs_compile.planner.summary import rate_text, table
 from gs_compile.program.ir import TIERS
 from gs_compile.progress import bar
 from gs_compile.status.file import find, plain, read
@@ -135,18 +135,7 @@ def _step(status: Status) -> str:
 
 def _lanes(status: Status) -> str:
     assert status.last is not None
-    rows = [
-        (
-            row.lane,
-            f"{row.busy:.0%}",
-            seconds_text(row.seconds),
-            "-" if math.isnan(row.predicted_seconds) else seconds_text(row.predicted_seconds),
-            format_bytes(row.nbytes) if row.nbytes else "-",
-            format_bytes(row.predicted_nbytes) if row.predicted_nbytes > 0 else "-",
-            rate(row.bytes_per_second, 1.0) if row.nbytes else "-",
-        )
-        for row in lane_rows(status, status.last.lanes, status.last.seconds)
-    ]
+    rows = [(row.lane, *row.cells) for row in lane_rows(status, status.last.lanes, status.last.seconds)]
     heads = ("last step", "busy", "works", "planned", "moves", "planned to", "rate")
     return table(heads, rows, right=heads[1:])
 

@@ -29,7 +29,6 @@ from gs_compile.status.words import (
     kinds_words,
     lane_rows,
     plan_words,
-    rate,
     step_words,
     wear,
 )
@@ -154,15 +153,8 @@ def _lane(row: LaneRow, predicted_seconds: float, binds: str) -> str:
     tick = ""
     if not math.isnan(row.predicted_seconds) and predicted_seconds > 0:
         tick = f'<b style="left:{100 * min(row.predicted_seconds / predicted_seconds, 1.0):.1f}%"></b>'
-    cells = [
-        (row.lane, ""),
-        (f"{row.busy:.0%}", "n"),
-        (seconds_text(row.seconds), "n"),
-        ("-" if math.isnan(row.predicted_seconds) else seconds_text(row.predicted_seconds), "n"),
-        (format_bytes(row.nbytes) if row.nbytes else "-", "n"),
-        (rate(row.bytes_per_second, 1.0) if row.nbytes else "-", "n"),
-    ]
-    made = _row("td", cells)
+    busy, works, predicted, moves, _, speed = row.cells
+    made = _row("td", [(row.lane, ""), *((cell, "n") for cell in (busy, works, predicted, moves, speed))])
     bar = f'<td><span class="bar"><i style="width:{width:.1f}%"></i>{tick}</span></td>'
     made = made.replace("</td>", f"</td>{bar}", 1)
     return made.replace("<tr>", '<tr class="binds">', 1) if row.lane == binds else made

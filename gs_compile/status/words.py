@@ -92,6 +92,18 @@ class LaneRow(NamedTuple):
     predicted_nbytes: int
     bytes_per_second: float
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """For a table: busy, works, predicted to work, moves, predicted to move, rate."""
+        return (
+            f"{self.busy:.0%}",
+            seconds_text(self.seconds),
+            "-" if math.isnan(self.predicted_seconds) else seconds_text(self.predicted_seconds),
+            format_bytes(self.nbytes) if self.nbytes else "-",
+            format_bytes(self.predicted_nbytes) if self.predicted_nbytes > 0 else "-",
+            rate(self.bytes_per_second, 1.0) if self.nbytes else "-",
+        )
+
 
 def lane_rows(status: Status, lanes: Mapping[str, Total], seconds: float, num_steps: int = 1) -> Iterator[LaneRow]:
     """Of every lane that did something, or was to, in a mean of `num_steps` steps that took `seconds` together."""
