@@ -33,24 +33,26 @@ class Padding(NamedTuple):
     """token_id: to pad with. is_left: ahead of the tokens, where no batch of a step shows on which side its own is.
 
     may_move: what a model makes of tokens does not depend on how many are ahead of them. reads_last: it makes of a
-    sequence what it has at its last place, whatever is there; None: nobody knows, as it is the user's own.
+    sequence what it has at its last place, whatever is there; None: nobody knows, as it is the user's own. averages: it
+    makes of it the mean of all places.
     """
 
     token_id: int = 0
     is_left: bool = False
     may_move: bool = True
     reads_last: bool | None = False
+    averages: bool = False
 
     def is_left_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these are padded so, and a model that reads the last token finds it there."""
         return self.may_move and self._is_ahead(batches)
 
-    def hides_last_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether padding would be where the model may read the last token of each sequence."""
+    def changes(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether padding would be among the places that the model may read of each sequence."""
         labels = batches[0].get("labels")
         is_of_samples = isinstance(labels, Tensor) and (labels.dim() == 1 or labels.is_floating_point())
         may_read = is_of_samples and self._is_ahead(batches) if self.reads_last is None else self.reads_last
-        return may_read and not self.is_left_of(batches)
+        return self.averages or (may_read and not self.is_left_of(batches))
 
     def _is_ahead(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether padding is ahead of the tokens, or else is to be there."""
@@ -69,7 +71,13 @@ def padding_of(model: Any, tokenizer: Any = None) -> Padding:
     token_id = next((each for each in known if each is not None), 0)
     is_left = getattr(tokenizer, "padding_side", "right") == "left"
     may_move = config is None or not _has_place_embeddings(config)
-    return Padding(token_id, is_left, may_move, _reads_last(model))
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    summary = getattr(base, "sequence_summary", None)
+    # Most classifiers of transformers look for the last token that is not padding's.
+    is_known = summary is not None or type(base).__module__.startswith("transformers.")
+    kind = getattr(summary, "summary_type", "")
+    reads_last = kind in ("last", "cls_index") if is_known else None  # the last, where nobody names another
+    return Padding(token_id, is_left, may_move, reads_last, averages=kind == "mean")
 
 
 def _has_place_embeddings(config: Any) -> bool:
@@ -77,14 +85,6 @@ def _has_place_embeddings(config: Any) -> bool:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rotates = any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim", "alibi"))
     return not rotates and (getattr(text, "max_position_embeddings", None) or 0) > 0
-
-
-def _reads_last(model: Any) -> bool | None:
-    """Of `Padding`. Most classifiers of transformers look for the last token that is not padding's."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if (summary := getattr(model, "sequence_summary", None)) is not None:
-        return getattr(summary, "summary_type", "") in ("last", "cls_index")  # the last, where nobody names another
-    return False if type(model).__module__.startswith("transformers.") else None
 
 
 def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> Mapping[str, Any]:
@@ -235,10 +235,10 @@ def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -
             f"{name!r} has sequences of different lengths in the batches of a step, and {chosen[0]!r} is a position "
             f"among all tokens, so padding would change the loss: {_ONE_LENGTH}"
         )
-    if padding.hides_last_of(batches):
+    if padding.changes(batches):
         raise OptionError(
             f"{name!r} has sequences of different lengths in the batches of a step, and this model may read the last "
-            f"place of a sequence, where padding would be: {_ONE_LENGTH}"
+            f"place of a sequence, or the mean of all, where padding would be: {_ONE_LENGTH}"
         )
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
     if name == "position_ids" and _MASK not in first:

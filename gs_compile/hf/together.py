@@ -30,13 +30,13 @@ class _Question:
 
 
 def compile_for_strands(
-    model: Any, options: Mapping[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model: Any, options: dict[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Callable[..., None]:
     """Compile a model in place, to run in a context. From now on strands ask for its results; `answered` calls it.
 
-    Returns what compiles it again, with micro-batches of so many samples at most, and other options.
+    options: get what the model is compiled with, where it needs something else. Returns what compiles it again, with
+    micro-batches of so many samples at most, and other options.
     """
-    options = dict(options)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if has_fused_head(base):
         make_capturable(base)
@@ -68,7 +68,7 @@ def compile_for_strands(
 @cache
 def _watched(kind: Any) -> Any:
     """A kind of transformers' outputs, of which all but the loss was left out."""
-    names = {field.name for field in fields(kind)} - {"loss"}
+    names, places = {field.name for field in fields(kind)} - {"loss"}, range(len(fields(kind)))
 
     def found(name: Any, value: Any) -> Any:
         if value is None and name in names:
@@ -86,6 +86,8 @@ def _watched(kind: Any) -> Any:
 
     def getitem(self: Any, name: Any) -> Any:
         try:
+            if not isinstance(name, str) and range(len(self))[name] != places[name]:  # negative ones, and slices
+                raise ReadsMore(name)
             return kind.__getitem__(self, name)
         except (KeyError, IndexError) as error:
             raise ReadsMore(name) from error

@@ -108,6 +108,8 @@ class TrainerMixin(DurableTrainer):
         overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None
         self._compile_within = [compile_for_strands(self.model, chosen)]
+        if chosen["outputs"] == "all":
+            self._asked["outputs"] = "all"
         self._batch_size = self._train_batch_size
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):

@@ -22,12 +22,14 @@ class Products:
     they are computed and in host memory before and after.
 
     shared_nbytes: of all tensors, what comes from other ranks; 0: there are none, and each tensor is here as a whole.
+    is_priced: the sizes of the unit have their time (`prices.with_products`).
     """
 
     flops: float
     device_nbytes: int
     host_nbytes: int
     shared_nbytes: int = 0
+    is_priced: bool = False
 
 
 @dataclass(frozen=True)

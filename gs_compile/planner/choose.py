@@ -28,7 +28,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.workload import UnitSize, beside_slab
+from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.boundary import (
     Ladder,
     carried_nbytes,
@@ -218,7 +218,7 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
         return list(kept.values())
     scarce = _of_any_alpha(problem, partial(_fitting, problem.steps, spare=NOTHING))
     if scarce is None:
-        raise MemoryBudgetError(_too_little(problem))
+        raise MemoryBudgetError("no program of what the linear program finds keeps the budgets")
     return [scarce]
 
 
@@ -317,14 +317,3 @@ def _turns(problem: Problem) -> dict[str, int]:
 
     tiers = ("host",) if problem.values_nbytes is None else ("device", "host")
     return {tier: max((nbytes(size, tier) for size in layers), default=0) for tier in tiers}
-
-
-def _too_little(problem: Problem) -> str:
-    budgets, workload = problem.budgets, problem.workload
-    memory = f"host memory of {format_bytes(budgets.host_nbytes + beside_slab(workload.sizes))}"
-    if problem.profile.separate and budgets.device_nbytes:
-        memory += f" or device memory of {format_bytes(budgets.device_nbytes)}"
-    remedies = ["give it more"]
-    remedies += ["fewer micro-batches"] if problem.number > 1 else []
-    remedies += ["a smaller micro_batch_size"] if workload.micro_batch_size > 1 else []
-    return f"{memory} is too little for this step: {', or '.join(remedies)}"

@@ -33,7 +33,7 @@ from gs_compile.planner.builder import SCARCE_UPDATES, peak
 from gs_compile.planner.choose import highest
 from gs_compile.planner.in_pieces import WORTH, faster, smaller, told
 from gs_compile.planner.lp.counting import CLASSES
-from gs_compile.planner.lp.search import GROWTH, Search
+from gs_compile.planner.lp.search import GROWTH, Search, shortfall
 from gs_compile.planner.problem import Problem, fits
 from gs_compile.planner.request import Request
 from gs_compile.planner.saved import computed, is_open, saved_text, topmost
@@ -93,8 +93,8 @@ def _decided(problem: Problem, found: Search | None) -> StepPlan:
 def _solved(problem: Problem, found: Search | None) -> StepPlan:
     try:
         made = _best_clipping(problem, found)
-    except (NoFitError, MemoryBudgetError) as error:
-        return _scarce(problem, error)
+    except (NoFitError, MemoryBudgetError):
+        return _scarce(problem)
     best, most = made, WORTH * made.seconds
     for cut in faster(problem, made):
         with suppress(NoFitError, MemoryBudgetError):
@@ -126,16 +126,14 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
     return replace(chosen, notes=(*chosen.notes, f"Clipping is delayed: {seconds}."))
 
 
-def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPlan:
+def _scarce(problem: Problem) -> StepPlan:
     """Where the linear program finds nothing: the faster of updates in pieces, and of layers in pieces where the device
-    has no room for whole ones; or the least there is.
-
-    Where activations are to be saved the least is no answer: without the linear program nothing says at which level.
+    has no room for whole ones; or the least there is. What a refusal names is what that needs.
     """
     try:
         least = _least(problem)
     except MemoryBudgetError:
-        raise refusal from None
+        raise _refusal(problem.updated_in(SCARCE_UPDATES)) from None
     updates = sorted({least.problem.layer_updates, SCARCE_UPDATES})
 
     def updated(each: Problem) -> list[Problem]:
@@ -146,10 +144,13 @@ def _scarce(problem: Problem, refusal: NoFitError | MemoryBudgetError) -> StepPl
         found += _first(each for pieces in smaller(least.problem) for each in updated(pieces))
     if found:
         return min(found, key=lambda each: each.seconds)
-    if problem.request.saves or not _keeps_budgets(least):
-        raise (MemoryBudgetError(refusal.message) if problem.will_run else refusal) from None
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
-    return replace(least, notes=(note,))
+    for each in (least.problem, *smaller(least.problem)):
+        whole = each.updated_in(least.problem.layer_updates)
+        made = _made(whole, _placed(whole.steps, 0.0), note)
+        if _keeps_budgets(made):
+            return made
+    raise _refusal(whole)
 
 
 def _first(problems: Iterable[Problem]) -> list[StepPlan]:
@@ -302,8 +303,16 @@ def _fits(problem: Problem, placement: Placement) -> bool:
 def _keeps_budgets(plan: StepPlan) -> bool:
     """Whether a step keeps those of all tiers, with what code computes with."""
     with suppress(NoFitError):  # code for which the device has no room alone
-        return plan.problem.steps.fitting(plan.placement) is not None
+        return not plan.problem.steps.lacking(plan.placement)
     return False
+
+
+def _refusal(problem: Problem) -> NoFitError | MemoryBudgetError:
+    """What the least lacks. It fits in what is named, whatever the linear program finds."""
+    steps, request = problem.steps, problem.request
+    lacking = steps.lacking(_placed(steps, 0.0))
+    said = shortfall(problem.formulas, problem.budgets, request, num_micro_batches=problem.number, lacking=lacking)
+    return MemoryBudgetError(said) if problem.will_run else NoFitError(said)
 
 
 def _too_large(problem: Problem, placement: Placement) -> str:

@@ -94,12 +94,12 @@ class Planner:
             return self.of_any_batch()
         ratios = replace(request.ratios, gradient=None)
         other = self.asked(schedule=spec.batch_like, ratios=ratios)
-        if spec.whole_batch:
-            return self.of_whole_batch(*other.searched()[0])
         try:
             problem, search = other.searched()[0]
         except NoFitError:
             return self.of_any_batch()
+        if spec.whole_batch:
+            return self.of_whole_batch(problem, search)
         size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
         return self.asked(batch_size=None, micro_batch_size=size, num_micro_batches=number).of_any_batch()
 
@@ -141,6 +141,10 @@ class Planner:
         """Of micro-batches, to be tried."""
         batch_size = self.request.own_batch_size if self._is_whole else None
         return [batch_size] if batch_size else self.request.sizes
+
+    def _number(self, size: int) -> int | None:
+        """Of micro-batches of so many samples, where it is known."""
+        return 1 if self._is_whole else self.request.number(size)
 
     def asked(self, **changes: Any) -> Planner:
         """The same model on the same machine, asked for something else."""
@@ -192,7 +196,7 @@ class Planner:
             problem = self.problem(size, counted)
             problem.check()
             try:
-                found.append((problem, problem.search(1 if self._is_whole else self.request.number(size))))
+                found.append((problem, problem.search(self._number(size))))
             except PlanError:
                 if not found:
                     raise
@@ -206,34 +210,27 @@ class Planner:
         return [chosen, *(each for each in found if each is not chosen)]
 
     def of_any_batch(self) -> StepPlan:
-        """The plan of the first search whose program keeps the budgets.
+        """The plan of the first search whose program keeps the budgets, else of the smallest batch.
 
         Where nobody has given the batch, half as many micro-batches are tried before another size.
         """
-        try:
+        found: list[Found] = []
+        with suppress(NoFitError):  # but the program of the least may fit
             found = self.searched()
-        except NoFitError as error:  # but the program of the least may fit
-            size = self.request.sizes[0]
-            try:
-                return self.decided(self.problem(size), self.request.number(size) or 1)
-            except (NoFitError, MemoryBudgetError):
-                raise error from None
-        refusal: MemoryBudgetError | NoFitError | None = None
         for problem, search in found:
             most = search.best.num_micro_batches
-            is_given = self.request.number(problem.workload.micro_batch_size) is not None
+            is_given = self._number(problem.workload.micro_batch_size) is not None
             for number in (most,) if is_given or most == 1 else (most, most // 2):
                 try:
                     tried = search if number == most else problem.search(number)
                     log.info("simulating %d micro-batches", number)
                     made = self.decided(problem, number, tried)
-                except (MemoryBudgetError, NoFitError) as error:
-                    refusal = error
+                except (MemoryBudgetError, NoFitError):
                     continue
                 others = [each for each in found if each[0] is not problem]
                 return explained(made, tried, others, self.narrower(made.problem))
-        assert refusal is not None, "there is a search"
-        raise refusal
+        size = self._sizes[0]
+        return self.decided(self.problem(size), self._number(size) or 1)
 
     def narrower(self, problem: Problem) -> Iterator[tuple[States, Problem]]:
         """The problem with states in fewer bits, by their type; none of what says itself what its states take."""
@@ -262,8 +259,8 @@ class Planner:
                 found = problem.search(1)
                 plans[size] = explained(self.decided(problem, 1, found), found, [])
             except (NoFitError, MemoryBudgetError):
-                if size == 1:
-                    raise
+                if size == 1:  # the least, or what it needs
+                    plans[size] = self.decided(problem, 1)
             return size not in plans
 
         if not is_too_large(batch_size):

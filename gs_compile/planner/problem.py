@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Any, Protocol
 
-from gs_compile.errors import NoFitError, OptionError, PlanError
+from gs_compile.errors import OptionError, PlanError
 from gs_compile.options import Masters
 from gs_compile.placement.boundaries import Nbytes
 from gs_compile.placement.levels import Levels
@@ -206,10 +206,7 @@ class Problem:
 
     def does_fit(self, number: int) -> bool:
         """Whether a step of so many micro-batches does, by the linear program."""
-        try:
-            check(self.formulas, self.budgets, self.request, number)
-        except NoFitError:
-            return False
+        check(self.formulas)
         return fits_any(self.formulas, number, self.budgets, self.request)
 
     def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
@@ -252,6 +249,16 @@ class Problem:
         programs = self.builder.programs(placement)
         first, most = next(programs), self._most(spare)
         return first if fits(chain((first,), programs), most) else None
+
+    def lacking(self, placement: Placement) -> dict[str, int]:
+        """By tier, the bytes that the steps of a placement take beyond the budgets, with what code computes with."""
+        programs, beside = list(self.builder.programs(placement)), {"device": self.workload.workspace_nbytes}
+
+        def over(tier: str) -> int:
+            needed = max(peak(each, tier) for each in programs) + beside.get(tier, 0)
+            return needed - int(getattr(self.budgets, f"{tier}_nbytes"))
+
+        return {tier: nbytes for tier in self._most(NOTHING) if (nbytes := over(tier)) > 0}
 
     def excess(self, program: Program, spare: Mapping[str, int] = NOTHING) -> dict[str, int]:
         """By tier, the bytes that a step takes beyond its budget; `spare` bytes of it are left free."""

@@ -46,6 +46,7 @@ class Drive:
             self.own = Folder.first_free(directory) if folder is None else Folder.take(folder)
             opened.callback(self.own.release)
             self.folder = self.own.path
+            self.device = self.folder.stat().st_dev
             self.lasting: Set[str] = frozenset()  # names of files that stay when the run is over
             self._has_new_names = False
             self._files: list[File] = []
@@ -159,9 +160,13 @@ class Drive:
             for begin, end in file.grid.cut(offset, memory.nbytes)
         ]
 
+    @property
+    def room_nbytes(self) -> int:
+        return free_storage(self.folder)
+
     def check_room(self, nbytes: int, beside: str = "") -> None:
         """beside: what has room already, in words."""
-        if nbytes > free_storage(self.folder):
+        if nbytes > self.room_nbytes:
             raise self._full(nbytes, errno.ENOSPC, beside)
 
     def bytes_per_second(self) -> float:
@@ -195,7 +200,7 @@ class Drive:
         return True
 
     def _full(self, nbytes: int, number: int, beside: str = "") -> StorageFullError:
-        room = f"{format_bytes(nbytes)} are needed{beside} and {format_bytes(free_storage(self.folder))} are free"
+        room = f"{format_bytes(nbytes)} are needed{beside} and {format_bytes(self.room_nbytes)} are free"
         return StorageFullError(
             number, f"{room} ({os.strerror(number)}): make room or choose another storage=", str(self.folder)
         )

@@ -16,7 +16,7 @@ import errno
 import os
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -37,6 +37,7 @@ from gs_compile.runtime.storage.last_commit import Agree, folders_of, last_commi
 from gs_compile.runtime.storage.ssd import File, Transfer, as_bytes
 from gs_compile.runtime.storage.stored import Manifest, StoredFile, StoredPart, StoredTensor
 
+MOST_FULL = 0.99  # of the room of a drive that has less than its share: chunks are whole pages
 ROW = 16 << 20  # bytes of a row for each drive: two blocks, and 256 MiB are eight rows of two drives
 
 
@@ -94,15 +95,28 @@ class Store(contextlib.AbstractContextManager["Store"]):
     def _open(self, directory: Path, folder: Path | None = None) -> Drive:
         return self._opened.enter_context(contextlib.closing(Drive(directory, self._threads, folder)))
 
-    def reserve_check(self, nbytes: int) -> None:
-        """Raise StorageFullError if extents of `nbytes` together would not fit on the drives as they are now."""
-        needed: Counter[int] = Counter()
-        step = self._last.step if self._last else 0
-        beside = f" beside those of step {step}, which stay until the next commit," if self._last else ""
+    def reserve(self, nbytes: int) -> None:
+        """See that extents of `nbytes` together fit on the drives as they are now: what one has no room for of its
+        share by bandwidth, others take. Raises StorageFullError where all together have no room.
+        """
+        weights, drives, parts = defaultdict[int, float](float), dict[int, Drive](), dict[int, float]()  # by filesystem
         for drive, weight in zip(self.drives, self.weights, strict=True):
-            device = drive.folder.stat().st_dev
-            needed[device] += int(nbytes * weight / sum(self.weights))
-            drive.check_room(needed[device], beside)
+            weights[drive.device] += weight
+            drives[drive.device] = drive
+        *fullest, roomiest = sorted(drives.values(), key=lambda each: each.room_nbytes / weights[each.device])
+        whole, left = sum(self.weights), float(nbytes)
+        for drive in fullest:
+            share = left * weights[drive.device] / (whole - sum(weights[each] for each in parts))
+            parts[drive.device] = min(share, MOST_FULL * drive.room_nbytes)
+            left -= parts[drive.device]
+        beside = f" beside those of step {self._last.step}, which stay until the next commit," if self._last else ""
+        roomiest.check_room(int(left), beside)
+        parts[roomiest.device] = left
+        if left > nbytes * weights[roomiest.device] / whole + PAGE:  # more than its share
+            self.weights = tuple(
+                weight * parts[drive.device] / weights[drive.device]
+                for drive, weight in zip(self.drives, self.weights, strict=True)
+            )
 
     def allocate(self, label: str, nbytes: int) -> Extent:
         """An extent that reads as zeros until it is written.

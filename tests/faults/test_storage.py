@@ -196,9 +196,9 @@ def test_an_extent_larger_than_the_disk_leaves_nothing(tmp_path):
 def test_a_plan_larger_than_the_disk_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     monkeypatch.setattr(drive, "free_storage", lambda folder: 1000)
     with Store([tmp_path / "a", tmp_path / "b"], weights=[1, 1]) as opened:
-        opened.reserve_check(1000)
+        opened.reserve(1000)
         with pytest.raises(StorageFullError, match="1002 B are needed and 1000 B are free"):
-            opened.reserve_check(1002)  # both directories are on one filesystem
+            opened.reserve(1002)  # both directories are on one filesystem
 
 
 def test_a_failure_while_opening_gives_every_directory_back(tmp_path, monkeypatch):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.modeling_outputs import CausalLMOutput
 from trl.trainer.utils import add_fused_lm_head
 from zoo import VOCAB, small
 
@@ -14,6 +16,7 @@ from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import make_capturable
 from gs_compile.hf.gather import Padding, gathered, padding_of, parted
+from gs_compile.hf.together import ReadsMore, _Question, answered
 
 
 @pytest.mark.parametrize(("num_items", "share"), [(None, 6.0), (4, 3.0)])
@@ -72,8 +75,8 @@ def test_padding_is_behind_the_tokens_of_a_model_that_learns_places():
         assert gathered(batches, padding)["input_ids"][0].tolist() == padded, kind
 
 
-def test_the_last_place_of_a_sequence_is_not_padded():
-    """Of a model that reads it: padding is ahead of the tokens where these may move, else it is refused."""
+def test_what_a_model_reads_of_a_sequence_is_not_padded():
+    """Of its last place, padding is ahead of the tokens where these may move, else it is refused; of a mean always."""
 
     def classifier(kind, **settings):
         config = AutoConfig.for_model(kind, pad_token_id=7, vocab_size=VOCAB, num_labels=2, **settings)
@@ -90,9 +93,10 @@ def test_the_last_place_of_a_sequence_is_not_padded():
     assert gathered(batches, padding_of(classifier("xlm", **places), tokenizer))["input_ids"][0].tolist() == [2, 2, 7]
     own = SimpleNamespace(config=AutoConfig.for_model("gpt2", pad_token_id=7))
     assert gathered(batches, padding_of(own))["input_ids"][0].tolist() == [2, 2, 7]  # the side of its collator
-    for model, side in ((classifier("xlm", summary_type="last", **places), None), (own, tokenizer)):
+    last, mean = (classifier("xlm", summary_type=each, **places) for each in ("last", "mean"))
+    for model, side in ((last, None), (own, tokenizer), (mean, None)):
         assert len(gathered(batches[:1] * 2, padding_of(model, side))["input_ids"]) == 2
-        with pytest.raises(OptionError, match="may read the last place of a sequence, where padding would be: pad all"):
+        with pytest.raises(OptionError, match=r"the last place .* or the mean of all, where padding would be: pad"):
             gathered(batches, padding_of(model, side))
 
 
@@ -186,6 +190,17 @@ def test_the_head_gives_what_the_fused_one_gives():
     assert len(mine) == 7
     for key in mine:
         torch.testing.assert_close(mine[key], theirs[key], msg=key)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_more"),
+    [(0, False), (1, True), (-1, True), (slice(1), False), (slice(1, None), True), (slice(-1, None), True)],
+)
+def test_who_reads_places_beside_the_loss_asks_for_all_outputs(place, is_more):
+    question = _Question(lambda: CausalLMOutput(loss=torch.ones(())), {}, has_grad=False)
+    (found,) = answered([question], Padding(), has_loss_alone=True)
+    with pytest.raises(ReadsMore) if is_more else nullcontext():
+        assert found[place] == (torch.ones(()) if place == 0 else (torch.ones(()),))
 
 
 def test_a_strand_that_fails_ends_the_others():

@@ -222,6 +222,13 @@ def test_preferences_against_a_stored_reference(tmp_path):
     assert all(is_offloaded(parameter) for parameter in mine.ref_model.parameters())
 
 
+def test_a_fused_head_gives_all_outputs_from_the_first_step_on(tmp_path):
+    """So that a loss that asks for one of them that is None has it compiled no second time."""
+    trainer = dpo(tmp_path)
+    gs_compile.hf.attach(trainer, storage=tmp_path / "storage", expert=EAGER)
+    assert trainer._asked["outputs"] == "all"
+
+
 def test_a_reference_that_is_not_there(tmp_path):
     with pytest.raises(OptionError, match="this Trainer has no ref_model"):
         gs_compile.hf.attach(dpo(tmp_path), storage=tmp_path, reference={})
@@ -326,6 +333,7 @@ class Flipped(Doubled):
         pytest.param(lambda outputs: outputs.get("logits") is not None, marks=pytest.mark.slow),
         pytest.param(lambda outputs: outputs["logits"] is not None, marks=pytest.mark.slow),
         pytest.param(lambda outputs: outputs[1] is not None, marks=pytest.mark.slow),
+        pytest.param(lambda outputs: bool(outputs[1:]), marks=pytest.mark.slow),
     ],
 )
 def test_what_a_trainer_does_to_a_batch_it_does_to_each(tmp_path, monkeypatch, is_there):

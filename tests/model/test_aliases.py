@@ -9,6 +9,8 @@ import torch
 from tiered import adamw, gpt2, options, step, tokens, two_groups
 
 from gs_compile.errors import OptimizerError, ReleasedParameterError, SharedMemoryWarning
+from gs_compile.model.offloaded import Alias
+from gs_compile.model.residency import residency_of, stash
 
 KEEPS_CAPTURES = True
 
@@ -44,6 +46,15 @@ def test_what_was_taken_before_the_first_call_is_what_the_model_has_learned(tmp_
         ReleasedParameterError, match=r"data_ptr: this tensor shows a parameter.*has no memory of its own"
     ):
         rows.data_ptr()
+
+
+def test_what_follows_a_parameter_is_no_value_of_it():
+    """As of a state dict that an earlier run has made, and that is still there when the next one begins."""
+    parameter = torch.nn.Parameter(torch.arange(4.0))
+    stash(parameter)
+    kept = residency_of(parameter).shown_value(parameter, parameter.device)
+    Alias.follow(Alias.Place(kept, parameter, 0))
+    assert kept.tolist() == parameter.tolist() == [0, 1, 2, 3]
 
 
 def test_after_a_first_call_that_fails_they_are_true(tmp_path):

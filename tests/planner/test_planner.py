@@ -269,7 +269,7 @@ def test_a_model_that_fits_nowhere_is_refused():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"host_memory": "100MiB", "alpha": 0.0, "ratios": EVERYTHING}, "the ratios .* keep .* in host memory"),
+        ({"host_memory": "100MiB", "alpha": 0.0, "ratios": EVERYTHING}, "it needs .* of host memory"),
         ({"machine": replace(Profile.load(HERE), ssd_nbytes=50 * MiB), "host_memory": "135MiB"}, "does not fit with 5"),
         (
             {"machine": replace(Profile.load(HERE), ssd_nbytes=50 * MiB), "alpha": 0.0, "ratios": NOTHING},
@@ -280,6 +280,22 @@ def test_a_model_that_fits_nowhere_is_refused():
 def test_what_is_given_or_the_least_is_no_plan_where_a_tier_has_no_room_for_it(settings, complaint):
     with pytest.raises(NoFitError, match=complaint):
         plan(TINY, **{"machine": HERE, **settings, **FIVE})
+
+
+@pytest.mark.parametrize(
+    ("tier", "settings"),
+    [
+        ("host", {"machine": HERE, "alpha": 0.5, "schedule": "horizontal"}),
+        ("host", {"machine": HERE, "ratios": EVERYTHING}),
+        ("device", {"machine": "a100"}),
+    ],
+)
+def test_in_the_memory_that_a_refusal_names_the_same_plan_fits(tier, settings):
+    with pytest.raises(NoFitError) as refusal:
+        plan(TINY, **{f"{tier}_memory": "10MiB"}, **settings, **FIVE)
+    (needed,) = re.findall(rf"it needs (\S+ \w+) of {tier} memory", str(refusal.value))
+    found = plan(TINY, **{f"{tier}_memory": needed}, **settings, **FIVE)
+    assert found.num_micro_batches == 5
 
 
 def test_a_refusal_is_that_of_the_masters_that_are_tried_first():

@@ -229,6 +229,7 @@ def test_products_of_matrices_take_their_time_on_both_lanes(profile):
     plain = UnitSize(0, (8 * QUANTUM, 2 * QUANTUM), (), 4, 4, 4, False)
     flops = 1e9
     sizes = with_products((plain, replace(plain, products=Products(flops, 1, 1))), profile)
+    assert with_products(sizes, profile) == sizes  # as of a workload that is planned again
     shares = {"parameter": 0.0, "optimizer": 0.0}
     units = [cut(each, shares, alpha=0.0, most_numel=1 << 30, separate=profile.separate) for each in sizes]
     found = {}

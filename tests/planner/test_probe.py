@@ -202,11 +202,11 @@ def test_a_small_drive_is_measured_with_small_requests(tmp_path, monkeypatch):
     assert "requests of 1 MiB" in figures["ssd_read_bytes_per_second"].how
 
 
-def test_the_fullest_filesystem_binds_and_directories_of_one_share_its_room(tmp_path, monkeypatch):
+def test_filesystems_add_their_room_and_directories_of_one_share_it(tmp_path, monkeypatch):
     shm = Path("/dev/shm")
     monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 100 if folder == shm else 1000)
     assert room_nbytes([tmp_path]) == room_nbytes([tmp_path / "a", tmp_path / "b"]) == 1000
-    assert room_nbytes([tmp_path, shm]) == 200
+    assert room_nbytes([tmp_path, shm]) == 1100
 
 
 def test_the_update_is_measured_in_float32_whatever_the_default_dtype(monkeypatch):

@@ -147,9 +147,7 @@ def test_the_device_keeps_its_budget():
     assert faked.device_asked == [inside + 1000, inside + 700]
     assert found.solution.device + 300 == inside + 1000
     faked.beyond = 2000 + inside
-    with pytest.raises(
-        MemoryBudgetError, match=r"^host memory of .* or device memory of .* is too little for this step"
-    ):
+    with pytest.raises(MemoryBudgetError, match=r"no program .* keeps the budgets"):
         faked.refined(device_nbytes=inside + 1000)
 
 
@@ -170,9 +168,7 @@ def test_a_program_that_never_fits_is_refused(over):
     faked = Faked(over=over)
     if over is None:
         faked.program = lambda placement: SimpleNamespace(peaks=(("host", BUDGET + 1),))
-    with pytest.raises(
-        MemoryBudgetError, match=r"^host memory of .* is too little for this step: give it more, or fewer"
-    ):
+    with pytest.raises(MemoryBudgetError, match=r"no program .* keeps the budgets"):
         faked.refined()
     assert len(faked.asked) <= 4 * MOST_ROUNDS
 

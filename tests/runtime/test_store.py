@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stored_run import stored_run
 
-from gs_compile.errors import ManifestError, StorageError, StorageLockedError
-from gs_compile.runtime.storage import folder, grid, system
+from gs_compile.errors import ManifestError, StorageError, StorageFullError, StorageLockedError
+from gs_compile.runtime.storage import drive, folder, grid, system
 from gs_compile.runtime.storage import store as store_module
 from gs_compile.runtime.storage.folder import LOCK
 from gs_compile.runtime.storage.manifest import read
@@ -303,9 +303,27 @@ def test_the_directories_may_be_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Store(["here"]) as store:
         monkeypatch.chdir("/")
-        store.reserve_check(1)
+        store.reserve(1)
         store.allocate("w3", 10)
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_of_a_drive_without_room_for_its_share_others_take_the_rest(tmp_path, monkeypatch):
+    """The faster one here; before, that was refused when the plan was made and the layers' code was timed."""
+    with Store([tmp_path / "a", tmp_path / "b"], weights=[3, 1]) as store:
+        fast, slow = store.drives
+        slow.device = -1  # a filesystem of its own
+        monkeypatch.setattr(drive, "free_storage", {fast.folder: 1 * MIB, slow.folder: 5 * MIB}.get)
+        store.reserve(1 * MIB)
+        assert store.weights == (3, 1)
+        store.reserve(4 * MIB)
+        extent, source = store.allocate("w0", 4 * MIB), random_bytes(4 * MIB)
+        assert 0.9 * MIB < extent.files[0].grid.nbytes <= MIB
+        extent.write(source).wait()
+        extent.read(into := torch.zeros_like(source)).wait()
+        assert torch.equal(into, source)
+        with pytest.raises(StorageFullError, match=r"6\.0 MiB are needed and 5\.0 MiB are free"):
+            store.reserve(7 * MIB)
 
 
 def test_directories_are_measured_where_nobody_says(tmp_path):

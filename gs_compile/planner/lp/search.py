@@ -17,7 +17,7 @@ cannot be the best. Nor is every n solved: with the relative rule n doubles, and
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
@@ -27,7 +27,6 @@ import numpy as np
 from gs_compile.errors import NoFitError, PlanError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
-from gs_compile.placement.boundaries import total
 from gs_compile.placement.workload import beside_slab
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Array, anchors
@@ -63,7 +62,7 @@ def search(
 
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
-    check(formulas, budgets, request, num_micro_batches or 1)
+    check(formulas)
     found = _Tries(formulas, budgets, request)
     if num_micro_batches is not None:
         best = found.at(num_micro_batches)
@@ -205,8 +204,8 @@ def _least(alphas: Sequence[float], multipliers: Sequence[Array], system: System
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def check(formulas: Formulas, budgets: Budgets, request: Request, num_micro_batches: int) -> None:
-    """Raise `PlanError` where what is given contradicts the machine or the budgets, before anything is solved."""
+def check(formulas: Formulas) -> None:
+    """Raise `PlanError` where the machine has no rate for what is computed, before anything is solved."""
     workload, profile = formulas.workload, formulas.profile
     timed = all(cost.seconds is not None for cost in workload.costs.values())
     if not timed and workload.dtype not in profile.matmul_flops_per_second:
@@ -215,24 +214,22 @@ def check(formulas: Formulas, budgets: Budgets, request: Request, num_micro_batc
             f"{workload.name} computes in {workload.dtype}, of which the machine {profile.name} has no matrix rate, "
             f"only of {known}: add matmul_flops_per_second of {workload.dtype} to its profile"
         )
-    nbytes = {
-        "parameter": workload.parameters_nbytes,
-        "checkpoint": num_micro_batches * total(workload.x_nbytes, workload.num_layers),
-        "optimizer": workload.states_nbytes,
-    }
-    on_host = {name: ratio for name, ratio in request.ratios.given().items() if name in nbytes}
-    resident = sum(ratio * nbytes[name] for name, ratio in on_host.items())
-    if on_host and resident > budgets.host_nbytes:
-        kept = ", ".join(f"{name} {ratio:g}" for name, ratio in on_host.items())
-        raise NoFitError(
-            f"the ratios {kept} keep {format_bytes(int(resident))} in host memory, of which there are "
-            f"{format_bytes(budgets.host_nbytes)}: lower them, or leave them out and they are chosen"
-        )
 
 
-def shortfall(formulas: Formulas, budgets: Budgets, request: Request, *, num_micro_batches: int = 1) -> str:
-    """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two."""
-    needed = {alpha: short(formulas, num_micro_batches, alpha, budgets, request) for alpha in request.alphas}
+def shortfall(
+    formulas: Formulas,
+    budgets: Budgets,
+    request: Request,
+    *,
+    num_micro_batches: int = 1,
+    lacking: Mapping[str, int] | None = None,
+) -> str:
+    """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two.
+
+    lacking: by tier, the bytes that the program of the first alpha lacks; None: those that the linear program does.
+    """
+    alphas = request.alphas if lacking is None else request.alphas[:1]
+    needed = {each: lacking or short(formulas, num_micro_batches, each, budgets, request) for each in alphas}
     alpha = min(needed, key=lambda each: sum(n / budgets.of(tier) for tier, n in needed[each].items()))
     workload = formulas.workload
     beside = {"host": beside_slab(workload.sizes)}  # which the budget is without

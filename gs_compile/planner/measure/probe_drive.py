@@ -51,6 +51,7 @@ def drive_rates(
     begin = time.perf_counter()
     with _made_directories_removed(storage), Store(storage) as store:
         request_nbytes = _request_nbytes(storage)
+        store.reserve(2 * NUM_REQUESTS * request_nbytes)
         sizes = request_nbytes, request_nbytes, PAGE
         into, source, page = (map_memory(nbytes, device).random_() for nbytes in sizes)  # for drives that compress
         read, write = _filled(store, source, seconds / 4)
@@ -81,18 +82,14 @@ def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float, how: s
 
 
 def room_nbytes(storage: Sequence[Path]) -> int:
-    """The bytes that extents over all directories may take, as if their drives were equally fast.
-
-    Directories of one filesystem share its room, and the directory with the least room binds. Raises StorageError, as
-    the store does, for one that is a file.
+    """The bytes that extents over all directories may take (`Store.reserve`). Directories of one filesystem share its
+    room. Raises StorageError, as the store does, for one that is a file.
     """
     places = [existing(directory) for directory in storage]
     for place in itertools.filterfalse(Path.is_dir, places):
         with as_storage_error("open", place, TO_BE):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    devices = [place.stat().st_dev for place in places]
-    rooms = [free_storage(place) // devices.count(device) for place, device in zip(places, devices, strict=True)]
-    return min(rooms) * len(rooms)
+    return sum({place.stat().st_dev: free_storage(place) for place in places}.values())
 
 
 def existing(directory: Path) -> Path:

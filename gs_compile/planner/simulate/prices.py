@@ -50,20 +50,21 @@ def op_prices(program: Program, placement: Placement, workload: Workload, profil
 
 
 def with_products(sizes: tuple[UnitSize, ...], profile: Profile) -> tuple[UnitSize, ...]:
-    """With the time of the matrix products in updates: in that of the update, and on a device with memory of its own,
-    which computes them beside the step, in the time that a step computes.
+    """With the time of the matrix products in updates, once: in that of the update, and on a device with memory of its
+    own, which computes them beside the step, in the time that a step computes.
     """
     rates = profile.matmul_flops_per_second
     rate = rates.get("bf16") or min(rates.values())
 
     def with_own(size: UnitSize) -> UnitSize:
-        if size.products is None:
+        if size.products is None or size.products.is_priced:
             return size
         seconds = size.products.flops / rate
         exchanged = size.products.shared_nbytes / profile.transfer_rate("net")
         waits = (seconds + exchanged) * lane_rate("cpu", profile) / size.num_trained
         passes = seconds * profile.memory_bytes_per_second if profile.separate else 0
-        return replace(size, conversion_nbytes=size.conversion_nbytes + int(waits), device_nbytes=int(passes))
+        conversion_nbytes, products = size.conversion_nbytes + int(waits), replace(size.products, is_priced=True)
+        return replace(size, conversion_nbytes=conversion_nbytes, device_nbytes=int(passes), products=products)
 
     return tuple(map(with_own, sizes))
 
