@@ -101,19 +101,24 @@ def new_groups(place: Place, timeout: float) -> tuple[Any, Any, Any, Any]:
 
 def mesh_of(place: Place, timeout: float) -> DeviceMesh:
     """Everyone in one dimension, for tensors in host memory; it lasts as long as the user's group."""
-    if place.group is not None and place.backend != "nccl":
-        return DeviceMesh.from_group(place.group, "cpu")
-    return DeviceMesh.from_group(place.new_group([place.everyone], "gloo", timedelta(seconds=timeout)), "cpu")
+    return DeviceMesh.from_group(_in_host_memory(place, timeout), "cpu")
 
 
 def gathered(place: Place, value: Any) -> list[Any]:
-    """The `value` of each rank that trains together with this one, before they have met; all call it."""
-    group = place.group
-    if group is None:
-        group = place.new_group([place.everyone], "gloo", timedelta(minutes=30))
+    """The `value` of each rank that trains together with this one, before they have met; all call it.
+
+    No rank need know its device yet.
+    """
     given: list[Any] = [None] * len(place.everyone)
-    dist.all_gather_object(given, value, group)
+    dist.all_gather_object(given, value, _in_host_memory(place, timeout=1800.0))
     return given
+
+
+def _in_host_memory(place: Place, timeout: float) -> Any:
+    """A group of everyone that takes tensors in host memory: the user's, or a new one."""
+    if place.group is not None and place.backend != "nccl":
+        return place.group
+    return place.new_group([place.everyone], "gloo", timedelta(seconds=timeout))
 
 
 def num_processes() -> int:

@@ -156,7 +156,8 @@ class Homes:
             else:
                 target.copy_(_bytes(content, start, target))
         if ranks := self.setting.ranks:
-            what = f"reading a parameter of unit {place.unit}"
+            kind = "a parameter" if number is None else f"a state ({number})"
+            what = f"reading {kind} of unit {place.unit} at {place.offset}"
             for rank in range(ranks.number):
                 for each in self._owned(place, rank):
                     start = each.whole - place.offset

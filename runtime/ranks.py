@@ -114,6 +114,12 @@ class Ranks:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """All ranks in one dimension, by which state dicts share tensors out. All ranks ask for it together."""
+        if not dist.is_initialized():
+            raise RankError(
+                "torch.distributed.destroy_process_group() has ended the groups that state dicts of several ranks are "
+                "shared by: take state dicts before it"
+            )
+        self.agree_on("the mesh of state dicts")
         return self._mesh()
 
     # On the lane -----------------------------------------------------------------------------------------------------
@@ -320,7 +326,8 @@ class Ranks:
         self._finish(what, whole, lambda: _all_gather(whole, own, group=self._all, async_op=True))
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
-        self._finish(what, tensor, lambda: dist.broadcast(tensor, source, group=self._all, async_op=True))
+        at = self.names.index(source)  # by the name torch knows none of a group that the script has destroyed
+        self._finish(what, tensor, lambda: dist.broadcast(tensor, group=self._all, group_src=at, async_op=True))
 
 
 def _rank_words(names: Sequence[int]) -> str:

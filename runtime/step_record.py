@@ -50,7 +50,8 @@ class StepRecord:
     max_grad_norm: float | None = None
     groups: Sequence[Mapping[str, Any]] = ()  # the settings of each as they were, of which hypers are made
     squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
-    losses: Sequence[Reading] = ()
+    losses: Sequence[Reading] = ()  # of this backward
+    earlier: Sequence[Reading] = ()  # of the backwards of the step before it, and of all ranks
     loss_scale: float = 1.0  # in all gradients
     num_ranks: int = 1  # over which gradients are summed: they are those of the mean of the ranks' losses
     scale: float = 1.0  # that clips
@@ -80,23 +81,24 @@ class StepRecord:
     @property
     def skipped(self) -> bool:
         """Whether nothing is updated: a loss, or a gradient so far, is not finite, or gradients were dropped."""
-        readings = (*self.losses, *self.squares.values())
+        readings = (*self._all_losses, *self.squares.values())
         return self.is_dropped or self.is_too_large or not all(math.isfinite(reading()) for reading in readings)
 
     @property
     def is_loss_bad(self) -> bool:
         """Whether the loss itself is not finite."""
-        return not all(math.isfinite(loss()) for loss in self.losses)
+        return not all(math.isfinite(loss()) for loss in self._all_losses)
 
     @property
     def loss(self) -> float:
-        """The mean of the losses of all backwards and ranks; nan where the step trains none.
-
-        Nan also where ranks have had several backwards: what is exchanged then counts the first ones more often.
-        """
-        if not self.num_losses or (self.adds and self.num_ranks > 1):
+        """The mean of the losses of all backwards and ranks; nan where the step trains none."""
+        if not self.num_losses:
             return math.nan
-        return math.fsum(loss() for loss in self.losses) / (self.num_losses * self.num_ranks)
+        return math.fsum(loss() for loss in self._all_losses) / (self.num_losses * self.num_ranks)
+
+    @property
+    def _all_losses(self) -> tuple[Reading, ...]:
+        return *self.earlier, *self.losses
 
     @property
     def updated(self) -> list[Unit]:

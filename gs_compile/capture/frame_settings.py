@@ -8,7 +8,8 @@ are known after the first trace, and Dynamo is asked for another one. Tensors wh
 and `tracing` has more of what Dynamo does otherwise.
 
 The settings are global, so they are put back when Dynamo's compile of the frame ends, however it ends. Facts of Dynamo
-that this file rests on are each under a test in ``tests/capture/test_capture.py``.
+that this file rests on are each under a test in ``tests/capture/test_capture.py``, and for a model in a
+DistributedDataParallel in ``tests/ranks/test_in_memory.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch._dynamo import callback_handler as callback_handler
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config
@@ -53,7 +55,10 @@ def free(batch: Sequence[str]) -> None:
 
 def enter_settings() -> bool:
     """Have this frame traced under its settings; returns whether it was not, as after ``torch._dynamo.reset()``."""
-    return _current() is None and bool(_Settings())
+    if _current() is not None:
+        return False
+    _keep_whole(compiled_frame()["compiler_fn"])
+    return bool(_Settings())
 
 
 def compiled_frame(*names: str) -> Mapping[str, Any]:
@@ -72,9 +77,25 @@ def is_ours(backend: Any) -> bool:
 
 
 def _unwrapped(backend: Any) -> Any:
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        backend = backend._torchdynamo_orig_backend
-    return backend
+    while True:
+        if hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        elif (splits := _in_ddp(backend)) is not None:
+            backend = splits.backend_compile_fn
+        else:
+            return backend
+
+
+def _in_ddp(backend: Any) -> DDPOptimizer | None:
+    """What Dynamo puts around the backend of a model in a DistributedDataParallel: it cuts graphs into buckets."""
+    owner = getattr(backend, "__self__", None)
+    return owner if isinstance(owner, DDPOptimizer) else None
+
+
+def _keep_whole(backend: Any) -> None:
+    """Have it cut none: a step is one graph."""
+    if (splits := _in_ddp(backend)) is not None:
+        splits.first_bucket_cap = splits.bucket_bytes_cap = sys.maxsize
 
 
 def _begin(begun: CallbackArgs) -> None:
@@ -83,6 +104,7 @@ def _begin(begun: CallbackArgs) -> None:
         return
     compiled = compiled_frame()
     if is_ours(compiled["compiler_fn"]):
+        _keep_whole(compiled["compiler_fn"])
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
         first = max(given.values(), key=lambda each: each.dim() > 1, default=None)
         size = 1 if first is None else first.shape[0]

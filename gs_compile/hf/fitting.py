@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Mapping
 from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gs_compile.capture.internals import backward_hooks
@@ -15,6 +17,7 @@ from gs_compile.errors import OptionError, ReleasedParameterError
 from gs_compile.hf.weights import options_of
 from gs_compile.model.loss_scale import LossScaler
 from gs_compile.model.materialize import streaming, whole_states
+from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
 from gs_compile.runtime.groups import num_processes
 
@@ -69,13 +72,24 @@ def _stream_generation(model: nn.Module) -> None:
     generate = getattr(model, "generate", None)
     if generate is None or "generate" in vars(model):
         return
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    may_sync = "synced_gpus" in inspect.signature(base.generate).parameters
 
     @wraps(generate)
     def streamed(*args: Any, **kwargs: Any) -> Any:
+        if may_sync and _is_read_by_all(model):
+            kwargs["synced_gpus"] = True  # who is done goes on until all are
         with streaming(model):
             return generate(*args, **kwargs)
 
     vars(model)["generate"] = streamed
+
+
+def _is_read_by_all(model: nn.Module) -> bool:
+    """Whether all of torch's ranks read parameters together, so that each makes as many forwards as the others."""
+    meshes = (residency_of(each).mesh for each in model.parameters() if is_offloaded(each))
+    mesh = next((each for each in meshes if each is not None), None)
+    return mesh is not None and mesh.size() == dist.get_world_size()
 
 
 def _share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str, Any]) -> None:

@@ -205,7 +205,8 @@ class Engine(ParameterStore):
         step have left was dropped.
         """
         executor.record = self._begin_record(losses, reached, zeroed=zeroed)
-        self.announce("the backward", f", {executor.record.told_settings}")
+        what = "one more backward" if executor.record.adds else "the backward"
+        self.announce(what, f", {executor.record.told_settings}")
         self.num_backwards += 1
 
     def _begin_record(self, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool) -> StepRecord:
@@ -225,7 +226,7 @@ class Engine(ParameterStore):
         if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
             refuse_idle(record)
         if self.record is not None and not zeroed:
-            record.adds, record.losses = True, [*self.record.losses, *record.losses]
+            record.adds, record.earlier = True, (*self.record.earlier, *self.record.losses)
             record.idle &= self.record.idle
             record.num_losses += self.record.num_losses
             record.num_tokens = self.record.num_tokens

@@ -182,7 +182,8 @@ def averaged_of_any(
     """
     own = {place: parameter for place, parameter in enumerate(parameters) if parameter is not None}
     counts = torch.tensor([gradients[place] is not None for place in own], dtype=torch.int32)
-    what = f"which of {len(counts)} parameters have gradients"
+    adds = any(parameter.grad is not None for parameter in own.values())
+    what = f"which of {len(counts)} parameters have gradients{', in one more backward' * adds}"
     ranks.agree_on(what)
     ranks.sum(counts, what)
     own = {place: own[place] for place, number in zip(own, counts.tolist(), strict=True) if number}

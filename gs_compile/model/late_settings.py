@@ -24,6 +24,7 @@ def are_too_late(engine: Any, record: StepRecord, *, dropped: bool) -> bool:
     changed = _changed(record, now, anew=may_begin_again)
     if not (changed or dropped):
         return False
+    engine.announce("dropped gradients" if dropped else "new settings", f", {now.told_settings}")
     if placement.has_early and may_begin_again:
         return True
     is_norm_kept = record.max_grad_norm == now.max_grad_norm

@@ -130,7 +130,7 @@ class ParameterStore:
     def write(self, span: Slice, values: Tensor) -> None:
         """A new value, in the parameter's dtype or the master's. A master that rounds to it stays as it is."""
         self.synchronize()
-        self._agree_on(f"a new value of shape {tuple(span.shape)} in unit {span.unit}")
+        self._agree_on("a new value", span)
         values = whole(values)
         own, wide = self.tiers.dtype(span), self.tiers.dtype(span, master=True)
         given = self._masters.get(span)
@@ -173,7 +173,7 @@ class ParameterStore:
         where another component is missing, and where one is of another shape.
         """
         self.synchronize()
-        self._agree_on(f"a state of shape {tuple(span.shape)} in unit {span.unit}")
+        self._agree_on("a state", span)
         self.has_loaded_state = True
         self._masters.pop(span, None)
         for number, name in enumerate(self._components(span)):
@@ -198,10 +198,10 @@ class ParameterStore:
                 raise
             self.tiers.lane("net").submit(words, compare)
 
-    def _agree_on(self, what: str) -> None:
+    def _agree_on(self, what: str, span: Slice) -> None:
         """Of several ranks each writes what it has of a value: all of them have to."""
         if (ranks := self.tiers.setting.ranks) is not None:
-            ranks.agree_on(what)
+            ranks.agree_on(f"{what} of shape {tuple(span.shape)} in unit {span.unit} at {span.offset}")
 
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a parameter's gradient from outside of the model to its own."""

@@ -101,7 +101,10 @@ def common_step(given: Sequence[Steps]) -> Step | None:
     if not common and any(is_committed for each in given for is_committed in each.values()):
         last = ("{} of run {}".format(*max(each)) if each else "none" for each in given)
         found = ", ".join(f"rank {rank}: {words}" for rank, words in enumerate(last))
-        raise RankError(f"the ranks have commits of different steps ({found}): name the storage of one run on all")
+        raise RankError(
+            f"the ranks have commits of different steps ({found}): name the storage of one run on all, and start as "
+            "many ranks as it had"
+        )
     return max(common, default=None)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
 from launch import Fleet
 from learner import distance
@@ -62,15 +63,19 @@ def train(info, model, optimizer, clip, backwards, num_steps):
     """Losses, norms and parameters; `clip` returns the norm of a step, which has so many backwards."""
     losses, norms = [], []
     for number in range(num_steps):
+        mean = torch.zeros((), dtype=torch.float64)  # of all ranks' losses of the step
         for each in range(backwards):
             ids, labels = batch(info.rank, number + NUM_STEPS * each)
             output = model(ids, labels=labels)
             loss = output if isinstance(output, torch.Tensor) else output.loss
             (loss / backwards).backward()
+            mean += loss.item() / (backwards * info.number)
         norms.append(clip())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        dist.all_reduce(mean)
+        assert isinstance(model, DistributedDataParallel) or optimizer.last_step.loss == pytest.approx(mean.item())
     norms = [optimizer.last_step.grad_norm if norm is None else norm for norm in norms]
     return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import gs_compile
-from gs_compile.errors import OptimizerError, ReleasedParameterError
+from gs_compile.errors import OptimizerError, RankError, ReleasedParameterError
 from gs_compile.model.residency import residency_of
 
 KEEPS_CAPTURES = True  # each process captures its own
@@ -87,10 +87,14 @@ def train_forked(info, model):
     return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
 
 
+def backward(info, model, number):
+    loss = model(*zoo.batch(2 + info.rank, seed=10 * number + info.rank))
+    (loss[1] if isinstance(loss, tuple) else loss).backward()
+
+
 def train(info, model, optimizer):
     for number in range(4):
-        loss = model(*zoo.batch(2 + info.rank, seed=10 * number + info.rank))
-        (loss[1] if isinstance(loss, tuple) else loss).backward()
+        backward(info, model, number)
         optimizer.step()
         optimizer.zero_grad()
     return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
@@ -105,11 +109,18 @@ def learns(info, tmp_path):
     wrapped = DistributedDataParallel(plain)
     wanted = train(info, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
     both = DistributedDataParallel(inside)
-    found["inside"] = distance(train(info, both, torch.optim.SGD(both.parameters(), lr=0.1)), wanted)
+    with pytest.MonkeyPatch.context() as patched:  # Dynamo cuts a larger model's graph into DDP's buckets
+        patched.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+        found["inside"] = distance(train(info, both, torch.optim.SGD(both.parameters(), lr=0.1)), wanted)
     known = {residency_of(parameter).ranks for parameter in inside.parameters()}
     assert known == {(None,), None}, "its gradients are not averaged a second time"
     zoo.compile_model(ours)
     found["alone"] = distance(train(info, ours, torch.optim.SGD(ours.parameters(), lr=0.1)), wanted)
+    backward(info, ours, 5)
+    if info.rank == 1:
+        ours.zero_grad()  # its step has one micro-batch, and the first rank's has two
+    with pytest.raises(RankError, match=r"rank 0: which of \d+ .* gradients, in one more backward, rank 1: which"):
+        backward(info, ours, 6)
 
     plain = Forked()
     for name in ("norm", "head"):

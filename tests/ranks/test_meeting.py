@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import Fleet
-from tiered import Harness, gpt2, options, tokens, two_groups
+from tiered import Harness, gpt2, loss_of, options, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import LaneError, OptimizerError, RankError, StorageError
@@ -96,12 +96,17 @@ def test_orders_that_follow_micro_batches_are_refused_where_these_differ(pair, t
 
 ALONE = {  # what comes on one rank alone, and what the ranks then ask for
     "a call": "rank 0: the forward in step 2, rank 1: an evaluation in step 2)",
-    "a value": "rank 0: the forward in step 2, rank 1: a new value of shape (32,) in unit h)",
+    "a value": "rank 0: the forward in step 2, rank 1: a new value of shape (32,) in unit h at ",
+    "another value": "rank 0: a new value of shape (32,) in unit h at ",
     "a state": "rank 0: the forward in step 2, rank 1: a state of shape ",
     "a rate": "rank 0: the backward in step 2, lr 0.01, all settings ",
     "a commit": "rank 0: the forward in step 2, rank 1: a commit in step 2)",
     "a parameter": "rank 0: which of 1 gradients came after the model's backward, in step 2, rank 1: the forward in step 3)",
+    "a late rate": "rank 0: the forward in step 3, rank 1: new settings in step 2, lr 0.001, all settings ",
+    "a dropped step": "rank 0: the forward in step 3, rank 1: dropped gradients in step 2, lr 0.01, all settings ",
+    "a dropped backward": "rank 0: one more backward in step 2, lr 0.01, all settings ",
 }
+AMID = ("a late rate", "a dropped step", "a dropped backward")  # between the first backward of a step and `step()`
 
 
 def differs(info, tmp_path):
@@ -114,7 +119,8 @@ def differs(info, tmp_path):
 
 def differs_in(what, info, harness, tmp_path):
     model, beside = harness.model, [torch.nn.Parameter(torch.zeros(1))] if what == "a parameter" else []
-    given = options(tmp_path / "storage", **({"durability": 2} if what == "a commit" else {}))
+    changes = {"durability": 2} if what == "a commit" else {"accumulate": True} if what in AMID else {}
+    given = options(tmp_path / "storage", **changes)
     with harness.fresh(lambda _: gs_compile.AdamW([*model.parameters(), *beside], lr=1e-2), given) as optimizer:
         step(model, optimizer, tokens(0, 4))
         ways = {
@@ -123,11 +129,23 @@ def differs_in(what, info, harness, tmp_path):
             "a state": lambda: optimizer.load_state_dict(states()),
             "a rate": lambda: optimizer.param_groups[0].update(lr=1e-3),
             "a parameter": lambda: beside[0].requires_grad_(False),
+            "another value": lambda: model.transformer.ln_f.weight.copy_(torch.ones(32)),
+            "a late rate": lambda: optimizer.param_groups[0].update(lr=1e-3),
+            "a dropped step": optimizer.zero_grad,
+            "a dropped backward": optimizer.zero_grad,
             "a commit": optimizer.commit,
         }
         try:
+            if what in AMID:
+                loss_of(model, tokens(1, 4)).backward()
             with torch.set_grad_enabled(what == "a state"):
                 _ = info.rank == 1 and ways[what]()
+                _ = info.rank == 0 and what == "another value" and ways["a value"]()
+            if what == "a dropped backward":
+                loss_of(model, tokens(2, 4)).backward()
+            if what in AMID:
+                optimizer.step()
+                optimizer.zero_grad()
             steps(model, optimizer, 4)
         except RankError as error:
             return str(error)

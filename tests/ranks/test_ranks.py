@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
 from gs_compile.runtime import ranks as module
 from gs_compile.runtime.alarm import OF_US
+from gs_compile.runtime.groups import gathered, place_of
 from gs_compile.runtime.ranks import ranks_of
 from gs_compile.runtime.storage.folder import folder_in
 
@@ -32,7 +34,7 @@ KEEPS_CAPTURES = True  # each process captures its own
 
 def moves(info, tmp_path):
     module.CHUNK = 4  # two elements of each rank
-    ranks = ranks_of(Options())
+    ranks, groups = ranks_of(Options()), []
     assert ranks.num_here == 2
     found = {"place": (ranks.rank, ranks.number, ranks.total)}
     for dtype in (torch.float32, torch.bfloat16):
@@ -51,6 +53,12 @@ def moves(info, tmp_path):
         found["agree"] = ranks.agree("letters", {"letter": "ab"[info.rank] * (1 + info.rank)})
         found["made"] = ranks.from_first("a plan", lambda: {"made by": info.rank})
     ranks.close()
+    on_devices = replace(place_of(Options()), backend="nccl")  # this group would take tensors on them alone
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_gather_object", lambda given, value, group: groups.append(group))
+        gathered(on_devices, None)
+    assert groups[0] is not on_devices.group
+    dist.destroy_process_group(groups[0])
     return found
 
 
@@ -74,6 +82,8 @@ def differs(info, tmp_path):
         ranks.require_same("a run", {"precision": "bf16", "micro_batch_size": info.rank + 1})
     with pytest.raises(RankError) as order:
         ranks.agree(f"what rank {info.rank} wants", 1)
+    with pytest.raises(RankError, match="rank 0: the mesh of state dicts, rank 1: a step"):  # before it is made
+        ranks.agree_on("a step") if info.rank else ranks.mesh
     ranks.close()
     return str(facts.value), str(order.value)
 
@@ -171,7 +181,14 @@ def launched(info, tmp_path):
         patched.setattr(codes, "best_compiler", lambda device_type: "eager")
         patched.setattr(sys, "argv", [path.name, "--steps", "5", "--storage", str(tmp_path / "storage")])
         assert example.main() == 0
-    return (dist.get_rank(), dist.get_world_size(), dist.get_backend()), printed.getvalue()
+    found = (dist.get_rank(), dist.get_world_size(), dist.get_backend()), printed.getvalue()
+    ranks = ranks_of(Options())
+    dist.destroy_process_group()  # as scripts do that save the model afterwards
+    assert ranks.from_first("a value", lambda: "of the first") == "of the first"
+    with pytest.raises(RankError, match="take state dicts before it"):
+        _ = ranks.mesh
+    ranks.close()
+    return found
 
 
 def test_torchruns_variables_are_enough(tmp_path):

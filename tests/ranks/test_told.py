@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from tiered import Harness, adamw, gpt2, options, step, tokens
+import torch.distributed as dist
+from tiered import Harness, adamw, gpt2, loss_of, options, tokens
 
 from gs_compile.runtime.storage.stored import FOLDER
 from gs_compile.status import file
 
 
 def tells(info, tmp_path):
-    """This rank's own loss, and what its status file says."""
+    """This rank's own loss, which the script then adds up over ranks in place, and what its status file says."""
     harness = Harness(gpt2)
     given = {**options(tmp_path / "storage"), "report": tmp_path / "run.html"}
     with harness.fresh(adamw, given) as one:
-        own = step(harness.model, one, tokens(info.rank))
+        loss = loss_of(harness.model, tokens(info.rank))
+        own = loss.item()
+        dist.all_reduce(loss.detach())
+        loss.backward()
+        one.step()
         one.engine.reporter._tick(1)
         path, page = one.engine.reporter.outlets[:2]
         found = file.read(path)
