@@ -50,7 +50,7 @@ for name, module in [each for each in sys.modules.items() if each[0].split(".")[
             if isinstance(each, FunctionType) and ours(each):
                 print("patched", f"{name}.{key}.{below}".strip("."))
 print(*("loaded " + name for name in ("rich", "typer", "matplotlib", "transformers") if name in sys.modules), sep="\\n")
-assert "cvxpy" in sys.modules, "this run is to plan"
+assert "highspy" in sys.modules, "this run is to plan"
 """
 
 

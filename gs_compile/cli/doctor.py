@@ -84,7 +84,7 @@ def torch_version() -> Check:
         words, _, advice = error.message.partition("; ")
         return Check(words, advice, is_bad=True)
     except (ImportError, OSError) as error:  # a shared library that is missing
-        return Check(f"cannot be imported: {error}", "reinstall torch: pip install --force-reinstall", is_bad=True)
+        return Check(f"cannot be imported: {error}", "reinstall it: pip install --force-reinstall torch", is_bad=True)
     is_newer = tuple(int(part) for part in re.findall(r"\d+", found)[:2]) > NEWEST_TORCH
     tested = ".".join(map(str, NEWEST_TORCH))
     return Check(found, f"newer than the tested version: if in doubt, install torch=={tested}.*" if is_newer else "")
@@ -146,12 +146,12 @@ def compiler() -> Check:
 
 
 def solver() -> Check:
-    """Whether the planner can solve: it needs HiGHS, and cvxpy to speak to it."""
+    """Whether the planner can solve, which HiGHS does."""
     try:
         import_module("highspy")
-        return Check(f"HiGHS {metadata.version('highspy')}, by cvxpy {metadata.version('cvxpy')}")
+        return Check(f"HiGHS {metadata.version('highspy')}")
     except (ImportError, OSError) as error:  # PackageNotFoundError is an ImportError
-        return Check(f"HiGHS or cvxpy is missing: {error}", "pip install cvxpy highspy", is_bad=True)
+        return Check(f"HiGHS is missing: {error}", "pip install highspy", is_bad=True)
 
 
 def profile(storage: Sequence[Path]) -> Check:

@@ -210,6 +210,8 @@ class Problem:
             check(self.formulas, self.budgets, self.request, number)
         except NoFitError:
             return False
+        if self.profile.separate and self.workload.workspace_nbytes > self.budgets.device_nbytes:
+            return False  # whatever else is on the device, which need not be counted
         return fits_any(self.formulas, number, self.budgets, self.request)
 
     def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:

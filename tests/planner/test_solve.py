@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import cvxpy
+import highspy
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +15,7 @@ from planned import A100, GB, formulas, gpt, lowered, on, placed
 from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.lp.counting import CLASSES
+from gs_compile.planner.lp.highs import optimum
 from gs_compile.planner.lp.search import best_for
 from gs_compile.planner.lp.solve import TRAFFIC_PRICE, System, _pair, short
 from gs_compile.planner.request import Budgets, Request
@@ -288,16 +289,38 @@ def test_the_computation_is_the_same_for_all_alphas(profile, speculative):
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch, number):
     """HiGHS says that it does not know of some that nearly fit, unless it takes them as they are, or by another method."""
-    known, usual, asked = formulas(SMALL, A100), cvxpy.Problem.solve, []
+    known, asked = formulas(SMALL, A100), []
     expected = System(known, 4, 0.5, ROOMY, ELSEWHERE).solution()
 
-    def unknown(problem, **settings):
-        asked.append({name: settings[name] for name in ("presolve", "highs_options") if name in settings})
-        if len(asked) <= number:
-            raise ValueError("Cannot unpack invalid solution")
-        return usual(problem, **settings)
+    class Unknowing(highspy.Highs):
+        def __init__(self):
+            super().__init__()
+            asked.append({})
 
-    monkeypatch.setattr(cvxpy.Problem, "solve", unknown)
+        def setOptionValue(self, name, value):  # noqa: N802
+            asked[-1] |= {name: value} if name in ("presolve", "solver") else {}
+            return super().setOptionValue(name, value)
+
+        def getModelStatus(self):  # noqa: N802
+            return super().getModelStatus() if len(asked) > number else highspy.HighsModelStatus.kUnknown
+
+    monkeypatch.setattr(highspy, "Highs", Unknowing)
     found = System(known, 4, 0.5, ROOMY, ELSEWHERE).solution()
     assert found.seconds == pytest.approx(expected.seconds)
-    assert asked == [{}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}}][: number + 1]
+    assert asked == [{}, {"presolve": "off"}, {"solver": "ipm"}][: number + 1]
+
+
+def test_a_program_that_has_an_optimum_that_no_method_finds(monkeypatch):
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda _: highspy.HighsModelStatus.kUnknown)
+    with pytest.raises(AssertionError, match="no optimum: kUnknown"):
+        optimum(np.ones(1), np.ones((1, 1)), np.ones(1), is_feasible=False)
+
+
+def test_an_optimum_and_what_a_larger_limit_adds():
+    """x + y is 3 at most, and each is bound by itself: of -2x - y the least is -5, and -1 less for one more of the sum."""
+    rows, limits = np.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]]), np.array([3.0, 2.0, 5.0])
+    columns, added = optimum(np.array([-2.0, -1.0]), rows, limits, is_feasible=False)
+    assert columns == pytest.approx([2.0, 1.0])
+    assert added == pytest.approx([-1.0, -1.0, 0.0])
+    assert optimum(np.ones(2), -rows, -limits, is_feasible=True) is not None
+    assert optimum(np.ones(2), np.vstack([rows, -rows[:1]]), np.append(limits, -4.0), is_feasible=False) is None

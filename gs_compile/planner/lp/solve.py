@@ -36,11 +36,9 @@ all SSD traffic there can be costs a millionth of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
@@ -50,15 +48,12 @@ from gs_compile.placement.placement import Decision
 from gs_compile.placement.stacks import part_of
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import DEVICE_RATIOS, PHASES, RATIOS, TIMED, Array
+from gs_compile.planner.lp.highs import optimum
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.program.ir import TIERS
 
 TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
 LINK_PART = 0.1  # of that, for those between host and device: of equals nothing is moved in vain
-TOLERANCE = 1e-9  # of the solver
-# HiGHS may find no status for a nearly infeasible program that it has simplified, and its simplex method for one more;
-# where budgets may be exceeded, and are by far, it may call a program unbounded that has an optimum.
-SOLVERS: tuple[dict[str, Any], ...] = ({}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}})
 FEASIBLE = 1e-6  # of a budget: less is the solver's rounding
 PAIRS = (
     ("ssd_read", "ssd_write"),
@@ -193,11 +188,11 @@ class System:
         traffic[saved] = np.maximum(traffic[saved], 0.0) + 1.0  # nothing is saved in vain
         prices = [*np.zeros(len(traffic) + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
         bound = (self.limits - self.rows[:, 0]) * scale
-        solved = _linear_program(len(bound), len(traffic))
-        found = solved(np.array(prices), matrix, bound, self.lower, self.upper, is_feasible=elastic)
-        if found is None:
+        ratios = np.eye(len(traffic), len(prices))
+        every, limits = np.concatenate([matrix, -ratios, ratios]), np.concatenate([bound, -self.lower, self.upper])
+        if (found := optimum(np.array(prices), every, limits, is_feasible=elastic)) is None:
             return None
-        columns, duals = found
+        columns, duals = found[0], found[1][: len(bound)]
         point = np.array([1.0, *np.clip(columns[: len(traffic)], self.lower, self.upper)])
         return point, columns[-len(TIERS) :], np.maximum(-duals, 0.0) * scale * self.unit_seconds
 
@@ -213,6 +208,11 @@ class System:
         found = self.optimum(elastic=True)
         assert found is not None, "there is a point that exceeds the budgets by enough"
         return found[2] / self.unit_seconds
+
+    @cached_property
+    def beyond(self) -> Array:
+        """By how much each row but those of seconds exceeds its limit at least, whatever the ratios."""
+        return np.where(self.is_time, -np.inf, self.least(self.rows) - self.limits)
 
     def lagrangian(self, multipliers: Array) -> Array:
         """Seconds that no ratios fall below, as an affine function of them for each row of `multipliers`.
@@ -246,35 +246,6 @@ class System:
         yield from (_block(row, limit) for row, limit in demands(self.formulas, self.request))
         if (wear := self.budgets.wear_bytes_per_second) is not None:
             yield _block(self.numbers.written / wear, 0.0, *TIMES)
-
-
-@cache
-def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array, Array] | None]:
-    """A linear program of so many rows and ratios, as a function of its numbers: prices, matrix and bound of the rows,
-    lower and upper bounds of the ratios; is_feasible: something fits. It gives the columns and what a larger bound of
-    each row brings; None where nothing fits. cvxpy compiles it once. No solution before is begun from: of equals, which
-    one comes out hangs on the numbers alone.
-    """
-    import cvxpy
-
-    columns = cvxpy.Variable(num_ratios + NUM_OTHERS, nonneg=True)
-    shapes = columns.size, (num_rows, columns.size), num_rows, num_ratios, num_ratios
-    numbers = prices, matrix, bound, lower, upper = [cvxpy.Parameter(shape) for shape in shapes]
-    rows, ratios = matrix @ columns <= bound, columns[:num_ratios]
-    problem = cvxpy.Problem(cvxpy.Minimize(prices @ columns), [rows, ratios >= lower, ratios <= upper])
-    tolerances = {"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE}
-
-    def solved(*values: Array, is_feasible: bool = False) -> tuple[Array, Array] | None:
-        for number, value in zip(numbers, values, strict=True):
-            number.value = value
-        for way in SOLVERS:
-            with suppress(ValueError) if way is not SOLVERS[-1] else nullcontext():
-                problem.solve(solver=cvxpy.HIGHS, warm_start=False, **tolerances, **way)
-                if problem.status == cvxpy.OPTIMAL or not is_feasible:
-                    break
-        return (columns.value, -rows.dual_value) if problem.status == cvxpy.OPTIMAL else None
-
-    return solved
 
 
 def _block(coefficients: Array, limit: float, *columns: int) -> tuple[Array, Array, Array]:
