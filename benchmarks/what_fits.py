@@ -36,7 +36,7 @@ Sequences have {sequence} tokens, or as many as the model has positions for. The
 machine's rate.
 
 Nothing here was run. The figures are upper bounds of the linear program, from the models' configs and the machines'
-figures in `gs_compile/planner/measure/machines`, which name their sources. A simulated step is slower, by up to an eighth:
+figures in `gs_compile/planner/measure/machines`, which name their sources. A simulated step is up to an eighth slower:
 `greedysnake plan` simulates one. `greedysnake fit --model ... --machine ...` prints the details of one cell: hours,
 memory, bytes written, and days that the drives last.
 
