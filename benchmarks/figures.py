@@ -1,4 +1,4 @@
-"""Plans for the paper's machine, by the planner and the simulator: the numbers and figures of docs/planner.md.
+"""Plans for the paper's machine, by the planner and the simulator: the numbers and figures of docs/paper.md.
 
     python -m benchmarks.figures sweep      # GPT-65B, throughput over the batch size
     python -m benchmarks.figures orders     # the vertical order against the horizontal, three models, three drives

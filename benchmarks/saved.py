@@ -1,4 +1,4 @@
-"""Plans that save activations beside those that compute all again, on machines that are not here: docs/planner.md.
+"""Plans that save activations beside those that compute all again, on machines that are not here: docs/saved.md.
 
     python -m benchmarks.saved [MACHINE ...]   # seconds are simulated; prints a table, and writes results/saved.json
 

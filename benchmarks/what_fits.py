@@ -19,7 +19,8 @@ from pathlib import Path
 from benchmarks.common import table
 from gs_compile.planner.cost.model import GPTS, LLAMAS, named_config
 from gs_compile.planner.fit import Fit, fit
-from gs_compile.planner.measure.machines import known, profile
+from gs_compile.planner.measure.machines import profile
+from gs_compile.planner.measure.shipped import known
 from gs_compile.planner.plan import Planner
 from gs_compile.planner.summary import rate_text
 
@@ -35,7 +36,7 @@ Sequences have {sequence} tokens, or as many as the model has positions for. The
 machine's rate.
 
 Nothing here was run. The figures are upper bounds of the linear program, from the models' configs and the machines'
-figures in `gs_compile/planner/measure/machines`, which name their sources. A simulated step is slower by some per cent:
+figures in `gs_compile/planner/measure/machines`, which name their sources. A simulated step is up to an eighth slower:
 `greedysnake plan` simulates one. `greedysnake fit --model ... --machine ...` prints the details of one cell: hours,
 memory, bytes written, and days that the drives last.
 

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import gs_compile
 from gs_compile.machine import format_bytes
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {  # layers, width, heads
     "gpt2": (12, 768, 12),
     "gpt2-medium": (24, 1024, 16),
@@ -83,12 +84,13 @@ def main() -> None:
         "precision": arguments.precision,
         "expert": {"compiler": arguments.compiler},
     }
+    model.to(DEVICE)  # moves no values: they are on storage
     model.compile(backend="greedysnake", options=options)
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-4)
     text, generator = tokens(arguments.model), torch.Generator().manual_seed(0)
     for step in range(arguments.steps):
         places = torch.randint(len(text) - arguments.sequence, (arguments.micro_batches,), generator=generator).tolist()
-        ids = torch.stack([text[place : place + arguments.sequence] for place in places])
+        ids = torch.stack([text[place : place + arguments.sequence] for place in places]).to(DEVICE)
         start = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

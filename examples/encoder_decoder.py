@@ -28,6 +28,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5Config, T5ForCo
 import gs_compile
 
 LENGTH, BATCH, IGNORED = 64, 16, -100
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WITHOUT_VOWELS = str.maketrans("", "", "aeiouAEIOU")
 
 
@@ -60,7 +61,7 @@ def build(path: str | None, storage: Path) -> torch.nn.Module:
 
 def train(path: str | None, storage: Path, num_steps: int) -> None:
     torch.manual_seed(0)
-    data, model = samples(path), build(path, storage).train()
+    data, model = samples(path), build(path, storage).to(DEVICE).train()
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-4 if path else 2e-3, max_grad_norm=1.0)
     everything_on_ssd = {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}}
     options = {"micro_batch_size": 4, "outputs": "loss", "storage": storage, "expert": everything_on_ssd}
@@ -68,7 +69,7 @@ def train(path: str | None, storage: Path, num_steps: int) -> None:
     start = time.perf_counter()
     for step in range(num_steps):
         rows = torch.randint(len(data["labels"]), (BATCH,))
-        loss = model(**{name: each[rows] for name, each in data.items()}).loss
+        loss = model(**{name: each[rows].to(DEVICE) for name, each in data.items()}).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Run one step of a tiny GPT-2, and print it as a program.
 
-pip install 'greedysnake[hf]'
+pip install '.[hf]'  # from a checkout
 python examples/inspect_program.py
 """
 

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import gs_compile
 
 SAMPLES = 2  # a step's
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tokens(path: str | None) -> torch.Tensor:
@@ -43,7 +44,7 @@ def build(path: str | None, storage: Path, length: int) -> torch.nn.Module:
 
 def train(path: str | None, storage: Path, length: int, host_memory: str, num_steps: int) -> None:
     torch.manual_seed(0)
-    text, model = tokens(path), build(path, storage, length).train()
+    text, model = tokens(path), build(path, storage, length).to(DEVICE).train()
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-5 if path else 2e-3, max_grad_norm=1.0)
     on_ssd = {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}}
     options = {
@@ -56,7 +57,7 @@ def train(path: str | None, storage: Path, length: int, host_memory: str, num_st
     model.compile(backend="greedysnake", options=options)
     for step in range(num_steps):
         places = torch.randint(len(text) - length, (SAMPLES,)).tolist()
-        ids = torch.stack([text[place : place + length] for place in places])
+        ids = torch.stack([text[place : place + length] for place in places]).to(DEVICE)
         start = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import gs_compile
 
 SEQUENCE, BATCH, BATCHES_PER_STEP = 128, 8, 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tokens(path: str | None) -> torch.Tensor:
@@ -42,7 +43,7 @@ def build(path: str | None, storage: Path) -> torch.nn.Module:
 
 def train(path: str | None, storage: Path, num_steps: int) -> None:
     torch.manual_seed(0)
-    text, model = tokens(path), build(path, storage).train()
+    text, model = tokens(path), build(path, storage).to(DEVICE).train()
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-5 if path else 2e-3, max_grad_norm=1.0)
     everything_on_ssd = {"ratios": {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}}
     options = {"micro_batch_size": 4, "outputs": "loss", "storage": storage, "expert": everything_on_ssd}
@@ -52,7 +53,7 @@ def train(path: str | None, storage: Path, num_steps: int) -> None:
         total = 0.0
         for _ in range(BATCHES_PER_STEP):
             places = torch.randint(len(text) - SEQUENCE, (BATCH,)).tolist()
-            ids = torch.stack([text[place : place + SEQUENCE] for place in places])
+            ids = torch.stack([text[place : place + SEQUENCE] for place in places]).to(DEVICE)
             loss = model(input_ids=ids, labels=ids).loss / BATCHES_PER_STEP
             loss.backward()
             total += loss.item()

@@ -13,18 +13,7 @@ from typing import Any
 import torch
 
 from gs_compile.program.ir import Op, Program, Value
-from gs_compile.program.verbs import FORWARDS
-
-FORWARD_VERBS = FORWARDS | {"count"}
-
-
-def forward_end(program: Program) -> int:
-    """The index of the first operation of the backward half: after the last head and what is freed there."""
-    ops = program.ops
-    last = max((index for index, op in enumerate(ops) if op.verb in FORWARD_VERBS), default=-1) + 1
-    while last < len(ops) and ops[last].verb == "free":
-        last += 1
-    return last
+from gs_compile.program.verbs import forward_end
 
 
 class Executor:
@@ -36,7 +25,7 @@ class Executor:
         self.env: dict[Value, Any] = dict(inputs)
         self.wanted: frozenset[Value] = frozenset()  # values that the model returns, also where the program frees them
         self.returned: dict[Value, Any] = {}  # what has been made of these
-        self._half = forward_end(program)
+        self._half = forward_end(program.ops)
 
     def forward(self) -> None:
         self._run(0, self._half)

@@ -14,10 +14,12 @@ from collections import Counter, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gs_compile.program.ir import LANES, Op, Program
-from gs_compile.runtime import stream
+
+if TYPE_CHECKING:
+    from gs_compile.runtime import stream
 
 MAX_EVENTS = 500_000  # the latest are kept: hundreds of steps of a small model, a few of a large one, 100 MB
 

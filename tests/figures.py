@@ -19,7 +19,7 @@ from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.placement.workload import UnitCost, Workload
 from gs_compile.planner.cost import timing
 from gs_compile.planner.cost.known_times import Row
-from gs_compile.planner.measure.machines import ENVIRONMENT
+from gs_compile.planner.measure.shipped import ENVIRONMENT
 from gs_compile.runtime.storage.drive import Drive
 
 SEED = "FIGURES_SEED"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import gs_compile
-from gs_compile.planner.measure.machines import known
+from gs_compile.planner.measure.shipped import known
 
 NUM_STEPS = 3
 

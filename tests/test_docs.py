@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import tiny
+from tiny import Tiny, tiny
 from zoo import VOCAB
 
 import gs_compile
@@ -61,11 +61,16 @@ def test_the_loop_that_is_read_first_trains(name, tmp_path):
     batch = {"input_ids": tokens, "labels": tokens}
     with torch.no_grad():
         before = model(**batch).loss.item()
+    model.save_pretrained(tmp_path / "checkpoint")  # in the place of one of the hub, and of AutoModelForCausalLM
+    code = code.replace("from transformers import AutoModelForCausalLM\n", "").replace('.to("cuda")', "")
+    code = code.replace('"meta-llama/Llama-3.1-8B"', f'"{tmp_path / "checkpoint"}"')
     code = code.replace('"/mnt/nvme0/me"', f'"{tmp_path}"').replace('"storage"', f'{ON_SSD}"storage"')
     logged: list[dict[str, float]] = []
     given = {"gs_compile": gs_compile, "torch": torch, "model": model, "loader": [batch] * 3, "held_out": batch}
+    given |= {"AutoModelForCausalLM": Tiny}
     given |= {"wandb": SimpleNamespace(log=logged.append), "transformers": transformers}
     exec(code, given)
+    model = given["model"]
     for more in others:  # it logs, evaluates and saves
         exec(more.replace("% 100", "% 2").replace('"trained"', f'"{tmp_path / "trained"}"'), given)
         assert {"loss", "grad_norm", "tokens_per_second"} <= logged[-1].keys()

@@ -11,7 +11,7 @@ import zoo
 
 from benchmarks import what_fits
 from gs_compile.planner import fit
-from gs_compile.planner.measure.machines import known
+from gs_compile.planner.measure.shipped import known
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/what_fits.md").read_text()
 FIGURE = r"(?:-|[\d,.]+)"

@@ -15,6 +15,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from benchmarks.chosen import BUDGETS, MOST_SLOWER, MOST_SLOWER_WITH_MORE, by_hand, planned
@@ -214,17 +215,20 @@ def make(name: str, change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -
     pattern, build = TABLES[name]
     paths = sorted(RESULTS.glob(f"{pattern}.json"), key=lambda path: path.stem)
     results = [change(json.loads(path.read_text())) for path in paths]
-    return f"{build(*results)}\n\n{origin(results)}" if results else MISSING
+    return f"{build(*results)}\n\n{origin(paths, results)}" if results else MISSING
 
 
-def origin(results: Sequence[dict[str, Any]]) -> str:
-    """On what and when, and how again."""
+def origin(paths: Sequence[Path], results: Sequence[dict[str, Any]]) -> str:
+    """On what and when, and how again: of a file's commands the first, which tells the others."""
     machine = results[-1]["machine"]
     where = machine["device"] if machine["device"] != "cpu" else f"{machine['cores']} cores of {machine['processor']}"
     dates = " and ".join(sorted({found["machine"]["date"] for found in results}))
-    commands = {command for found in results for command in found.get("commands", [found.get("command")])}
-    again = " ".join(f"`{command}`" for command in sorted(commands))
-    return f"{where}, {format_bytes(machine['memory_bytes'])}, {dates}. {again}"
+    again = []
+    for path, found in zip(paths, results, strict=True):
+        first, *others = found.get("commands", [found.get("command")])
+        more = f" and {len(others)} more like it, in `{path.relative_to(ROOT)}`" if others else ""
+        again.append(f"`{first}`{more}")
+    return f"{where}, {format_bytes(machine['memory_bytes'])}, {dates}. {'; '.join(again)}"
 
 
 def main() -> None:

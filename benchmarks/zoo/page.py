@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from textwrap import fill
 from typing import Any
 
 from benchmarks.common import RESULTS as FOLDER
@@ -13,7 +14,8 @@ from benchmarks.zoo.registry import CASES
 
 RESULTS = FOLDER / "zoo.json"
 PAGE = ROOT / "docs" / "models.md"
-HEAD = ("model", "result", "blocks streamed", "difference", "remark")
+HEAD = ("model", "result", "blocks streamed", "remark")
+TRAINS = ["trains", "", ""]  # with all blocks streamed
 INTRODUCTION = f"""\
 # Models that were tried
 
@@ -24,13 +26,10 @@ for two steps of {BATCH} samples in micro-batches of 2: by plain PyTorch, with e
 host memory. The versions were {{versions}}.
 
 * **trains**: losses, parameters and AdamW's first moments are within 1e-5 of plain PyTorch's (relative to a tensor's
-  largest entry if that is above 1), and bitwise equal on SSD and in memory. *Difference* is the largest one found.
+  largest entry if that is above 1; the largest difference found is {{difference}}), and bitwise equal on SSD and in
+  memory. All its blocks are streamed, each as a unit of its own in the step, unless a table says how many.
 * **refused**: an error of this package says why, before anything is learned. [limits.md](limits.md) has the reasons.
 * **wrong**, **failed**: a bug of this package.
-
-*Blocks streamed*: how many of the model's layers are units of their own in the step. The others are loaded for the
-whole step. In x-transformers, attention and feed-forward are separate blocks. In a model with stages of several blocks
-each, such as swin and convnext, a stage counts as one block.
 
 Dropout is off. AdamW's epsilon is 1e-3, so that gradients that are only rounding errors do not become whole steps.
 Initial values are changed a little, because zeros would block the gradients of everything below them.
@@ -44,10 +43,16 @@ without its dependencies, because it needs an older huggingface-hub than transfo
 def page(found: Mapping[str, Any]) -> str:
     """The page of these results."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    parts = [INTRODUCTION.format(versions=versions, counts=counts(found["cases"]))]
+    largest = max(result.get("difference", 0.0) for result in found["cases"].values())
+    told = INTRODUCTION.format(versions=versions, counts=counts(found["cases"]), difference=f"{largest:.0e}")
+    parts = [told]
     for package in dict.fromkeys(case.package for case in CASES.values()):
         cases = {key: case for key, case in CASES.items() if case.package == package and key in found["cases"]}
-        parts.append(f"## {package}\n\n" + table(HEAD, (row(case, found["cases"][key]) for key, case in cases.items())))
+        rows = [row(case, found["cases"][key]) for key, case in cases.items()]
+        names = ", ".join(name for name, *rest in rows if rest == TRAINS)
+        parts += [f"## {package}", fill(f"**trains**: {names}.", 120, break_on_hyphens=False)]
+        if others := [each for each in rows if [*each[1:]] != TRAINS]:
+            parts.append(table(HEAD, others))
     return "\n\n".join(parts) + "\n"
 
 
@@ -60,18 +65,9 @@ def counts(cases: Mapping[str, Mapping[str, Any]]) -> str:
     return f"Of {len(cases)} models {', '.join(found)}."
 
 
-def row(case: Case, result: Mapping[str, Any]) -> Sequence[str]:
-    """A line of the table."""
-    streamed = f"{result['streamed']} of {case.num_blocks}" if "streamed" in result else ""
-    difference = f"{result['difference']:.0e}" if "difference" in result else ""
-    return f"`{case.name}`", result["result"], streamed, difference, "; ".join(remarks(result))
-
-
-def remarks(result: Mapping[str, Any]) -> Iterator[str]:
-    """What there is to say of a result."""
-    if "why" in result:
-        yield result["why"]
-    if result.get("kinds", 1) > 1:
-        yield f"layers of {result['kinds']} kinds, each compiled once"
-    if result.get("kept"):
-        yield f"not on the tiers: {', '.join(result['kept'])}"
+def row(case: Case, result: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """A line of the table; of a model that trains with all its blocks streamed there is nothing more to say."""
+    streamed = result.get("streamed", case.num_blocks)
+    parts = f"{streamed} of {case.num_blocks}" if streamed != case.num_blocks else ""
+    kept = f"not on the tiers: {', '.join(result['kept'])}" if result.get("kept") else ""
+    return f"`{case.name}`", result["result"], parts, result.get("why", kept)

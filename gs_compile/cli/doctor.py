@@ -84,7 +84,7 @@ def torch_version() -> Check:
         words, _, advice = error.message.partition("; ")
         return Check(words, advice, is_bad=True)
     except (ImportError, OSError) as error:  # a shared library that is missing
-        return Check(f"cannot be imported: {error}", "reinstall torch: pip install --force-reinstall", is_bad=True)
+        return Check(f"cannot be imported: {error}", "reinstall it: pip install --force-reinstall torch", is_bad=True)
     is_newer = tuple(int(part) for part in re.findall(r"\d+", found)[:2]) > NEWEST_TORCH
     tested = ".".join(map(str, NEWEST_TORCH))
     return Check(found, f"newer than the tested version: if in doubt, install torch=={tested}.*" if is_newer else "")

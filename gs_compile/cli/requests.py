@@ -186,7 +186,9 @@ def plans(command: Callable[..., None]) -> Callable[..., None]:
     Raises `BadParameter` for a ratio that is none, and what a `Request` raises.
     """
     defaults = {each.name: each.default for each in fields(Request)} | {"ratios": None}
-    flags = [Parameter(name, ANY, default=made(defaults[name]), annotation=kind) for name, (kind, made) in FLAGS.items()]
+    flags = [
+        Parameter(name, ANY, default=made(defaults[name]), annotation=kind) for name, (kind, made) in FLAGS.items()
+    ]
     return _asking(command, [Parameter("model", ANY, annotation=Model), *flags], _planned)
 
 

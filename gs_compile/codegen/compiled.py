@@ -315,7 +315,8 @@ class Compilation:
         kept = [all_are or value in losses or not isinstance(value, fx.Node) for value in given]
         layer_major = self.options.expert.schedule not in BY_MICRO_BATCH
         separated = loss(module, captured, kept=kept, alone=alone, layer_major=layer_major)
-        cut = split(separated, captured, self.schedule.block_cut, self.tapped)
+        block_cut = self.schedule.block_cut
+        cut = split(separated, captured, block_cut() if block_cut else None, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
         costs = self.costs.setdefault((*self._key(sizes, 0), alone), {})

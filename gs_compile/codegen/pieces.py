@@ -267,10 +267,5 @@ class InPieces(Differentiated):
         return tuple(gradients[name] if name in gradients else torch.zeros_like(values[name]) for name in names)
 
 
-def on_tokens(size: int, on_all: Collection[str]) -> str:
-    """What is said of a unit in pieces."""
-    return f"on {size} tokens at a time" + (f", but for {', '.join(on_all)}" if on_all else "")
-
-
 def _total(nbytes: Mapping[str, int], names: Set[str]) -> int:
     return sum(size for name, size in nbytes.items() if name in names)

@@ -26,9 +26,10 @@ from gs_compile.capture.graph import Source, TensorSpec, UnitGraph
 from gs_compile.capture.internals import add_artifact
 from gs_compile.capture.nondeterministic import Nondeterministic
 from gs_compile.codegen.compiled import Compilation, Step, compilations_of
-from gs_compile.codegen.pieces import InPieces, on_tokens
+from gs_compile.codegen.pieces import InPieces
 from gs_compile.errors import InspectionError
 from gs_compile.machine import format_bytes
+from gs_compile.planner.summary import on_tokens
 from gs_compile.program.fx import graph_module
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Program, StepShape, Unit, height
 from gs_compile.program.text import timetable

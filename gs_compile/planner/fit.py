@@ -1,7 +1,7 @@
 """fit: what a machine makes of a model, trained in full, by adapters, and by adapters over matrices in a codec.
 
 Answers come from the linear program alone (`lp.search`): nothing is lowered and simulated, which `plan` does for one of
-them. Its seconds are a bound that a simulated step exceeds by some per cent.
+them. Its seconds are a bound that a simulated step exceeds, by up to an eighth.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gs_compile.codegen.pieces import on_tokens
 from gs_compile.errors import NoFitError
 from gs_compile.machine import format_bytes
+from gs_compile.planner.summary import on_tokens
 
 if TYPE_CHECKING:
     from gs_compile.planner.problem import Problem

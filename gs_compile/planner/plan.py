@@ -30,8 +30,8 @@ from gs_compile.planner.decide import decide
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.measure.cluster import of_one_rank
-from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.measure.shipped import load, named
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
 from gs_compile.planner.request import Request, States
@@ -73,8 +73,16 @@ def planner_of(model: Any, request: Request, known: Iterable[Planner] = (), *, k
     known: planners of the same model; the capture of one that asks for the same code serves this one too. keeps: what a
     capture of a named model comes to is kept in the user's cache, and taken from there.
     """
-    profile = of_one_rank(find_profile(request.machine, request.storage), request.gpus, request.nodes, request.network)
+    machine = named(request.machine)
+    profile = _this_machine(request) if machine is None else load(machine)
+    profile = of_one_rank(profile, request.gpus, request.nodes, request.network)
     return Planner(workloads_of(model, request, [each.workloads for each in known], keeps=keeps), request, profile)
+
+
+def _this_machine(request: Request) -> Profile:
+    from gs_compile.planner.measure.machines import profile  # late: with torch
+
+    return profile(None, request.storage)
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,8 @@ class Problem:
     def does_fit(self, number: int) -> bool:
         """Whether a step of so many micro-batches does, by the linear program."""
         check(self.formulas)
+        if self.profile.separate and self.workload.workspace_nbytes > self.budgets.device_nbytes:
+            return False  # whatever else is on the device, which need not be counted
         return fits_any(self.formulas, number, self.budgets, self.request)
 
     def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:

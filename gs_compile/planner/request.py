@@ -204,7 +204,10 @@ class Request:
     def own_batch_size(self) -> int | None:
         """One rank's samples of a step."""
         if self.batch_size is not None and self.batch_size % self.ranks:
-            raise PlanError(f"batch_size is {self.batch_size}: {self.ranks} ranks cannot divide it equally")
+            raise PlanError(
+                f"batch_size is {self.batch_size}: {self.ranks} ranks cannot divide it equally, so give a multiple of "
+                f"{self.ranks}"
+            )
         return None if self.batch_size is None else self.batch_size // self.ranks
 
     @property

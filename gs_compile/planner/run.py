@@ -32,9 +32,10 @@ from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed
 from gs_compile.planner.cost.workload import activations, workload_of
 from gs_compile.planner.decide import decide, remedies, undecided
-from gs_compile.planner.measure.machines import ENVIRONMENT, Where, named, remembered_code
+from gs_compile.planner.measure.machines import Where, remembered_code
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.measure.shipped import ENVIRONMENT, named
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS, as_before, facts_of, fingerprint

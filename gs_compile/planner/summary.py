@@ -5,7 +5,7 @@ What only the command line shows, with colours and figures, is in `cli.report`: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gs_compile.machine import format_bytes
@@ -90,3 +90,8 @@ def rate_text(rate: float) -> str:
 
 def _shares(ratios: Mapping[str, float]) -> str:
     return ", ".join(f"{ratios[ratio]:.0%} of {WORDS[kind]}" for kind, ratio in RATIO_OF.items() if ratio in ratios)
+
+
+def on_tokens(size: int, on_all: Collection[str]) -> str:
+    """What is said of a unit in pieces."""
+    return f"on {size} tokens at a time" + (f", but for {', '.join(on_all)}" if on_all else "")

@@ -106,8 +106,8 @@ class GivenWorkloads:
     def _scaled(self, size: int) -> Workload:
         if cut := SCHEDULES[self.request.schedule].block_cut:
             raise PlanError(
-                f"the {self.request.schedule} schedule cuts each block in {cut.parts}, and the numbers of the workload "
-                f"{self.model.name} do not tell where: give the model by name, as a config or as a module"
+                f"the {self.request.schedule} schedule cuts each block in {cut().parts}, and the numbers of the "
+                f"workload {self.model.name} do not tell where: give the model by name, as a config or as a module"
             )
         times = size / self.model.micro_batch_size
         whole = self.model.scaled(code=times, activations=times, workspace=times)

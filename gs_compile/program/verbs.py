@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -243,6 +243,15 @@ SIGNATURES: dict[str, Signature] = {
 # What runs the code of a unit is in `SIGNATURES`: its forward, or its backward, which a head may run with the forward.
 FORWARDS = frozenset(verb for verb, each in SIGNATURES.items() if any(phase == "forward" for phase, _ in each.stages))
 BACKWARDS = SIGNATURES.keys() - FORWARDS
+
+
+def forward_end(ops: Sequence[Op]) -> int:
+    """The index of the first operation of the backward half: after the last head and what is freed there."""
+    verbs = FORWARDS | {"count"}
+    last = max((index for index, op in enumerate(ops) if op.verb in verbs), default=-1) + 1
+    while last < len(ops) and ops[last].verb == "free":
+        last += 1
+    return last
 
 
 def _shape(op: Op) -> str:

@@ -6,7 +6,8 @@ for one by its name: what the rest has to know of it is a field of its `Schedule
 
 from __future__ import annotations
 
-from gs_compile.passes.baselines.halve import HALVES
+from typing import TYPE_CHECKING
+
 from gs_compile.passes.baselines.horizontal import horizontal
 from gs_compile.passes.baselines.lifetime import Rooms, lifetime
 from gs_compile.passes.baselines.single import single
@@ -14,12 +15,22 @@ from gs_compile.passes.baselines.spec import ScheduleSpec
 from gs_compile.passes.vertical import vertical
 from gs_compile.schedules import Schedule
 
+if TYPE_CHECKING:
+    from gs_compile.capture.graph import BlockCut
+
+
+def _halves() -> BlockCut:
+    from gs_compile.passes.baselines.halve import HALVES  # late: with torch, which a plan may do without
+
+    return HALVES
+
+
 SCHEDULES: dict[Schedule, ScheduleSpec] = {
     "vertical": ScheduleSpec(build=vertical, turns=True),
     "horizontal": ScheduleSpec(build=horizontal, batch_like="vertical", as_published=True),
     "single": ScheduleSpec(
         build=single,
-        block_cut=HALVES,
+        block_cut=_halves,
         whole_batch=True,
         batch_like="vertical",
         heading="What to know:",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from gs_compile.capture.graph import BlockCut
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Program, StepShape
 from gs_compile.schedules import Schedule
+
+if TYPE_CHECKING:
+    from gs_compile.capture.graph import BlockCut
 
 
 class Builder(Protocol):
@@ -65,7 +67,7 @@ class ScheduleSpec:
 
     turns: neighbouring stages take the micro-batches in opposite orders (`snake`).
     own_pass: what only it has, given the placement and whether gradients are left to the next step; before `free`.
-    block_cut: how it has each block as several layers; None: a layer is a block.
+    block_cut: gives how it has each block as several layers; None: a layer is a block.
     whole_batch: the whole batch is one micro-batch.
     batch_like: the schedule whose batch it is planned for, so that the two can be compared; None: its own.
     as_published: it is as others publish it: updates are left to the next step, and parameters kept for it, only where
@@ -77,7 +79,7 @@ class ScheduleSpec:
     build: Builder
     turns: bool = False
     own_pass: Callable[..., Program] | None = None
-    block_cut: BlockCut | None = None
+    block_cut: Callable[[], BlockCut] | None = None
     whole_batch: bool = False
     batch_like: Schedule | None = None
     as_published: bool = False

@@ -18,6 +18,7 @@ from gs_compile.cli.plan import figure, profile_table
 from gs_compile.cli.report.explain import as_dict, report
 from gs_compile.planner.measure import machines
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.measure.shipped import ENVIRONMENT, SHIPPED
 from gs_compile.planner.request import Request
 
 # plan -----------------------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def test_a_file_that_cannot_be_written(plans, tmp_path):
 
 
 def test_every_figure_has_a_row_with_its_source():
-    laptop = Profile.load(machines.SHIPPED / "laptop.json")
+    laptop = Profile.load(SHIPPED / "laptop.json")
     _, *rows = (re.split(" {2,}", line) for line in profile_table(laptop).splitlines())
     names = {name.partition(" ")[0] for name, *_ in rows}
     assert names == {name.removesuffix("_per_second") for name in laptop.as_dict()} - {"format", "sources"}
@@ -254,7 +255,7 @@ def test_the_probe(monkeypatch, tmp_path):
 
     def found(machine, storage, *, refresh, ranks):
         asked.append((machine, storage, refresh, ranks))
-        return Profile.load(machines.SHIPPED / "laptop.json")
+        return Profile.load(SHIPPED / "laptop.json")
 
     monkeypatch.setattr(machines, "profile", found)
     assert "matmul_flops fp32" in printed("probe", "--storage", tmp_path, "--storage", "/b")
@@ -267,9 +268,9 @@ def test_the_probe(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["mine.json", "mine.json/below"])
 def test_the_probe_of_a_file(monkeypatch, tmp_path, name):
     """Also where a drive that has been measured has it."""
-    (saved := tmp_path / "mine.json").write_text((machines.SHIPPED / "laptop.json").read_text())
+    (saved := tmp_path / "mine.json").write_text((SHIPPED / "laptop.json").read_text())
     monkeypatch.setattr(machines, "remembered", lambda *_: saved)
-    monkeypatch.delenv(machines.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
     result = run("probe", "--storage", tmp_path / name)
     assert (result.exit_code, result.stdout) == (5, "")
     assert "Not a directory; storage= has to be a directory" in result.stderr

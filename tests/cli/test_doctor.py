@@ -22,6 +22,7 @@ from gs_compile.cli import doctor
 from gs_compile.cli.doctor import Check, checked
 from gs_compile.errors import StorageError, VersionError
 from gs_compile.planner.measure import machines
+from gs_compile.planner.measure.shipped import SHIPPED
 from gs_compile.runtime import stream
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.manifest import NAME
@@ -154,7 +155,7 @@ def test_the_machine_profile(tmp_path, monkeypatch):
     path = tmp_path / "profile.json"
     monkeypatch.setattr(machines, "remembered", lambda _: path)
     assert doctor.profile([]) == Check("not measured yet: run greedysnake probe")
-    path.write_text((machines.SHIPPED / "laptop.json").read_text())
+    path.write_text((SHIPPED / "laptop.json").read_text())
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3 * 86400))
     assert doctor.profile([]) == Check(f"measured 3 days ago, {path}")
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100 * 86400))

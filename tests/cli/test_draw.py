@@ -15,8 +15,8 @@ from gs_compile.cli.report import draw
 from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traffic_bars
 from gs_compile.errors import PlanError
 from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
-from gs_compile.planner.measure.machines import SHIPPED
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.measure.shipped import SHIPPED
 from gs_compile.planner.plan import plan
 
 GIB = 2**30

@@ -41,11 +41,11 @@ class TestText(expecttest.TestCase):
         self.assertExpectedInline(
             fits_report([FULL, LORA, OVER], 3.6e6),
             """\
-for 3.6e+06 tokens, by the linear program; `plan` simulates one of them and explains it
+for 3.6e+06 tokens, by the linear program; batch: samples of a step; `plan` simulates one
 
-                   tokens/s  hours  host memory  device memory       SSD    written  drives last  micro-batch
-LoRA of rank 16         250      4      1.0 GiB        3.0 GiB  40.0 GiB  838.2 GiB   185.2 days            4
-the same over nf4     1,000      1     12.0 GiB        3.0 GiB         -          -            -           16
+                   tokens/s  batch  hours  host memory  device memory       SSD    written  drives last  largest micro-batch
+LoRA of rank 16         250      8      4      1.0 GiB        3.0 GiB  40.0 GiB  838.2 GiB   185.2 days                    4
+the same over nf4     1,000      8      1     12.0 GiB        3.0 GiB         -          -            -                   16
 
 in full: m does not fit: it needs 2.0 GiB of host memory, 1.0 GiB more than it may use""",
         )
@@ -55,7 +55,7 @@ def test_what_is_told_of_several_ranks_and_of_few_tokens():
     """Memory is each rank's; an hour's part is not none."""
     title, _, _, row, *_ = fits_report([replace(LORA, ranks=8)], 9e4).splitlines()
     assert title.endswith("memory, SSD and what is written are those of each of 8 ranks")
-    assert row.split()[4:6] == ["250", "0.1"]
+    assert row.split()[4:7] == ["250", "8", "0.1"]
 
 
 def test_what_is_wrong_with_the_request_is_no_answer():

@@ -15,7 +15,7 @@ import pytest
 
 from gs_compile.codegen import side_by_side
 from gs_compile.codegen.side_by_side import Wanted, compile_all
-from gs_compile.planner.measure.machines import ENVIRONMENT as MACHINE
+from gs_compile.planner.measure.shipped import ENVIRONMENT as MACHINE
 
 pytestmark = pytest.mark.skipif(side_by_side.sys.platform != "linux", reason="processes are forked on Linux alone")
 

@@ -8,7 +8,7 @@ import pytest
 from planned import A100, GB, formulas, gpt, lowered, problem, ratios
 from test_saved_plans import levelled
 
-from gs_compile.placement.liveness import live_ranges, peak
+from gs_compile.placement import liveness
 from gs_compile.placement.boundaries import alike
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision
@@ -67,8 +67,7 @@ def test_whole_programs_are_what_the_columns_of_each_stack_say(separate):
     program = lowered(workload, placement)[-1]
     system = System(formulas(workload, machine), 5, 0.0, Request().budgets(machine), Request())
     found, written = system.needs(decision)
-    alive = live_ranges(program.ops, placement)
-    peaks = {tier: peak(alive, tier, len(program.ops)) for tier in ("device", "host", "ssd")}
+    peaks = liveness.peaks(program.ops, placement)
     for tier, needed in found.items():
         nbytes, said = peaks[tier], needed - (workload.workspace_nbytes if tier == "device" else 0)
         assert 0.99 * nbytes <= said <= 1.15 * nbytes + 1

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import zoo
+from standin import fails
 
 from gs_compile.errors import CaptureError, PlanError
 from gs_compile.planner import fit as module
 from gs_compile.planner.fit import Fit, fit, ways
+from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.plan import Planner
 from gs_compile.planner.request import Request
@@ -91,6 +93,11 @@ def test_the_largest_micro_batch_is_the_last_that_fits(found, planners):
     assert not module.does_fit(planner, 2 * largest)
 
 
+def test_code_that_computes_in_more_memory_than_the_device_has_is_not_counted(planners, found, monkeypatch):
+    monkeypatch.setattr(Counted, "readings", fails(AssertionError("counted")))
+    assert not planners[0].asked(device_memory="1MiB").problem(4).does_fit(1)
+
+
 @pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.slow), 128])
 def test_the_longest_sequence(config, found, planners, monkeypatch, most):
     """As many tokens as fit in samples, or fewer; no more than the model has positions for."""
@@ -116,7 +123,7 @@ def test_a_batch_is_that_of_all_ranks(config, planners, found, monkeypatch):
     linked = replace(profile("rtx4090"), net_bytes_per_second=1e10)
     (one,) = fit(config, **{**ASKED, "machine": linked, "gpus": 2}, **BATCH, planners=[*planners])
     assert (one.ranks, one.batch_size, one.micro_batch_size) == (2, 16, 4)
-    with pytest.raises(PlanError, match="batch_size is 3: 2 ranks cannot divide it equally"):
+    with pytest.raises(PlanError, match="2 ranks cannot divide it equally, so give a multiple of 2"):
         fit(config, **{**ASKED, "machine": linked, "gpus": 2}, batch_size=3, planners=[*planners])
 
 

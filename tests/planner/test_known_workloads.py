@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import zoo
 
@@ -68,6 +72,27 @@ def test_a_workload_is_taken_from_where_it_was_kept(model, monkeypatch):
     kept.write_text(text[: len(text) // 2])
     with pytest.raises(CapturedError):
         known(model)
+
+
+LIGHT = """
+import sys
+from pathlib import Path
+import gs_compile.planner.fit
+from gs_compile.planner.plan import planner_of
+from gs_compile.planner.request import Request
+planner = planner_of(Path(sys.argv[1]), Request(machine="a100", sequence=16), keeps=True)
+assert planner.problem(2).search(2).best
+heavy = {"torch", "transformers", "scipy", "rich"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_with_a_capture_that_was_kept_another_machine_is_planned_for_without_torch(model):
+    """To import it would take longer than the plan."""
+    planner_of(model, ASKED, keeps=True).problem(2)
+    command, root = [sys.executable, "-c", LIGHT, str(model)], Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_latest_files_stay(model, workload, monkeypatch):

@@ -56,7 +56,7 @@ def test_a_model_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_folder_without_a_config(tmp_path):
-    with pytest.raises(PlanError, match=r"config\.json: no config can be read there: .*No such file"):
+    with pytest.raises(PlanError, match=r"config\.json: no config can be read there \(.*No such file.*: give a"):
         named_config(str(tmp_path))
 
 
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_config(tmp_path):
     with pytest.raises(PlanError, match="no config can be read there"):
         named_config(str(path))
     path.write_text("{}")
-    with pytest.raises(PlanError, match="not a config of transformers, which names its model_type"):
+    with pytest.raises(PlanError, match="which names its model_type: give the config"):
         named_config(str(path))
 
 
@@ -97,7 +97,9 @@ def test_a_model_that_is_no_language_model():
 def test_a_sample_longer_than_the_model_has_positions():
     check_length(named_config("gpt2"), 1024)
     check_length(torch.nn.Linear(1, 1), 10**6)
-    with pytest.raises(PlanError, match=r"^gpt2 has 1024 positions, fewer than a sequence of 1025 tokens \[plan\]$"):
+    with pytest.raises(
+        PlanError, match=r"^gpt2 has 1024 positions, fewer .* 1025 tokens: ask for a sequence of 1024 or less \[plan\]$"
+    ):
         check_length(named_config("gpt2"), 1025)
 
 

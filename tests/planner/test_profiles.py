@@ -12,8 +12,9 @@ from test_profile import LAPTOP
 
 from gs_compile.errors import ProfileError
 from gs_compile.planner.measure import machines as profiles
-from gs_compile.planner.measure.machines import known, profile
+from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.measure.shipped import ENVIRONMENT, SHIPPED, known, named
 
 MEASURED = Profile.of(LAPTOP | {"name": "measured", "host_nbytes": 1000, "ssd_nbytes": 2000})
 
@@ -33,7 +34,7 @@ class FakedProbe:
 @pytest.fixture
 def probe(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(profiles.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
     faked = FakedProbe()
     monkeypatch.setattr(profiles, "probe", faked)
     monkeypatch.setattr(profiles, "free_nbytes", lambda *_: faked.free)
@@ -53,7 +54,7 @@ def test_the_machines_that_ship():
 
 @pytest.mark.parametrize("name", known())
 def test_a_shipped_machine_leaves_nothing_to_defaults_and_every_number_has_its_source(name):
-    given = json.loads((profiles.SHIPPED / f"{name}.json").read_text())
+    given = json.loads((SHIPPED / f"{name}.json").read_text())
     link = {entry.name for entry in fields(Profile) if entry.name.startswith(("h2d", "d2h", "device_nbytes"))}
     ranks = {"net_bytes_per_second", "net_hop_seconds"} - given.keys()  # one has no others
     expected = {entry.name for entry in fields(Profile)} - (link if given["device"] == "cpu" else set()) - ranks
@@ -98,10 +99,10 @@ def test_a_file_that_is_missing_is_refused(tmp_path):
 
 
 def test_the_environment_takes_the_place_of_none(tmp_path, probe, monkeypatch):
-    monkeypatch.setenv(profiles.ENVIRONMENT, "a100")
+    monkeypatch.setenv(ENVIRONMENT, "a100")
     assert profile(None, tmp_path) == profile("a100")
     assert profile("h200", tmp_path) != profile("a100")
-    assert (profiles.named(None), profiles.named("h200")) == ("a100", "h200")
+    assert (named(None), named("h200")) == ("a100", "h200")
     assert not probe.calls
     assert profile(None, tmp_path, refresh=True) == MEASURED
 

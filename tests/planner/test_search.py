@@ -10,6 +10,7 @@ from cpu_work import work
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from planned import A100, GB, formulas, gpt, on
+from standin import fails
 
 from gs_compile.errors import OptionError, PlanError
 from gs_compile.planner.lp.search import GROWTH, fits, search, shortfall
@@ -143,6 +144,15 @@ def test_what_one_alpha_shows_of_memory_holds_for_others(monkeypatch):
         assert len(solved) < 8
     assert not found[1.0]
     assert found[3.0]
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_where_one_budget_is_exceeded_whatever_the_ratios_nothing_is_solved(monkeypatch, tier):
+    budgets = replace(DESKTOP, **{f"{tier}_nbytes": 1 << 20})
+    monkeypatch.setattr(System, "optimum", fails(AssertionError("solved")))
+    assert not fits(known(XL, A100), 4, budgets, Request())
+    with pytest.raises(AssertionError, match="solved"):
+        fits(known(XL, A100), 4, DESKTOP, Request())
 
 
 def test_what_is_short_is_said_of_each_tier():

@@ -17,6 +17,7 @@ from gs_compile.planner import run
 from gs_compile.planner.builder import peak
 from gs_compile.planner.measure import machines
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.measure.shipped import ENVIRONMENT
 
 KEEPS_CAPTURES = True  # each process captures its own
 MACHINE = Path(__file__).parent.parent / "machine.json"
@@ -97,7 +98,7 @@ def probes(info, tmp_path):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        patched.delenv(machines.ENVIRONMENT, raising=False)
+        patched.delenv(ENVIRONMENT, raising=False)
         patched.setattr(machines, "probe", probe)
         found = [CliRunner().invoke(app, ["probe", "--storage", str(tmp_path), "--json"]) for _ in range(2)]
     return len(calls), [each.stdout if each.exit_code == 0 else repr(each.exception) + each.output for each in found]

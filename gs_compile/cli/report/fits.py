@@ -13,14 +13,15 @@ from gs_compile.planner.summary import rate_text, table
 
 RIGHT = (
     "tokens/s",
+    "batch",
     "hours",
     "host memory",
     "device memory",
     "SSD",
     "written",
     "drives last",
-    "micro-batch",
-    "sequence",
+    "largest micro-batch",
+    "longest sequence",
 )
 
 
@@ -30,7 +31,7 @@ def fits_report(found: Sequence[Fit], tokens: float) -> str:
     headings = ("", *RIGHT) if any(each.longest for each in found) else ("", *RIGHT[:-1])
     parts = [f"{each.way}: {each.missing}" for each in found if each.missing]
     if rows:
-        title = f"for {tokens:.3g} tokens, by the linear program; `plan` simulates one of them and explains it"
+        title = f"for {tokens:.3g} tokens, by the linear program; batch: samples of a step; `plan` simulates one"
         ranks = max(each.ranks for each in found)
         title += f"; memory, SSD and what is written are those of each of {ranks} ranks" if ranks > 1 else ""
         parts = [title, table(headings, [row[: len(headings)] for row in rows], right=RIGHT), *parts]
@@ -42,6 +43,7 @@ def _row(fit: Fit, tokens: float) -> tuple[str, ...]:
     return (
         fit.way,
         rate_text(fit.tokens_per_second),
+        str(fit.batch_size),
         rate_text(fit.hours(tokens)),
         format_bytes(fit.peaks.get("host", 0)),
         format_bytes(fit.peaks["device"]) if fit.peaks.get("device") else "-",

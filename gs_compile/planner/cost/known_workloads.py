@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from gs_compile.options import default_storage
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.measure.machines import write_whole
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -72,6 +71,8 @@ class KnownWorkloads:
     def _keep(self) -> None:
         if self._path is None:
             return
+        from gs_compile.planner.measure.machines import write_whole  # late: with torch
+
         try:
             write_whole(self._path, _format().dump_json(self._found).decode())
             files = sorted(self._path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)

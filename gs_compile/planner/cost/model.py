@@ -102,7 +102,10 @@ def check_length(config: Any, sequence: int) -> None:
     """Raise `PlanError` where samples are longer than the model has positions for."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and sequence > longest:
-        raise PlanError(f"{config.model_type} has {longest} positions, fewer than a sequence of {sequence} tokens")
+        raise PlanError(
+            f"{config.model_type} has {longest} positions, fewer than a sequence of {sequence} tokens: ask for a "
+            f"sequence of {longest} or less"
+        )
 
 
 def _read(model: str) -> dict[str, Any]:
@@ -116,9 +119,13 @@ def _read(model: str) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise PlanError(f"{path}: no config can be read there: {error}") from error
+        raise PlanError(
+            f"{path}: no config can be read there ({error}): give a config.json, or the folder of a model"
+        ) from error
     if not isinstance(fields, dict) or "model_type" not in fields:
-        raise PlanError(f"{path}: not a config of transformers, which names its model_type")
+        raise PlanError(
+            f"{path}: not a config of transformers, which names its model_type: give the config.json of a model"
+        )
     return fields
 
 

@@ -139,9 +139,8 @@ class _Tries:
         """Whether there is a solution for any alpha."""
         system = self._systems(number)
         while left := self._left(number):
-            if system(left[0]).solution() is not None:
+            if self._solved(left[0], number, system) is not None:
                 return True
-            self._refuse(left[0], number, system)
         return False
 
     def _best(self, number: int) -> Solution | None:
@@ -154,9 +153,8 @@ class _Tries:
             bound, alpha = min((bound, alpha) for alpha, bound in bounds.items())
             if found and bound >= found.seconds * (1 - ROUNDING):
                 break
-            solution = system(alpha).solution()
+            solution = self._solved(alpha, number, system)
             if solution is None:
-                self._refuse(alpha, number, system)
                 bounds = {each: bound for each, bound in bounds.items() if number < self.most[each]}
                 continue
             del bounds[alpha]
@@ -173,12 +171,21 @@ class _Tries:
         """The alphas of which it is not known that nothing fits."""
         return [alpha for alpha, most in self.most.items() if number < most]
 
-    def _refuse(self, alpha: float, number: int, system: Systems) -> None:
-        """Nothing fits with this alpha; nor with others that the same multipliers of the rows say it of."""
+    def _solved(self, alpha: float, number: int, system: Systems) -> Solution | None:
+        """The best with this alpha. Where nothing fits, that is known of it from now on, and of others of which one
+        budget alone says it, or the same multipliers of the rows.
+        """
         alike = [each for each in self._left(number) if anchors(each) == anchors(alpha)]
+        beyond = np.minimum(*(system(each).beyond for each in (min(alike), max(alike))))  # rows are affine in alpha
+        if (beyond > FEASIBLE).any():
+            self.most |= dict.fromkeys(alike, number)
+            return None
+        if (solution := system(alpha).solution()) is not None:
+            return solution
         exceeded = _least(alike, [system(alpha).refusal()], system)
         parts = zip(alike, exceeded.tolist(), strict=True)
         self.most |= {each: number for each, part in parts if part > FEASIBLE or each == alpha}
+        return None
 
     def _raise(
         self, bounds: dict[float, float], between: tuple[float, ...], multipliers: Sequence[Array], system: Systems

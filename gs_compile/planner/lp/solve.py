@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -213,6 +213,11 @@ class System:
         found = self.optimum(elastic=True)
         assert found is not None, "there is a point that exceeds the budgets by enough"
         return found[2] / self.unit_seconds
+
+    @cached_property
+    def beyond(self) -> Array:
+        """By how much each row but those of seconds exceeds its limit at least, whatever the ratios."""
+        return np.where(self.is_time, -np.inf, self.least(self.rows) - self.limits)
 
     def lagrangian(self, multipliers: Array) -> Array:
         """Seconds that no ratios fall below, as an affine function of them for each row of `multipliers`.

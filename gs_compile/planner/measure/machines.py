@@ -1,4 +1,4 @@
-"""machines: the profile of a machine: one of those that ship, a file, or this machine, measured once and remembered.
+"""machines: the profile of a machine: `shipped`, a file, or this machine, measured once and remembered.
 
 What a drive or a processor gives does not change from day to day, so the figures of this machine are kept in the user's
 cache, in a file for each combination of processor, cores, memory, GPU, torch and the drives of the storage. What is
@@ -11,7 +11,6 @@ bounded by RLIMIT_MEMLOCK, which CUDA's driver does not ask.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -34,14 +33,13 @@ from gs_compile.planner.measure.probe import compute_rates, link_rates, network_
 from gs_compile.planner.measure.probe_drive import drive_rates, existing, room_nbytes
 from gs_compile.planner.measure.profile import FORMAT, Profile
 from gs_compile.planner.measure.rates import Figure
+from gs_compile.planner.measure.shipped import load, named
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import default_device, device_of, has_own_memory
 from gs_compile.runtime.threads import correct_thread_count
 
 log = logging.getLogger(__name__)
 
-SHIPPED = Path(__file__).parent / "machines"
-ENVIRONMENT = "GREEDYSNAKE_MACHINE"
 CACHE = "machines"  # a folder beside the default storage
 CODE = ".code"  # a file beside a machine's figures, which goes when these are measured again
 MEASURING = 2  # counts the ways in which the probe has measured: what an older one found is measured again
@@ -69,7 +67,7 @@ def profile(
     ranks: Ranks | None = None,
     where: Where | None = None,
 ) -> Profile:
-    """The profile of `machine`: a name (see `known`), the path of a file, or a profile; None: this machine.
+    """The profile of `machine`: a name (see `shipped.known`), the path of a file, or a profile; None: this machine.
 
     `storage` is the directory, or directories, that this machine's figures are of; None: the default. The environment
     variable GREEDYSNAKE_MACHINE, a name or a path, takes the place of None. `refresh` measures this machine again,
@@ -85,21 +83,9 @@ def profile(
     directories = Options.of({"storage": storage}).storage
 
     def alone() -> Profile:
-        if isinstance(machine, Profile):
-            return machine
-        return _this_machine(directories, where, refresh, ranks) if machine is None else Profile.load(_path(machine))
+        return _this_machine(directories, where, refresh, ranks) if machine is None else load(machine)
 
     return alone() if ranks is None else _of_all(ranks, alone, where, directories if machine is None else ())
-
-
-def named(machine: str | Path | Profile | None) -> str | Path | Profile | None:
-    """What names the machine, the environment where nothing else does; None: it is this one, to be measured."""
-    return os.environ.get(ENVIRONMENT) or None if machine is None else machine
-
-
-def known() -> tuple[str, ...]:
-    """The names of the machines that ship."""
-    return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
 def remembered(storage: Sequence[Path], total: int = 1, device: torch.device | None = None) -> Path:
@@ -231,21 +217,3 @@ def write_whole(path: Path, text: str) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-# Names ----------------------------------------------------------------------------------------------------------------
-
-
-def _path(machine: str | Path) -> Path:
-    """The file of a name, with or without its ending, or of a path."""
-    path = Path(machine).expanduser()
-    if path.exists():
-        return path
-    name = path.name.removesuffix(".json")
-    if path.name == str(path) and name in known():
-        return SHIPPED / f"{name}.json"
-    if path.name != str(path) or path.suffix == ".json":
-        raise ProfileError(f"{path}: there is no such file; machines that ship: {', '.join(known())}")
-    close = difflib.get_close_matches(name.lower(), known(), n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise ProfileError(f"unknown machine {machine}; {hint}known: {', '.join(known())}, or the path of a profile")

@@ -1,0 +1,49 @@
+"""shipped: the profile of a machine that ships, or that is in a file; of this machine, `machines`.
+
+Nothing heavy is imported, so that a plan for another machine needs no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+from gs_compile.errors import ProfileError
+from gs_compile.planner.measure.profile import Profile
+
+SHIPPED = Path(__file__).parent / "machines"
+ENVIRONMENT = "GREEDYSNAKE_MACHINE"
+
+
+def named(machine: str | Path | Profile | None) -> str | Path | Profile | None:
+    """What names the machine, the environment where nothing else does; None: it is this one, to be measured."""
+    return os.environ.get(ENVIRONMENT) or None if machine is None else machine
+
+
+def known() -> tuple[str, ...]:
+    """The names of the machines that ship."""
+    return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
+
+
+def load(machine: str | Path | Profile) -> Profile:
+    """The profile of a name (see `known`), or in a file; one that is given is itself.
+
+    Raises `ProfileError` for a name or file that is none.
+    """
+    return machine if isinstance(machine, Profile) else Profile.load(_path(machine))
+
+
+def _path(machine: str | Path) -> Path:
+    """The file of a name, with or without its ending, or of a path."""
+    path = Path(machine).expanduser()
+    if path.exists():
+        return path
+    name = path.name.removesuffix(".json")
+    if path.name == str(path) and name in known():
+        return SHIPPED / f"{name}.json"
+    if path.name != str(path) or path.suffix == ".json":
+        raise ProfileError(f"{path}: there is no such file; machines that ship: {', '.join(known())}")
+    close = difflib.get_close_matches(name.lower(), known(), n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ProfileError(f"unknown machine {machine}; {hint}known: {', '.join(known())}, or the path of a profile")
