@@ -26,7 +26,7 @@ def padded_ahead(batch):
     return found | {"labels": torch.tensor([int(each["input_ids"][0]) % 2 for each in batch])}
 
 
-@pytest.mark.parametrize(("kind", "size"), [("xlnet", 2), ("gpt2", 1)])
+@pytest.mark.parametrize(("kind", "size"), [("xlnet", 2), pytest.param("gpt2", 1, marks=pytest.mark.slow)])
 def test_batches_of_a_step_are_padded_where_the_model_reads_them_as_before(tmp_path, kind, size):
     """XLNet's classifier reads the last token; GPT-2 learns a vector for each place, and tokens must not move."""
     shape: dict[str, Any] = {"vocab_size": VOCAB, "num_labels": 2, "pad_token_id": 0}
