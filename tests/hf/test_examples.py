@@ -52,9 +52,7 @@ def main(name, arguments, constants, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_learns_in_small(name, tmp_path, monkeypatch, capsys):
-    """Fast tests have train_gpt2 in ranks/test_ranks.py, own_loop below, and what finetune_lora_sft does in
-    test_frozen_weights.py.
-    """
+    """Fast tests have train_gpt2 in ranks/test_ranks.py, and what finetune_lora_sft does in test_frozen_weights.py."""
     arguments, constants = SMALL[name]
     main(name, [*arguments, "--storage", tmp_path], constants, monkeypatch)
     printed = capsys.readouterr().out
@@ -64,6 +62,7 @@ def test_an_example_learns_in_small(name, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ones_own(tmp_path, monkeypatch, capsys):
     """`--model` takes a folder as transformers writes it, with a tokenizer of its own."""
     own = runpy.run_path(str(EXAMPLES / "finetune_lora_sft.py"))
