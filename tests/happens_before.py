@@ -42,12 +42,17 @@ class Access(NamedTuple):
     stop: int
 
 
+class RaceError(Exception):
+    """Ends a run that is of no interest beyond its first race."""
+
+
 class Checker:
-    """Clocks, accesses, and the pairs of accesses that nothing orders."""
+    """Clocks, accesses, and the pairs of accesses that nothing orders. to_first: the first of them ends the run."""
 
     twin: Any  # whose accesses these are
 
-    def __init__(self) -> None:
+    def __init__(self, *, to_first: bool = False) -> None:
+        self.to_first = to_first
         self.clocks: dict[Any, Clock] = {}
         self.marks: dict[Any, Clock] = {}  # of events and tickets
         self.accesses: dict[Any, list[Access]] = {}  # by memory: the process's, or an extent
@@ -62,6 +67,11 @@ class Checker:
     def join(self, clock: Clock, other: Clock) -> None:
         for actor, time in other.items():
             clock[actor] = max(clock.get(actor, 0), time)
+
+    def found(self, race: str) -> None:
+        self.races.add(race)
+        if self.to_first:
+            raise RaceError(race)
 
     def mark(self, key: Any, actor: Any = None) -> None:
         """What `actor` has done so far is before whatever waits for `key`."""
@@ -84,7 +94,7 @@ class Checker:
                     if old.start < stop and start < old.stop:
                         is_before = clock.get(old.actor, 0) >= old.time
                         if (is_write or old.is_write) and not is_before:
-                            self.races.add(f"{old.name} and {name}")
+                            self.found(f"{old.name} and {name}")
                         is_inside = start <= old.start and old.stop <= stop
                         if is_before and is_inside and (is_write or not old.is_write):
                             continue  # whatever is behind this access is behind the old one too
@@ -103,7 +113,7 @@ class Checker:
                 for old in self.accesses.get("memory", []):
                     is_alike = old.actor is computing and old.start < stop and start < old.stop
                     if is_alike and (is_write or old.is_write) and clock.get(computing, 0) < old.time:
-                        self.races.add(f"{old.name} and who comes after {name}")
+                        self.found(f"{old.name} and who comes after {name}")
 
     # What the twin tells ---------------------------------------------------------------------------------------------
 
@@ -153,9 +163,9 @@ def _memory(content: Any) -> tuple[Any, int, int]:
 
 
 @contextmanager
-def on_twin(seed: int = 0, delay_seconds: float = 1e-3) -> Iterator[Checker]:
+def on_twin(seed: int = 0, delay_seconds: float = 1e-3, **how: bool) -> Iterator[Checker]:
     """Every run inside the block computes on a twin; accesses that nothing orders fail the block, by name."""
-    checker = Checker()
+    checker = Checker(**how)
     checker.twin = twin = Twin(seed, delay_seconds, checker)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stream, "DEVICES", {"cpu": lambda _: twin})
@@ -170,12 +180,12 @@ def on_twin(seed: int = 0, delay_seconds: float = 1e-3) -> Iterator[Checker]:
 
 
 @contextmanager
-def on_host() -> Iterator[Checker]:
+def on_host(**how: bool) -> Iterator[Checker]:
     """Every run inside the block computes on the CPU; accesses to its slab that nothing orders fail the block, by name.
 
     Nobody sees that an operation is done: a wait orders, and not what lanes happen to have come to.
     """
-    checker = Checker()
+    checker = Checker(**how)
     with pytest.MonkeyPatch.context() as patched:
         _watch_threads(checker, patched)
         patched.setattr(Ticket, "done", False)
@@ -225,7 +235,8 @@ def _watch_lanes(checker: Checker, patched: Any) -> None:
     def watched_transfer(reads: Sequence[Any], targets: Sequence[Any]) -> None:
         checker.work(threading.current_thread().name, reads, targets)
         written = {target.label for target in targets if isinstance(target, Extent)} & checker.named
-        checker.races.update(f"the last commit and a write to {label}" for label in written)
+        for label in written:
+            checker.found(f"the last commit and a write to {label}")
         transfer(reads, targets)
 
     def watched_update(self: OptimizerStep, op: Any, reads: Any, targets: Any, record: Any) -> None:

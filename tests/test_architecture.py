@@ -36,7 +36,8 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MAY_ASK_THE_DEVICE = ("gs_compile.capture.", "gs_compile.runtime.stream")
 MAY_NAME_SCHEDULES = ("gs_compile.passes.baselines.", "gs_compile.schedules")
-COMPARED = "|".join(name for name in get_args(Schedule) if name != "vertical")
+COMPARED = [name for name in get_args(Schedule) if name != "vertical"]
+NAMED = re.compile(rf'(?:^|["\'])({"|".join(COMPARED)})(?:$|["\'])|\b({"|".join(COMPARED)}) (?:schedule|order)')
 PRIVATE = {"_cdata", "_typed_storage", "_version", "_weak_ref", "__closure__", "cell_contents"}
 MUTABLE = {  # module-level state that changes, each with its reason in ARCHITECTURE.md
     "gs_compile.codegen.compiled.compilations_of",
@@ -102,7 +103,7 @@ def may_take_many(module: str, name: str, node: ast.FunctionDef | ast.AsyncFunct
 
 def long_files(sources: dict[str, str]) -> dict[str, int]:
     """The files of more than 300 lines of code."""
-    sizes = {name: len(code_lines(source)) for name, source in sources.items()}
+    sizes = {name: len(code_lines(source)) for name, source in sources.items() if source.count("\n") >= 300}
     return {name: size for name, size in sizes.items() if size > 300}
 
 
@@ -110,10 +111,9 @@ def long_functions(sources: dict[str, str]) -> dict[str, int]:
     """The functions of more than 40 lines of code, from `def` on."""
     found = {}
     for module, source in sources.items():
-        code = code_lines(source)
         for name, node in functions(source):
-            size = len(code.intersection(range(node.lineno, node.end_lineno + 1)))
-            if size > 40:
+            lines = range(node.lineno, node.end_lineno + 1)
+            if len(lines) > 40 and (size := len(code_lines(source).intersection(lines))) > 40:
                 found[f"{module}.{name}"] = size
     return found
 
@@ -133,10 +133,12 @@ def touches(source: str) -> int:
     found = 0
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
-            found += node.attr == "is_cuda" or node.attr in PRIVATE or (owner == "torch" and node.attr == "cuda")
-            found += node.attr == "type" and owner.endswith("device")
-            found += owner.split(".")[0] == "torch" and node.attr.startswith("_") and not node.attr.startswith("__")
+            found += node.attr == "is_cuda" or node.attr in PRIVATE
+            if node.attr in ("cuda", "type") or node.attr.startswith("_"):
+                owner = ast.unparse(node.value)
+                found += owner == "torch" and node.attr == "cuda"
+                found += node.attr == "type" and owner.endswith("device")
+                found += owner.split(".")[0] == "torch" and node.attr.startswith("_") and not node.attr.startswith("__")
         elif isinstance(node, ast.Compare) and "'meta'" in map(ast.unparse, node.comparators):
             found += not ast.unparse(node.left).endswith(".type")  # which is counted already
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -148,7 +150,7 @@ def touches(source: str) -> int:
 def names_cuda(source: str) -> bool:
     """Whether a file uses `torch.cuda`; the runtime serves any accelerator."""
     for node in ast.walk(parsed(source)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+        if isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node) == "torch.cuda":
             return True
         if isinstance(node, ast.ImportFrom | ast.Import):
             names = [*(getattr(node, "module", None) or "").split("."), *(alias.name for alias in node.names)]
@@ -165,10 +167,9 @@ def schedules_named(source: str) -> list[str]:
     for node in ast.walk(tree):
         words = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
         words += (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
-        found += [word for word in words if isinstance(word, str) and re.fullmatch(COMPARED, word)]
+        found += [word for word in words if word in COMPARED]
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            named = rf'(?:^|["\'])({COMPARED})(?:$|["\'])|\b({COMPARED}) (?:schedule|order)'
-            found += [first or second for first, second in re.findall(named, node.value)]
+            found += [first or second for first, second in NAMED.findall(node.value)]
     return found
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from itertools import chain
-from pathlib import Path
+from functools import cache
 
 import pytest
+from bounds import ROOT, library, parsed
 
 from gs_compile import errors
 from gs_compile.errors import GreedySnakeError, GreedySnakeWarning, name_of
 
-PACKAGE = Path(errors.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "errors.md"
+PAGE = ROOT / "docs" / "errors.md"
 LEAST_WORDS = 16  # characters that an example and a message have in common, whatever its values are
 
 
@@ -41,20 +40,11 @@ def test_a_message_ends_with_its_name(name):
     assert error.message.endswith("what was found")
 
 
-def strings() -> Iterator[str]:
+@cache
+def strings() -> str:
     """All strings of the package, without the values that they are filled with."""
-    folders = (
-        PACKAGE,
-        PACKAGE / "passes",
-        PACKAGE / "runtime",
-    )  # the last two may be links, which a glob does not follow
-    for file in chain.from_iterable(folder.glob("**/*.py") for folder in folders):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-
-
-STRINGS = "\n".join(strings())
+    nodes = (node for source in library().values() for node in ast.walk(parsed(source)))
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -65,4 +55,4 @@ def test_an_entry_says_what_happened_why_and_what_to_do_with_an_example_of_the_p
     example = re.search(r"\*\*Example:\*\* (`+)(.*)\1", entry)
     assert example, "the example stands between backticks"
     pieces = (example[2][at : at + LEAST_WORDS] for at in range(len(example[2]) - LEAST_WORDS + 1))
-    assert any(piece in STRINGS for piece in pieces), f"nothing in the package says: {example[2]}"
+    assert any(piece in strings() for piece in pieces), f"nothing in the package says: {example[2]}"

@@ -54,6 +54,7 @@ def test_a_signal_inside_a_backward_is_answered(tmp_path, number, code, words):
     assert files_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_durable_run_that_is_killed_goes_on(tmp_path):
     """From the step before, in another process: its third and fourth steps are those of a run that nobody kills."""
     with in_the_backward(str(tmp_path / "card"), "durable") as process:

@@ -137,7 +137,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
         pytest.param("dropout", None, 0, marks=pytest.mark.slow),
         ("dropout", SOME_CLIPPED, 1),
         pytest.param("bf16", CLIPPED, 2, marks=pytest.mark.slow),
-        ("frozen bf16", None, 3),
+        pytest.param("frozen bf16", None, 3, marks=pytest.mark.slow),  # as end_to_end/test_frozen.py, and in place
         ("muon", SOME_CLIPPED, 1),
     ],
 )

@@ -220,7 +220,7 @@ def below_all(model):
     [
         *(pytest.param(name, None, {"alpha": 0.5}, marks=pytest.mark.slow) for name in ("gpt2", "llama")),
         ("llama", below_all, {"alpha": 0.5}),
-        ("llama", None, {"schedule": "horizontal"}),
+        pytest.param("llama", None, {"schedule": "horizontal"}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_of_inputs(name, freeze, given, tmp_path):

@@ -27,8 +27,11 @@ PLACES = {
     "device": {"separate_device": True, "ratios": {"device_parameter": 0.7}},
     "horizontal": {"schedule": "horizontal", "separate_device": True, "ratios": {"gradient": 0.5}},
 }
-FAST = {*product(["nf4"], PLACES, ["bf16"]), *product(["nf4"], ["ssd", "half"], ["model"])}  # all places in one type
-FAST |= {("mxfp4", "half", "bf16"), ("mxfp4", "device", "bf16")}
+FAST = {
+    *product(["nf4"], PLACES, ["bf16"]),
+    ("nf4", "ssd", "model"),
+    ("mxfp4", "half", "bf16"),
+}  # all places in one type
 
 
 def frozen(codec=""):

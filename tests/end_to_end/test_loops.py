@@ -245,9 +245,9 @@ def test_r_drop(all_outputs, tmp_path):
 def test_on_a_device_every_access_is_ordered(loop, harness, tmp_path):
     """On the twin that runs late; it sums the squares of a norm in another order."""
     given = PLACES["on a device, mixed"]
-    losses, values, norm = learned(harness, sgd, loop, options(tmp_path / "cpu", **given))
+    losses, values, norm = learned(harness, sgd, loop, options(tmp_path / "cpu", **given), 2)
     with on_twin():
-        found = learned(harness, sgd, loop, options(tmp_path / "twin", **{**given, "separate_device": False}))
+        found = learned(harness, sgd, loop, options(tmp_path / "twin", **{**given, "separate_device": False}), 2)
     assert_same(found, (losses, values, pytest.approx(norm, rel=1e-6)))
 
 

@@ -86,7 +86,8 @@ def test_on_each_tier(usual, tmp_path, schedule, separate):
 )
 @pytest.mark.parametrize(
     ("schedule", "separate"),
-    [("horizontal", True), pytest.param("single", False, marks=pytest.mark.slow), ("single", True)],
+    [pytest.param(*each, marks=pytest.mark.slow) for each in (("horizontal", True), ("single", False))]
+    + [("single", True)],
 )
 def test_as_options_ask(usual, tmp_path, slow_code, caplog, schedule, separate, recompute, ratios, part):
     """All, what is faster, or a part; the log and `inspect` tell how many."""

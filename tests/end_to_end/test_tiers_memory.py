@@ -30,7 +30,7 @@ def harness_of(precision="model"):
 ratios = st.sampled_from((0.0, 0.3, 0.7, 1.0))
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=4)
 @example("bf16", None, 0.5, False, {"parameter": 0.0, "checkpoint": 0.7, "optimizer": 1.0}, 0.0, None)  # the first step
 @given(
     precision=st.sampled_from(("model", "bf16")),

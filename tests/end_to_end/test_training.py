@@ -94,7 +94,9 @@ def test_compiled_layers_learn_the_same(name, tmp_path):
     assert_learns_the_same(name, tmp_path, compiler="inductor", alpha=0.3)
 
 
+@pytest.mark.slow
 def test_with_a_device_of_its_own(tmp_path):
+    """Of the usual model test_same_bits.py has it."""
     assert_learns_the_same(
         "llama", tmp_path, separate_device=True, alpha=1.0, ratios={"parameter": 0.5, "optimizer": 0.5}
     )

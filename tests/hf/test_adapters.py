@@ -85,7 +85,7 @@ def trainer(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("dora", "ia3"))) for each in ADAPTERS]
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("dora", "ia3", "prompt"))) for each in ADAPTERS]
 )
 def test_the_same_curves_and_weights(name, trainer, tmp_path):
     checkpointing = name != "prefix"  # with which transformers cannot compute it
@@ -113,7 +113,8 @@ def test_frozen_weights_are_never_written(trainer):
 
 
 def test_adapters_are_saved_and_loaded(trainer, tmp_path):
-    """As an ordinary model's, and back into the tiers."""
+    """As an ordinary model's, and back into the tiers. A checkpoint has the adapter alone."""
+    assert not (Path(trainer.args.output_dir) / "checkpoint-2" / "model.safetensors").exists()
     trainer.save_model(tmp_path)
     wanted = {name: each.clone() for name, each in peft.get_peft_model_state_dict(trainer.model).items()}
     loaded = peft.PeftModel.from_pretrained(small("llama"), tmp_path)
@@ -127,10 +128,10 @@ def test_adapters_are_saved_and_loaded(trainer, tmp_path):
     torch.testing.assert_close(dict(peft.get_peft_model_state_dict(trainer.model)), wanted, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(trainer, tmp_path):
-    """Bit for bit; a checkpoint has the adapter alone."""
+    """Bit for bit. Fast tests have adapters that are loaded, above, and a run that goes on, in test_trainer.py."""
     checkpoint = Path(trainer.args.output_dir) / "checkpoint-2"
-    assert not (checkpoint / "model.safetensors").exists()
     again = trained(adapted(), tmp_path, expert=EAGER, resume=checkpoint)
     assert curve(again, "loss") == curve(trainer, "loss")
     torch.testing.assert_close(again.learned, trainer.learned, rtol=0, atol=0)

@@ -22,17 +22,15 @@ LOSS = re.compile(r"(?:loss'?:? '?|at the first step, )(\d+\.\d+)")
 
 SHORT = {"SEQUENCE": 16, "BATCH": 4}
 SHALLOW = {"LlamaConfig": lambda **given: LlamaConfig(**{**given, "num_hidden_layers": 2})}  # Dynamo reads each layer
-FAST = {
+SMALL = {
     "finetune_lora_sft": (["--steps", "6", "--frozen", "nf4"], {"PROMPT": 8, "COMPLETION": 8} | SHALLOW),
-}
-SLOW = {
     "bigger_than_memory": (["--size", "gpt2", "--host-memory", "256MiB", "--compiler", "eager"], {"SIZES": {"gpt2": (2, 64, 2)}}),
     "encoder_decoder": (["--steps", "4"], {"LENGTH": 16, "BATCH": 4}),
     "finetune_accelerate": (["--steps", "4"], {"SEQUENCE": 16}),
     "finetune_trainer": (["--steps", "10"], {"SEQUENCE": 16}),
     "long_text": (["--steps", "2", "--tokens", "1100"], {}),
     "train_gpt2": (["--steps", "12"], SHORT),
-    "own_loop": (["--steps", "4"], SHORT | SHALLOW),  # its checkpoint, below, takes the same steps
+    "own_loop": (["--steps", "4"], SHORT | SHALLOW),
 }  # fmt: skip
 
 
@@ -50,10 +48,12 @@ def main(name, arguments, constants, monkeypatch):
     module.main()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", SMALL)
 def test_an_example_learns_in_small(name, tmp_path, monkeypatch, capsys):
-    arguments, constants = {**FAST, **SLOW}[name]
+    """Fast tests have train_gpt2 in ranks/test_ranks.py, and what finetune_lora_sft does in test_frozen_weights.py."""
+    arguments, constants = SMALL[name]
     main(name, [*arguments, "--storage", tmp_path], constants, monkeypatch)
     printed = capsys.readouterr().out
     losses = [float(each) for each in LOSS.findall(printed)]
@@ -62,6 +62,7 @@ def test_an_example_learns_in_small(name, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ones_own(tmp_path, monkeypatch, capsys):
     """`--model` takes a folder as transformers writes it, with a tokenizer of its own."""
     own = runpy.run_path(str(EXAMPLES / "finetune_lora_sft.py"))

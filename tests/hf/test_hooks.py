@@ -11,12 +11,13 @@ import gs_compile.hf
 from gs_compile.errors import OptimizerError, OptionError
 
 
-def test_hidden_states_and_forward_hooks_are_the_whole_batchs(tmp_path):
+@pytest.mark.parametrize("moments", [(True,), pytest.param((False, True), marks=pytest.mark.slow)], ids=str)
+def test_hidden_states_and_forward_hooks_are_the_whole_batchs(tmp_path, moments):
     """In evaluation; before and after a step."""
     mine, seen = attached(tmp_path, "gpt2", max_steps=1), []
     mine.model.transformer.h[0].register_forward_hook(lambda *given: seen.append((given[-1], given[-1].shape)) and None)
     ids, _ = batch()
-    for trained in (False, True):
+    for trained in moments:
         if trained:
             mine.train()
         reference = small("gpt2").eval()

@@ -87,10 +87,14 @@ def trained(folder, **given):
 
 
 @pytest.mark.parametrize(
-    ("gas", "precision", "tolerance"), [(4, "no", 1e-5), pytest.param(2, "bf16", 1e-3, marks=pytest.mark.slow)]
+    ("gas", "precision", "build", "tolerance"),
+    [
+        (4, "no", tiny, 1e-5),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "no", gpt2, 1e-5), (2, "bf16", gpt2, 1e-3))),
+    ],
 )
-def test_the_same_curve_and_weights(gas, precision, tolerance, tmp_path):
-    theirs, mine = (trained(tmp_path, mine=mine, gas=gas, precision=precision, build=gpt2) for mine in (False, True))
+def test_the_same_curve_and_weights(gas, precision, build, tolerance, tmp_path):
+    theirs, mine = (trained(tmp_path, mine=mine, gas=gas, precision=precision, build=build) for mine in (False, True))
     assert all(is_offloaded(parameter) for parameter in mine.model.parameters())
     assert len(mine.losses) == 16 // gas
     assert mine.losses == pytest.approx(theirs.losses, rel=tolerance)

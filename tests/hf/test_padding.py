@@ -26,9 +26,13 @@ def padded_ahead(batch):
     return found | {"labels": torch.tensor([int(each["input_ids"][0]) % 2 for each in batch])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("xlnet", 2), ("gpt2", 1)])
 def test_batches_of_a_step_are_padded_where_the_model_reads_them_as_before(tmp_path, kind, size):
-    """XLNet's classifier reads the last token; GPT-2 learns a vector for each place, and tokens must not move."""
+    """XLNet's classifier reads the last token; GPT-2 learns a vector for each place, and tokens must not move.
+
+    Where padding goes test_together.py has of both, and that batches are padded to one length test_trainer.py.
+    """
     shape: dict[str, Any] = {"vocab_size": VOCAB, "num_labels": 2, "pad_token_id": 0}
     shape |= {
         "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32, "dropout": 0.0, "summary_last_dropout": 0.0},

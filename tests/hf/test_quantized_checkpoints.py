@@ -112,15 +112,20 @@ def test_scales_without_a_matrix_of_their_own_are_refused(tmp_path, monkeypatch)
         read(tmp_path / "saved", tmp_path / "storage")
 
 
-def test_experts_in_mxfp4_stay_so(tmp_path):
-    """In 4.25 bits an element, beside what the checkpoint has not quantized; adapters learn what they learn over the
-    values that transformers makes of them.
-    """
-    of_mxfp4(tmp_path / "saved")
-    config = transformers.Mxfp4Config(dequantize=True)
+MXFP4 = transformers.Mxfp4Config(dequantize=True)
+
+
+def both_of_mxfp4(folder):
+    """A model with experts in MXFP4, as read here and by transformers."""
+    of_mxfp4(folder / "saved")
     given = {"dtype": torch.float32, "attn_implementation": "eager"}
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config, **given)
-    model = read(tmp_path / "saved", tmp_path / "storage", frozen="mxfp4", **given)
+    theirs = AutoModelForCausalLM.from_pretrained(folder / "saved", quantization_config=MXFP4, **given)
+    return read(folder / "saved", folder / "storage", frozen="mxfp4", **given), theirs
+
+
+def test_experts_in_mxfp4_stay_so(tmp_path):
+    """In 4.25 bits an element, beside what the checkpoint has not quantized."""
+    model, theirs = both_of_mxfp4(tmp_path)
     values = dict(theirs.named_parameters())
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
     for name, parameter in model.named_parameters():
@@ -130,8 +135,16 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
         if place.codec:
             assert place.stash.nbytes * 8 == 4.25 * parameter.numel()
             assert torch.equal(place.stash[: parameter.numel() // 2], tensors[f"{name}_blocks"].view(-1))
-    read_as_decoded = read(tmp_path / "saved", tmp_path / "storage", quantization_config=config)
+    read_as_decoded = read(tmp_path / "saved", tmp_path / "storage", quantization_config=MXFP4)
     assert not any(residency_of(each).codec for each in read_as_decoded.parameters())
+
+
+@pytest.mark.slow
+def test_adapters_learn_over_experts_in_mxfp4(tmp_path):
+    """What they learn over the values that transformers makes of them; over nf4 test_frozen_weights.py has it, and that
+    mxfp4 is trained over as its values end_to_end/test_frozen.py.
+    """
+    model, theirs = both_of_mxfp4(tmp_path)
     model, losses, found = learned(model, storage=model.greedysnake_options, targets=["q_proj"])
     places = {name: residency_of(each).place[1].codec for name, each in model.named_parameters()}
     assert all(codec == ("mxfp4" if name.endswith(EXPERTS) else "") for name, codec in places.items())

@@ -38,8 +38,9 @@ def written(tmp_path):
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
 )  # of libraries
-def test_the_example_learns_and_goes_on(tmp_path, monkeypatch):
-    """From nothing; then with adapters from what was saved, on other data."""
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_example_learns_and_goes_on(tmp_path, monkeypatch, goes_on):
+    """From nothing; then with adapters from what was saved, on other data, as test_frozen_weights.py trains them."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "chat.jsonl").write_text(
         "\n".join(json.dumps({"prompt": f"{n} + {n} = ", "completion": str(2 * n)}) for n in range(64))
@@ -53,6 +54,8 @@ def test_the_example_learns_and_goes_on(tmp_path, monkeypatch):
     assert done["loss"] < 5.2
     tokenizer = AutoTokenizer.from_pretrained(done["saved"])
     assert tokenizer.decode(tokenizer("Grüße, snake").input_ids) == "Grüße, snake"
+    if not goes_on:
+        return
     second = run(
         EXAMPLE, *changes, f"model={tmp_path}/first", "tokenizer=null", f"data={tmp_path}/chat.jsonl",
         f"args.output_dir={tmp_path}/second", "args.max_steps=2", "args.packing=false",

@@ -118,6 +118,7 @@ def model_of(case):
 
 
 SLOW = ("every batch a step", "no clip", "norm of no clip")
+SLOW += ("evaluated between", "checkpointed")  # as ranks/test_hf.py and the best model below, and test_adapters.py
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,7 @@ def test_sequences_of_many_lengths(tmp_path):
     assert_alike(mine, theirs)
 
 
+@pytest.mark.slow
 def test_noise_on_embeddings_of_sequences_of_many_lengths(tmp_path):
     """NEFTune's, with random numbers of each micro-batch's own."""
     settings = {"data": samples(lengths=(12, 7, 9)), "max_steps": 4}

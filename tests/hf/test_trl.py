@@ -383,8 +383,9 @@ def experts(folder):
     return small("mixtral", router_aux_loss_coef=0.5)
 
 
+@pytest.mark.slow
 def test_experts_are_balanced_over_all_batches_of_a_step(tmp_path):
-    """As TRL does where these are one batch."""
+    """As TRL does where these are one batch. Over micro-batches end_to_end/test_balanced_experts.py has it."""
     changes = {"model": experts, "adapter": False, "bf16": False, "adam_epsilon": 1e-4}
     mine = sft(tmp_path / "mine", **changes)
     gs_compile.hf.attach(mine, storage=tmp_path / "storage", expert=EAGER)

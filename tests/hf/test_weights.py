@@ -95,15 +95,22 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
 def test_a_trainer_takes_up_the_options(tmp_path):
-    """With adapters in front of the model; and so does a loop."""
+    """With adapters in front of the model; and so does a loop. One trains so in test_frozen_weights.py."""
     small("llama").save_pretrained(tmp_path / "saved")
     load = partial(gs_compile.from_pretrained, AutoModelForCausalLM, tmp_path / "saved")
     model = adapted(model=load(storage=tmp_path / "storage", host_memory="1GiB"))
     known = {"storage": (tmp_path / "storage",), "host_memory": 1 << 30}
     assert options_of(model, {}) == known
     assert options_of(model, {"host_memory": "2GiB"}) == known | {"host_memory": "2GiB"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
+def test_a_trainer_trains_adapters_with_the_options(tmp_path):
+    small("llama").save_pretrained(tmp_path / "saved")
+    model = gs_compile.from_pretrained(AutoModelForCausalLM, tmp_path / "saved", storage=tmp_path / "storage")
     theirs = trained(adapted(model=AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), tmp_path)
-    mine = trained(model, tmp_path, expert=EAGER)
+    mine = trained(adapted(model=model), tmp_path, expert=EAGER)
     assert curve(mine, "loss") == pytest.approx(curve(theirs, "loss"), rel=1e-5)
 
 

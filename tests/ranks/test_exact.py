@@ -208,7 +208,7 @@ def places(info, tmp_path, precision, state_dtype, of, optimizer, num_steps):
 @pytest.mark.parametrize(
     ("precision", "state_dtype", "of", "optimizer", "num_steps"),
     [
-        ("mixed", None, PLACES, adamw, 4),  # bf16, with norms in fp32
+        ("mixed", None, PLACES[:-1], adamw, 4),  # bf16, with norms in fp32; split parts are also in test_planning.py
         *(
             pytest.param(*types, MORE_PLACES, optimizer, 6, marks=pytest.mark.slow)
             for types, optimizer in (

@@ -10,10 +10,12 @@ import networkx  # noqa: F401
 import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.tensor
-import transformers  # noqa: F401
+import transformers
 import zoo  # noqa: F401
 from tiered import Harness, adamw, capture_cheaply, collect_seldom, gpt2, options
 
+for name in ("GPT2LMHeadModel", "MixtralForCausalLM", "T5ForConditionalGeneration", "Trainer"):
+    getattr(transformers, name)  # imported as it is first asked for: each rank would do it
 torch.set_num_threads(1)
 capture_cheaply()
 figures.give()

@@ -157,8 +157,12 @@ def test_it_trains_the_same_and_every_access_is_ordered(harness, tmp_path, monke
     assert found.norms == pytest.approx(expected.norms, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_built_on_storage_trains_where_neither_memory_holds_it(tmp_path):
-    """And moved to the device before its first call (fault 19): bit for bit as one that was built in memory."""
+    """And moved to the device before its first call (fault 19): bit for bit as one that was built in memory.
+
+    Fast tests have it on the card (device/test_runs_on_card.py), and after a move in model/test_first_call.py.
+    """
 
     def trained(model, **device):
         torch._dynamo.reset()
@@ -196,7 +200,7 @@ def host_memory(harness, tmp_path_factory):
 def test_without_it_something_is_not_ordered(harness, host_memory, tmp_path, monkeypatch, mutation):
     owner, name, changed = MUTATIONS[mutation]
     monkeypatch.setattr(owner, name, without(owner, name, changed) if isinstance(changed, str) else changed)
-    with suppress(Exception), on_twin(delay_seconds=SLOW) as checker:
+    with suppress(Exception), on_twin(delay_seconds=SLOW, to_first=True) as checker:
         durability = "step" if owner is Commits else "off"
         harness.train(adamw, options(tmp_path, host_memory=host_memory, durability=durability, **CHOSEN), 2)
     assert checker.races
@@ -229,7 +233,7 @@ def test_without_it_something_is_not_ordered_where_a_cpu_computes(
 ):
     owner, name, line = mutation
     monkeypatch.setattr(owner, name, without(owner, name, line))
-    with suppress(Exception), on_host() as checker:
+    with suppress(Exception), on_host(to_first=True) as checker:
         harness.train(adamw, options(tmp_path, host_memory=host_memory_of_a_cpu, **CHOSEN), 2)
     assert checker.races
 
