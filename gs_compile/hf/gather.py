@@ -19,7 +19,7 @@ _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _KEPT = "logits_to_keep"  # of how many last tokens a model gives logits; 0: of all
-_MASK = "attention_mask"
+_MASK, _TEXTS = "attention_mask", ("input_ids", "inputs_embeds")
 _ONE_LENGTH = (
     "pad all batches to one length (padding='max_length') or give gradient_accumulation_steps=1 and a larger "
     "per_device_train_batch_size"
@@ -184,8 +184,10 @@ def _to_keep(batches: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Samples and tokens."""
-    number, length, *_ = next(x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 1).shape
+    """Samples and tokens: those of the text where there is one, also behind images."""
+    texts = [batch[name] for name in _TEXTS if name in batch]
+    leaves = tree_leaves([*texts, *batch.values()])  # a tokenizer's batch is itself no tree
+    number, length, *_ = next(x for x in leaves if isinstance(x, Tensor) and x.dim() > 1).shape
     return number, length
 
 

@@ -94,8 +94,9 @@ class Call:
         made = self.outputs.collect({**executor.env, **executor.returned})
         executor.returned.clear()
         # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
+        # Copied: loops divide a loss in place (`loss /= 4`).
         pairs = zip(made, self.outputs.made, strict=True)
-        self.losses = [content.detach() for content, output in pairs if output.kind == "loss"]
+        self.losses = [content.detach().clone() for content, output in pairs if output.kind == "loss"]
         for value in [v for v in executor.env if v.kind in ("y", "loss")]:
             del executor.env[value]
         return made

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, BatchEncoding
 from trl.trainer.utils import add_fused_lm_head
 from zoo import VOCAB, small
 
@@ -32,6 +32,16 @@ def test_answers_chosen_among_all_tokens_are_not_padded():
     assert len(gathered([batches[0], batches[0]])["start_positions"]) == 4
     with pytest.raises(OptionError, match=r"'start_positions' is a position among all tokens.*padding='max_length'"):
         gathered(batches)
+
+
+def test_batches_of_a_collator_of_transformers():
+    """They are no dicts, and images may come first."""
+    texts = [{"input_ids": torch.full((2, n), n), "attention_mask": torch.ones(2, n)} for n in (4, 6)]
+    batches = [BatchEncoding({"pixel_values": torch.zeros(2, 3, 8, 8), **text}) for text in texts]
+    found = gathered(batches, Padding(7))
+    assert found.input_ids[0].tolist() == [4] * 4 + [7] * 2
+    parts = parted({"logits": torch.zeros(4, 6, 5)}, batches)
+    assert [each["logits"].shape for each in parts] == [(2, 4, 5), (2, 6, 5)]
 
 
 def test_labels_of_a_decoder_need_no_mask():
