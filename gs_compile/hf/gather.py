@@ -26,7 +26,7 @@ _ONE_LENGTH = (
 )
 _CHOSEN = {"start_positions", "end_positions"}  # labels that are chosen among all tokens, those of padding included
 # Of a model: without tokens where they are (samples, ...), of any width.
-_OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")
+_OF_SAMPLES = ("logits", "scores", "pooler_output", "sentence_embedding")
 
 
 class Padding(NamedTuple):
@@ -185,10 +185,17 @@ def _to_keep(batches: Sequence[Mapping[str, Any]]) -> Any:
 
 def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Samples and tokens: those of the text where there is one, also behind images."""
-    texts = [batch[name] for name in _TEXTS if name in batch]
-    leaves = tree_leaves([*texts, *batch.values()])  # a tokenizer's batch is itself no tree
-    number, length, *_ = next(x for x in leaves if isinstance(x, Tensor) and x.dim() > 1).shape
+    number, length, *_ = next(_tensors(batch)).shape
     return number, length
+
+
+def _tensors(batch: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Of two dimensions and more, texts first; a tokenizer's batch is no dict."""
+    for name in sorted(batch, key=lambda name: name not in _TEXTS):
+        if isinstance(batch[name], Mapping):
+            yield from _tensors(batch[name])
+        else:
+            yield from (x for x in tree_leaves(batch[name]) if isinstance(x, Tensor) and x.dim() > 1)
 
 
 def _num_rows(batch: Mapping[str, Any]) -> int | None:

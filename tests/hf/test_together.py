@@ -40,8 +40,12 @@ def test_batches_of_a_collator_of_transformers():
     batches = [BatchEncoding({"pixel_values": torch.zeros(2, 3, 8, 8), **text}) for text in texts]
     found = gathered(batches, Padding(7))
     assert found.input_ids[0].tolist() == [4] * 4 + [7] * 2
-    parts = parted({"logits": torch.zeros(4, 6, 5)}, batches)
-    assert [each["logits"].shape for each in parts] == [(2, 4, 5), (2, 6, 5)]
+    nested = [{"input": each} for each in batches]  # as a cross-encoder is called
+    assert gathered(nested, Padding(7))["input"].input_ids.shape == (4, 6)
+    for asked in (batches, nested):
+        parts = parted({"logits": torch.zeros(4, 6, 5), "scores": torch.zeros(4, 6)}, asked)
+        assert [each["logits"].shape for each in parts] == [(2, 4, 5), (2, 6, 5)]
+        assert [each["scores"].shape for each in parts] == [(2, 6)] * 2
 
 
 def test_labels_of_a_decoder_need_no_mask():
