@@ -64,7 +64,7 @@ def _no_reasons_of_other_tests():
     [
         (Breaks, "torch._dynamo.graph_break()", "graph_break", "move it out of forward"),
         (ReadsAValue, "if x_BTD.sum().item() > 0:", "item", "move it out of forward"),
-        (Decides, "if self.norm.weight[0] == 0:", "data-dependent branching", "compute both and choose by torch.where"),
+        (Decides, "if self.norm.weight[0] == 0:", "generic_jump", "compute both and choose by torch.where"),
     ],
 )
 def test_a_graph_break(block, line, reason, remedy):
