@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import TensorSpec, at_line
-from gs_compile.capture.operations import operation, tensor_spec
+from gs_compile.capture.in_place import in_memory_of
+from gs_compile.capture.operations import is_free, operation, tensor_spec
 from gs_compile.errors import CaptureError, SeparationError
 
 
@@ -73,9 +74,10 @@ def masks_of(graph: fx.Graph) -> set[fx.Node]:
 
 
 def deal_by_index(graph: fx.Graph) -> list[fx.Node]:
-    """Make a ``masked_scatter_`` of each ``x[mask] = y`` with rows of `y` whose number no values decide; returns these.
+    """Make a ``masked_scatter`` of each ``x[mask] = y`` with rows of `y` whose number no values decide; returns these.
 
-    Raises `CaptureError` where the mask is one of several indices, or a row has fewer entries than its place.
+    Raises `CaptureError` where `x` has its memory from elsewhere, the mask is one of several indices, or a row has
+    fewer entries than its place.
     """
     found = []
     for node in graph.find_nodes(op="call_function", target=operator.setitem):
@@ -86,8 +88,8 @@ def deal_by_index(graph: fx.Graph) -> list[fx.Node]:
             continue
         assert isinstance(target, fx.Node)
         assert isinstance(mask, fx.Node)
-        rank = len(places.shape)
-        if given.shape[1:] != own.shape[rank:] or index not in (mask, (mask,)):
+        rank, before = len(places.shape), [each for each in in_memory_of(target) if each < node]
+        if before != [target] or is_free(target) or given.shape[1:] != own.shape[rank:] or index not in (mask, (mask,)):
             raise CaptureError(
                 f"`{node.name}` distributes the rows of a tensor to the places of a mask, whose number depends on "
                 f"values{at_line(node)}: write x.masked_scatter(mask[..., None], y)"
@@ -95,11 +97,13 @@ def deal_by_index(graph: fx.Graph) -> list[fx.Node]:
         ones = (1,) * (len(own.shape) - rank)
         with graph.inserting_before(node):
             wide = graph.call_function(operator.getitem, (mask, (..., *[None for _ in ones])))
-            scatter = graph.call_method("masked_scatter_", (target, wide, rows))
+            scatter = graph.call_method("masked_scatter", (target, wide, rows))
         at = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         spec = replace(places, shape=(*places.shape, *ones), stride=(*places.stride, *ones))
         wide.meta = {**mask.meta, **at, "spec": spec}
         scatter.meta = {**target.meta, **at, "batch_numbers": {}, IS_EXACT: True}
+        for user in [user for user in target.users if node < user]:
+            user.replace_input_with(target, scatter)
         graph.erase_node(node)
         found.append(scatter)
     return found
