@@ -325,6 +325,18 @@ def test_forms_of_a_call(read, args, kwargs):
     assert sorted(roles(model).values()) == ["batch", "batch", "constant"]
 
 
+def test_functions_that_call_a_model():
+    """With the model in a closure, or as an argument."""
+    model, reference, (ids, labels) = GPT(), GPT(), batch()
+    reference(ids, labels)[1].backward()
+    compiled = partial(torch.compile, backend="greedysnake", options=OPTIONS)
+    compiled(lambda ids, labels: model(ids, labels)[1])(ids, labels).backward()
+    assert_same_gradients(gradients(model), gradients(reference))
+    model.zero_grad()
+    compiled(lambda given, ids, labels: given(ids, labels)[1])(model, ids, labels).backward()
+    assert_same_gradients(gradients(model), gradients(reference))
+
+
 @pytest.mark.usefixtures("freed")
 def test_a_sequence_as_long_as_the_batch_is_large():
     """Equal sizes are not one symbol, so a later batch may have another."""
