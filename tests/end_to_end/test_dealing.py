@@ -70,7 +70,9 @@ def test_images_go_to_their_places_or_are_refused(tmp_path, kind, given):
     batch = ids(2, 2, 1, 2)  # a place of the second micro-batch is in the first
     batch[0, 6] = IMAGE
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(SeparationError, match=r"has 24 places .* for 32 entries, at .*test_dealing\.py:\d+: x( = self|\[ids)"):
+    with pytest.raises(
+        SeparationError, match=r"has 24 places .* for 32 entries, at .*test_dealing\.py:\d+: x( = self|\[ids)"
+    ):
         model(batch, images, batch == IMAGE if given else None)
     assert distance(dict(model.state_dict()), before) == 0
     optimizer.engine.tiers.close()
