@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -95,8 +96,9 @@ def deal_by_index(graph: fx.Graph) -> list[fx.Node]:
                 f"values{at_line(node)}: write x.masked_scatter(mask[..., None], y)"
             )
         ones = (1,) * (len(own.shape) - rank)
+        widening: Any = (..., *[None for _ in ones])
         with graph.inserting_before(node):
-            wide = graph.call_function(operator.getitem, (mask, (..., *[None for _ in ones])))
+            wide = graph.call_function(operator.getitem, (mask, widening))
             scatter = graph.call_method("masked_scatter", (target, wide, rows))
         at = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         spec = replace(places, shape=(*places.shape, *ones), stride=(*places.stride, *ones))
