@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -153,9 +153,18 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding 
     starts = itertools.accumulate(numbers, initial=0)
     kept = [batch.get(_KEPT, 0) if len(batches) > 1 else 0 for batch in batches]
     return [
-        tree_map_only(Tensor, partial(part, at, start, to_keep), outputs)
+        _mapped(partial(part, at, start, to_keep), outputs)
         for at, (start, to_keep) in enumerate(zip(starts, kept, strict=False))
     ]
+
+
+def _mapped(function: Callable[[Tensor], Any], outputs: Any) -> Any:
+    """Outputs with a function's results for tensors; a tokenizer's batch that a model has added to is no tree."""
+    if isinstance(outputs, MutableMapping) and not isinstance(outputs, dict):
+        found = copy.copy(outputs)
+        found.update({name: _mapped(function, each) for name, each in outputs.items()})
+        return found
+    return tree_map_only(Tensor, function, outputs)
 
 
 class _OfNoSamples(Tensor):

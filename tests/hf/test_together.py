@@ -42,8 +42,9 @@ def test_batches_of_a_collator_of_transformers():
     assert found.input_ids[0].tolist() == [4] * 4 + [7] * 2
     nested = [{"input": each} for each in batches]  # as a cross-encoder is called
     assert gathered(nested, Padding(7))["input"].input_ids.shape == (4, 6)
-    for asked in (batches, nested):
-        parts = parted({"logits": torch.zeros(4, 6, 5), "scores": torch.zeros(4, 6)}, asked)
+    made = {"logits": torch.zeros(4, 6, 5), "scores": torch.zeros(4, 6)}
+    for asked, outputs in ((batches, made), (nested, BatchEncoding(made))):
+        parts = parted(outputs, asked)
         assert [each["logits"].shape for each in parts] == [(2, 4, 5), (2, 6, 5)]
         assert [each["scores"].shape for each in parts] == [(2, 6)] * 2
 
