@@ -39,6 +39,13 @@ class ReadsAValue(Block):
         return super().forward(x_BTD)
 
 
+class Decides(Block):
+    def forward(self, x_BTD):
+        if self.norm.weight[0] == 0:
+            x_BTD = x_BTD + 1
+        return super().forward(x_BTD)
+
+
 class Breaks(Block):
     def forward(self, x_BTD):
         torch._dynamo.graph_break()
@@ -53,15 +60,19 @@ def _no_reasons_of_other_tests():
 
 
 @pytest.mark.parametrize(
-    ("block", "line", "reason"),
-    [(Breaks, "torch._dynamo.graph_break()", "graph_break"), (ReadsAValue, "if x_BTD.sum().item() > 0:", "item")],
+    ("block", "line", "reason", "remedy"),
+    [
+        (Breaks, "torch._dynamo.graph_break()", "graph_break", "move it out of forward"),
+        (ReadsAValue, "if x_BTD.sum().item() > 0:", "item", "move it out of forward"),
+        (Decides, "if self.norm.weight[0] == 0:", "generic_jump", "compute both and choose by torch.where"),
+    ],
 )
-def test_a_graph_break(block, line, reason):
+def test_a_graph_break(block, line, reason, remedy):
     message = refused(GraphBreakError, GPT(block))
     place = re.escape(__file__) + r":\d+: " + re.escape(line)
     assert re.search(f"^the model's forward is not one graph: Dynamo breaks it at {place}$", message, re.MULTILINE)
     assert re.search(f"^Dynamo's reason: .*{reason}", message, re.MULTILINE | re.IGNORECASE)
-    assert "move it out of forward" in message
+    assert remedy in message
 
 
 def test_a_graph_break_before_the_first_operation():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -177,7 +178,7 @@ def absorb_libraries() -> bool:
 
 
 def _ignore_logging() -> bool:
-    """Let Dynamo pass over the "once" logging methods of HuggingFace, which break its graphs otherwise.
+    """Let Dynamo pass over warnings, and the "once" logging methods of HuggingFace, which break its graphs otherwise.
 
     Some language model heads log a warning inside forward (no `loss_type` in the config). The warning is then not
     printed; the computation is the same. Returns whether this changed anything.
@@ -185,6 +186,7 @@ def _ignore_logging() -> bool:
     transformers_logging = sys.modules.get("transformers.utils.logging")
     names = ("warning_once", "info_once")
     methods = {getattr(transformers_logging, name) for name in names if hasattr(transformers_logging, name)}
+    methods.add(warnings.warn)
     ignored = dynamo_config.ignore_logging_functions
     if methods <= ignored:
         return False

@@ -29,8 +29,9 @@ from gs_compile.errors import ABSENT, GROUPED, CaptureError, GraphBreakError
 _TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
 _TORCH_MODULES = f"{_TORCH}/nn/modules/"
 
-# What Dynamo says where a size that depends on values decides what the code does.
-_UNSIZED = ("Dynamic shape operator", "data-dependent expression", "Data-dependent branching")
+# What Dynamo says where a size that depends on values decides what the code does, and where any value does.
+_UNSIZED = ("Dynamic shape operator", "data-dependent expression")
+_BRANCHES = ("Data-dependent branching", "generic_jump Tensor")
 # What it says where it gives a whole frame up: at a break in a loop, and at an error that the trace alone meets.
 _GIVES_UP = ("frame skipped", "Observed exception")
 _BACKWARD_HOOKS = "Module-level backwards hooks"  # what it breaks at
@@ -92,6 +93,11 @@ def remedy(reason: object, where: str = "") -> str:
         return _UNHOOK
     if any(sign in str(reason) for sign in _UNSIZED):
         return f"here the number of elements depends on values. {GROUPED[0].upper()}{GROUPED[1:]}"
+    if any(sign in str(reason) for sign in _BRANCHES):
+        return (
+            "here the value of a tensor decides what runs. Decide it before the call, or compute both and choose by "
+            f"torch.where; {GROUPED}"
+        )
     return (
         "remove the construct, or move it out of forward (print, .item(), control flow on tensor values are the usual "
         "causes)"

@@ -34,6 +34,7 @@ __all__ = [
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+_FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")  # as it is installed alone, or with the rest
 _UNTRACED = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # frames of what `untraced` puts around a function
 
 
@@ -106,8 +107,14 @@ def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:
 
 
 def watches_gradient(tensor: torch.Tensor | None) -> bool:
-    """Whether something of the user's sees the gradient of a tensor, if it is still there."""
-    return tensor is not None and (tensor.retains_grad or bool(backward_hooks(tensor)))
+    """Whether something of the user's sees the gradient of a tensor, if it is still there.
+
+    Lightning's Fabric hooks all that a model returns, to learn who has called the backward, and looks at no gradient.
+    """
+    if tensor is None:
+        return False
+    functions = [getattr(hook, "func", hook) for hook in backward_hooks(tensor)]
+    return tensor.retains_grad or any(getattr(each, "__module__", None) not in _FABRIC for each in functions)
 
 
 def wants_all(node: Any) -> bool:

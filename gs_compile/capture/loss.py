@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from gs_compile.capture.bodies import why_bodies_mix
 from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
-from gs_compile.capture.dealing import refuse_dealing_by_index
+from gs_compile.capture.dealing import deal_by_index
 from gs_compile.capture.graph import Captured, LossTerm, at_line, block_of, output_values
 from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.operations import (
@@ -95,10 +95,11 @@ def loss(
     """
     _refuse_sparse(module)
     _refuse_kernels(module)
-    refuse_dealing_by_index(module.graph)
-    shares = Shares(module.graph)
+    dealt, shares = deal_by_index(module.graph), Shares(module.graph)
     place_checks(shares, _kept(module, kept))
     if alone:
+        for scatter in dealt:
+            shares.checked_places(scatter)
         outputs = _kept(module, kept)
         kinds: dict[fx.Node, Kind] = dict.fromkeys((value for value in outputs if isinstance(value, fx.Node)), "sum")
         return Separated(module, outputs, (), kinds, ())

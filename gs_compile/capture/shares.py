@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from gs_compile.capture.dealing import ONE_PLACE_EACH, operands
+from gs_compile.capture.dealing import IS_EXACT, ONE_PLACE_EACH, operands
 from gs_compile.capture.graph import LossTerm, Source, TensorSpec, at_line, source_line
 from gs_compile.capture.operations import WEIGHTED_LOSSES, operation
 from gs_compile.capture.whole_batch import of_whole_batch
@@ -98,7 +98,8 @@ class Shares:
         with self.graph.inserting_before(scatter):
             detached = self._new(torch.Tensor.detach, (source,), like=source)
             detached.meta["spec"] = replace(source.meta["spec"], requires_grad=False)
-            args = (mask, target, detached, self._fraction(target), at_line(scatter))
+            is_exact = scatter.meta.get(IS_EXACT, False)
+            args = (mask, target, detached, self._fraction(target), is_exact, at_line(scatter))
             checked = self._new(ONE_PLACE_EACH, args, like=mask)
         checked.meta.pop("storage", None)
         scatter.args, scatter.kwargs = (target, checked, source), {}

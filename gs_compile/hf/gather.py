@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,14 +19,14 @@ _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _KEPT = "logits_to_keep"  # of how many last tokens a model gives logits; 0: of all
-_MASK = "attention_mask"
+_MASK, _TEXTS = "attention_mask", ("input_ids", "inputs_embeds")
 _ONE_LENGTH = (
     "pad all batches to one length (padding='max_length') or give gradient_accumulation_steps=1 and a larger "
     "per_device_train_batch_size"
 )
 _CHOSEN = {"start_positions", "end_positions"}  # labels that are chosen among all tokens, those of padding included
 # Of a model: without tokens where they are (samples, ...), of any width.
-_OF_SAMPLES = ("logits", "pooler_output", "sentence_embedding")
+_OF_SAMPLES = ("logits", "scores", "pooler_output", "sentence_embedding")
 
 
 class Padding(NamedTuple):
@@ -153,9 +153,18 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding 
     starts = itertools.accumulate(numbers, initial=0)
     kept = [batch.get(_KEPT, 0) if len(batches) > 1 else 0 for batch in batches]
     return [
-        tree_map_only(Tensor, partial(part, at, start, to_keep), outputs)
+        _mapped(partial(part, at, start, to_keep), outputs)
         for at, (start, to_keep) in enumerate(zip(starts, kept, strict=False))
     ]
+
+
+def _mapped(function: Callable[[Tensor], Any], outputs: Any) -> Any:
+    """Outputs with a function's results for tensors; a tokenizer's batch that a model has added to is no tree."""
+    if isinstance(outputs, MutableMapping) and not isinstance(outputs, dict):
+        found = copy.copy(outputs)
+        found.update({name: _mapped(function, each) for name, each in outputs.items()})
+        return found
+    return tree_map_only(Tensor, function, outputs)
 
 
 class _OfNoSamples(Tensor):
@@ -184,9 +193,18 @@ def _to_keep(batches: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Samples and tokens."""
-    number, length, *_ = next(x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 1).shape
+    """Samples and tokens: those of the text where there is one, also behind images."""
+    number, length, *_ = next(_tensors(batch)).shape
     return number, length
+
+
+def _tensors(batch: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Of two dimensions and more, texts first; a tokenizer's batch is no dict."""
+    for name in sorted(batch, key=lambda name: name not in _TEXTS):
+        if isinstance(batch[name], Mapping):
+            yield from _tensors(batch[name])
+        else:
+            yield from (x for x in tree_leaves(batch[name]) if isinstance(x, Tensor) and x.dim() > 1)
 
 
 def _num_rows(batch: Mapping[str, Any]) -> int | None:

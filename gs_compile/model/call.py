@@ -94,7 +94,7 @@ class Call:
         made = self.outputs.collect({**executor.env, **executor.returned})
         executor.returned.clear()
         # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
-        # Copied: scripts add the losses of all ranks up in place, ahead of the backward.
+        # Copied: scripts change a loss in place: they divide it, or add those of all ranks up, ahead of the backward.
         pairs = zip(made, self.outputs.made, strict=True)
         self.losses = [content.detach().clone() for content, output in pairs if output.kind == "loss"]
         for value in [v for v in executor.env if v.kind in ("y", "loss")]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -323,6 +324,28 @@ def test_forms_of_a_call(read, args, kwargs):
     args, kwargs = torch.utils._pytree.tree_map(lambda name: values[name], (args, kwargs))
     model = check(Called(read), *args, **kwargs)
     assert sorted(roles(model).values()) == ["batch", "batch", "constant"]
+
+
+def test_a_forward_that_warns():
+    """As transformers' EncoderDecoderModel does, of labels that are given."""
+
+    class Warns(zoo.Block):
+        def forward(self, x_BTD):
+            warnings.warn("labels are shifted now", FutureWarning, stacklevel=2)
+            return super().forward(x_BTD)
+
+    train(compile_model(GPT(Warns)), *batch())
+
+
+def test_functions_that_call_a_model():
+    """With the model in a closure, or as an argument."""
+    model, reference, (ids, labels) = GPT(), GPT(), batch()
+    reference(ids, labels)[1].backward()
+    of_closure, of_argument = (lambda *given: model(*given)[1]), (lambda each, *given: each(*given)[1])
+    for function, given in ((of_closure, ()), (of_argument, (model,))):
+        model.zero_grad()
+        torch.compile(function, backend="greedysnake", options=OPTIONS)(*given, ids, labels).backward()
+        assert_same_gradients(gradients(model), gradients(reference))
 
 
 @pytest.mark.usefixtures("freed")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 from trl.trainer.utils import add_fused_lm_head
 from zoo import VOCAB, small
@@ -35,6 +35,21 @@ def test_answers_chosen_among_all_tokens_are_not_padded():
     assert len(gathered([batches[0], batches[0]])["start_positions"]) == 4
     with pytest.raises(OptionError, match=r"'start_positions' is a position among all tokens.*padding='max_length'"):
         gathered(batches)
+
+
+def test_batches_of_a_collator_of_transformers():
+    """They are no dicts, and images may come first."""
+    texts = [{"input_ids": torch.full((2, n), n), "attention_mask": torch.ones(2, n)} for n in (4, 6)]
+    batches = [BatchEncoding({"pixel_values": torch.zeros(2, 3, 8, 8), **text}) for text in texts]
+    found = gathered(batches, Padding(7))
+    assert found.input_ids[0].tolist() == [4] * 4 + [7] * 2
+    nested = [{"input": each} for each in batches]  # as a cross-encoder is called
+    assert gathered(nested, Padding(7))["input"].input_ids.shape == (4, 6)
+    made = {"logits": torch.zeros(4, 6, 5), "scores": torch.zeros(4, 6)}
+    for asked, outputs in ((batches, made), (nested, BatchEncoding(made))):
+        parts = parted(outputs, asked)
+        assert [each["logits"].shape for each in parts] == [(2, 4, 5), (2, 6, 5)]
+        assert [each["scores"].shape for each in parts] == [(2, 6)] * 2
 
 
 def test_labels_of_a_decoder_need_no_mask():

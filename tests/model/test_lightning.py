@@ -67,6 +67,26 @@ def test_it_learns_what_torchs_optimizer_does(tmp_path, num_batches, bound):
     mine.close()
 
 
+def test_fabric(tmp_path):
+    """It hooks all outputs of a model, logits as well as the loss that the model computes of them."""
+    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
+    losses = []
+    for kind, given in ((torch.optim.AdamW, None), (gs_compile.AdamW, options(tmp_path, outputs="all"))):
+        torch._dynamo.reset()
+        model = gpt2()
+        if given is not None:
+            model.compile(backend="greedysnake", options=given)
+        model, optimizer = fabric.setup(model, kind(model.parameters(), lr=1e-3, eps=1e-4))
+        losses.append([])
+        for number in range(3):
+            loss = model(input_ids=tokens(number), labels=tokens(number)).loss
+            fabric.backward(loss)
+            optimizer.step(), optimizer.zero_grad()
+            losses[-1].append(loss.detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    optimizer.engine.tiers.close()
+
+
 def test_a_checkpoint_of_lightnings_goes_on(tmp_path):
     whole = Module(gs_compile.AdamW, options(tmp_path / "whole"))
     fit(whole, tmp_path, callbacks=[ModelCheckpoint(tmp_path, save_top_k=-1)])
