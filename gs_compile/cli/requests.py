@@ -194,7 +194,7 @@ def plans(command: Callable[..., None]) -> Callable[..., None]:
 
 def _planned(model: str, *, ratios: list[str] | None, durability: object, **asked: Any) -> tuple[str, Request]:
     often = str(durability)
-    steps = int(often) if often.isdecimal() else often
+    steps: Any = int(often) if often.isdecimal() else often
     return model, Request(ratios=dict(map(_ratio, ratios or ())), durability=steps, **asked)
 
 
