@@ -73,7 +73,8 @@ def _stream_generation(model: nn.Module) -> None:
     if generate is None or "generate" in vars(model):
         return
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    may_sync = "synced_gpus" in inspect.signature(base.generate).parameters
+    own = getattr(base, "generate", None)  # a model without one may be wrapped by PEFT, which has
+    may_sync = own is not None and "synced_gpus" in inspect.signature(own).parameters
 
     @wraps(generate)
     def streamed(*args: Any, **kwargs: Any) -> Any:
