@@ -46,12 +46,12 @@ def _asking(
     """The command with options before its own. given: what it gets in their place, first among its arguments."""
 
     @wraps(command)
-    def run(*first: Any, **others: Any) -> None:
-        asked = dict(zip((each.name for each in options), first, strict=False)) | others
+    def run(*values: Any, **named: Any) -> None:
+        asked = whole.bind(*values, **named).arguments
         command(*given(**{each.name: asked.pop(each.name) for each in options}), **asked)
 
     own = [each for each in signature(command, eval_str=True).parameters.values() if each.name not in GIVEN]
-    run.__signature__ = Signature([*options, *own])  # type: ignore[attr-defined]
+    whole = run.__signature__ = Signature([*options, *own])  # type: ignore[attr-defined]
     return run
 
 
