@@ -18,14 +18,12 @@ from learner import distance
 from setups import SetUp, ids, tiny
 from tiered import adamw, options
 from torch import nn
-from torch.nn import functional
 
 import gs_compile
 from gs_compile.errors import GraphBreakError, OptimizerError, ReleasedParameterError
 from gs_compile.model.residency import stash
 
-ROOT = Path(__file__).resolve().parent.parent
-HERE = "test_limits.py"
+ROOT, HERE = Path(__file__).resolve().parent.parent, "test_limits.py"
 Case = tuple[str, str, str]  # file, function or "" for a table of the file's, words
 
 LIMITS: dict[str, list[Case]] = {
@@ -195,7 +193,7 @@ LIMITS: dict[str, list[Case]] = {
         ("end_to_end/test_batches.py", "test_where_lengths_cannot_be_symbolic", "pad_to_multiple_of"),
     ],
     "Bitwise equal results on CUDA": [("end_to_end/test_on_cuda.py", "", "use_deterministic_algorithms(True)")],
-    "Warnings that a forward gives": [("capture/test_capture.py", "test_a_forward_that_warns", "FutureWarning")],
+    "Warnings that a forward gives": [("capture/test_checks.py", "test_a_forward_that_warns", "FutureWarning")],
     "CUDA graphs are never used": [("capture/test_inductor.py", "test_mode_reaches_inductor", "cudagraphs")],
 }
 
@@ -286,7 +284,7 @@ class Experts(nn.Module):
         if self.grouped:
             order = chosen.indices.argsort(stable=True)
             ends = torch.histc(chosen.indices.float(), 3, 0, 2).cumsum(0).int()
-            y[order] = functional.grouped_mm(x[order].bfloat16(), self.experts.bfloat16(), offs=ends).float()
+            y[order] = nn.functional.grouped_mm(x[order].bfloat16(), self.experts.bfloat16(), offs=ends).float()
         else:
             for number, expert in enumerate(self.experts):
                 (token,) = torch.where(chosen.indices == number)
@@ -325,7 +323,7 @@ class Chooses(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, ids, number=0, shift=None):
-        x = functional.embedding(ids, self.words[number])
+        x = nn.functional.embedding(ids, self.words[number])
         for block in self.blocks:
             x = x + block(x).relu()
         return x.square().mean() if shift is None else (x + shift).square().mean()

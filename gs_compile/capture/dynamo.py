@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -52,7 +51,7 @@ try:
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._guards import CompileContext
 
-    from gs_compile.capture.frame_settings import enter_settings, free, is_freed, is_ours
+    from gs_compile.capture.frame_settings import Functions, enter_settings, free, is_freed, is_ours
     from gs_compile.capture.graph_breaks import graph_break_of
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
@@ -178,7 +177,7 @@ def absorb_libraries() -> bool:
 
 
 def _ignore_logging() -> bool:
-    """Let Dynamo pass over warnings, and the "once" logging methods of HuggingFace, which break its graphs otherwise.
+    """Let Dynamo pass over the "once" logging methods of HuggingFace, which break its graphs otherwise.
 
     Some language model heads log a warning inside forward (no `loss_type` in the config). The warning is then not
     printed; the computation is the same. Returns whether this changed anything.
@@ -186,19 +185,11 @@ def _ignore_logging() -> bool:
     transformers_logging = sys.modules.get("transformers.utils.logging")
     names = ("warning_once", "info_once")
     methods = {getattr(transformers_logging, name) for name in names if hasattr(transformers_logging, name)}
-    methods.add(warnings.warn)
     ignored = dynamo_config.ignore_logging_functions
     if methods <= ignored:
         return False
-    dynamo_config.ignore_logging_functions = _Functions(ignored | methods)
+    dynamo_config.ignore_logging_functions = Functions(ignored | methods)
     return True
-
-
-class _Functions(set[Any]):
-    """Functions. A copy has their names: torch 2.11 has its configuration in a log, a set sorted, as JSON."""
-
-    def __deepcopy__(self, _: object) -> set[str]:
-        return {f"{each.__module__}.{each.__qualname__}" for each in self}
 
 
 # Placeholders ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import FrameType
@@ -132,6 +133,13 @@ def _current() -> _Settings | None:
     return next((each for each in owners if isinstance(each, _Settings)), None)
 
 
+class Functions(set[Any]):
+    """Functions. A copy has their names: torch 2.11 has its configuration in a log, a set sorted, as JSON."""
+
+    def __deepcopy__(self, _: object) -> set[str]:
+        return {f"{each.__module__}.{each.__qualname__}" for each in self}
+
+
 class _Settings(ExitStack):
     """Of a frame's traces; put back when Dynamo's compile of the frame ends, however it ends."""
 
@@ -146,6 +154,9 @@ class _Settings(ExitStack):
         self.enter_context(dynamo_config.patch(skip_tensor_guards_with_matching_dict_tags=False))
         # A hook on a module that came after the first call is called.
         self.enter_context(dynamo_config.patch(skip_nnmodule_hook_guards=False))
+        # A warning in a forward breaks no graph; it is not shown.
+        ignored = Functions(dynamo_config.ignore_logging_functions | {warnings.warn})
+        self.enter_context(dynamo_config.patch(ignore_logging_functions=ignored))
         # Two dimensions of one size are not one symbol.
         self.enter_context(symbolic_config.patch("use_duck_shape", False))
         tracing.enter(self)

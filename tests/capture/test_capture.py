@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -324,17 +323,6 @@ def test_forms_of_a_call(read, args, kwargs):
     args, kwargs = torch.utils._pytree.tree_map(lambda name: values[name], (args, kwargs))
     model = check(Called(read), *args, **kwargs)
     assert sorted(roles(model).values()) == ["batch", "batch", "constant"]
-
-
-def test_a_forward_that_warns():
-    """As transformers' EncoderDecoderModel does, of labels that are given."""
-
-    class Warns(zoo.Block):
-        def forward(self, x_BTD):
-            warnings.warn("labels are shifted now", FutureWarning, stacklevel=2)
-            return super().forward(x_BTD)
-
-    train(compile_model(GPT(Warns)), *batch())
 
 
 def test_functions_that_call_a_model():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
+import zoo
 from captured import captured
 from careful import NUM_WORDS, Careful
 from learner import distance
 from tiered import options
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TorchInGraphFunctionVariable
 
@@ -130,3 +133,16 @@ class Pictures(nn.Module):
 def test_a_list_of_rows_that_are_joined_keeps_the_batch_free(read, is_free):
     case = captured(Pictures(read), torch.randn(4, 3, 8))
     assert bool(case.captured.batch_symbols) == is_free
+
+
+def test_a_forward_that_warns():
+    """As transformers' EncoderDecoderModel does, of labels that are given."""
+
+    class Warns(zoo.Block):
+        def forward(self, x_BTD):
+            warnings.warn("labels are shifted now", FutureWarning, stacklevel=2)
+            return super().forward(x_BTD)
+
+    set_from_the_start()
+    zoo.train(zoo.compile_model(zoo.GPT(Warns)), *zoo.batch(marked=False))
+    assert warnings.warn not in dynamo_config.ignore_logging_functions  # of other backends it is their matter
