@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gs_compile.capture.draws import drawn_from
 from gs_compile.capture.gradients import Term, put_term, tensors_of
 from gs_compile.capture.graph import Source, TensorSpec, UnitCode, UnitGraph
 from gs_compile.capture.split import Split
@@ -204,7 +205,7 @@ class CompiledUnits:
         if self.seed is None or not code.draws_random:
             return code.function(name)(*inputs, *gradients)
         self._numbers.seed(seed_of(self.seed, EPILOGUE, len(micro_batches)))
-        with self._numbers:
+        with drawn_from(self._numbers):
             return code.function(name)(*inputs, *gradients)
 
     # How a unit's code is called -------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class CompiledUnits:
             self._numbers.go_on(self._drawn[unit, micro_batch])
         else:
             self._numbers.seed(seed_of(self.seed, block, micro_batch))
-        with self._numbers:
+        with drawn_from(self._numbers):
             outcome = function(*arguments)
         if place < number - 1 and name == "forward":
             self._drawn[int(unit) + 1, micro_batch] = self._numbers.state()
