@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gs_compile.program.ir import LANES, Op, Program
+from gs_compile.program.ir import LANES, Program
 
 if TYPE_CHECKING:
     from gs_compile.runtime import stream
@@ -33,13 +33,6 @@ class Label(NamedTuple):
     kind: str = ""  # of the value it moves or makes
     stage: str = ""
     number: int = -1  # of the `Issue` it is of
-
-
-def name_of(op: Op) -> str:
-    """The name of an operation in a trace: its verb, and its unit and micro-batch or what it makes."""
-    if op.micro_batch is not None:
-        return f"{op.verb} {op.unit}_{op.micro_batch}"
-    return " ".join([op.verb, *map(str, op.values[:1])])
 
 
 class Event(NamedTuple):
