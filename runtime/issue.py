@@ -33,8 +33,9 @@ from gs_compile.runtime.lanes import Ticket, clear_frames, join_all
 from gs_compile.runtime.signals import watch
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.step_record import StepRecord
+from gs_compile.runtime.stream import Event
 from gs_compile.runtime.tiers import Tiers
-from gs_compile.runtime.trace import Label, name_of
+from gs_compile.runtime.trace import Label
 from gs_compile.runtime.values import ValueTable, unfinished
 
 
@@ -145,7 +146,7 @@ class TieredExecutor(Executor):
         """What to do where the device has no memory for an operation; who catches this has its memory back."""
         planned, (free, whole) = dict(self.program.peaks).get("device", 0), self._device.memory_nbytes()
         found = MemoryBudgetError(
-            f"{self._device.name} has no memory left in {name_of(op)}: {format_bytes(whole - free)} of "
+            f"{self._device.name} has no memory left in {op.name}: {format_bytes(whole - free)} of "
             f"{format_bytes(whole)} are in use, of which values are planned to take {format_bytes(planned)} at most. "
             "Give a smaller micro_batch_size; or device_memory= less, which leaves more for what code computes with; "
             "or end what else uses the device"
@@ -243,19 +244,19 @@ class TieredExecutor(Executor):
         self._computing = True
         stream = self._device.current_stream()
         join_all(self._awaited(op.reads, op.changes), stream)
-        label = Label("compute", name_of(op), 0, op.verb, str(op.stage), self.tiers.trace.number)
+        label = Label("compute", op.name, 0, op.verb, str(op.stage), self.tiers.trace.number)
         if stream is None:
             start = time.perf_counter()
-            results = self._results(op)
+            results, launched = self._results(op), list[Ticket]()
             self.tiers.trace.add(label, start, time.perf_counter())
         else:
             self.tiers.ahead.wait(self.tiers.failure.check)
             begin = self._device.record(stream)
             results = self._results(op)
             events = self._device.clock, begin, self._device.record(stream)
+            launched = self._launched(events[-1])
             self.tiers.ahead.add((op.verb, op.stage.unit), *events)
             self.tiers.trace.add_later(label, *events)
-        launched = self._launched()
         for value, result in zip(op.results, results, strict=True):
             self._table(value).define(value, result, launched)
         for ticket in launched:
@@ -285,13 +286,17 @@ class TieredExecutor(Executor):
         assert share is not None, f"{op}: its layer saves its input alone"
         return share.level
 
-    def _launched(self) -> list[Ticket]:
-        """A ticket for all that was launched so far; none where the device has no streams: all of it is over."""
-        stream = self._device.current_stream()
-        if stream is None:
-            return []
+    def _launched(self, event: Event | None = None) -> list[Ticket]:
+        """A ticket for all that was launched so far, by now or by an event; none where the device has no streams: all
+        of it is over.
+        """
+        if event is None:
+            stream = self._device.current_stream()
+            if stream is None:
+                return []
+            event = self._device.record(stream)
         ticket = Ticket("compute", self.tiers.failure.check, is_in_order=True)
-        ticket.event = self._device.record(stream)
+        ticket.event = event
         ticket.finish()
         return [ticket]
 
@@ -316,7 +321,7 @@ class TieredExecutor(Executor):
         else:
             work = partial(self._handlers.move, op, reads, targets, self.record)
         ticket = self.tiers.lane(op.lane).submit(
-            name_of(op),
+            op.name,
             work,
             after,
             nbytes=self._handlers.moved_nbytes(op, targets),
@@ -343,7 +348,7 @@ class TieredExecutor(Executor):
         unit = self.tiers.setting.unit(op.into[0])
         is_late = unit.is_late(op)
         record = self._before if is_late else self.record
-        assert record is not None, f"{name_of(op)}: no step has left this update"
+        assert record is not None, f"{op.name}: no step has left this update"
         if is_late:
             return record
         if not self.placement.speculative:

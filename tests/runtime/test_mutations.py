@@ -55,7 +55,7 @@ MUTATIONS = {
     "lanes do not wait": (lanes, "join_all", nothing),
     "streams do not wait for events": (TwinStream, "wait_event", nothing),
     "no thread waits for a launch": (Ticket, "_wait_for_launch", nothing),
-    "what is launched has no ticket": (TieredExecutor, "_launched", lambda self: []),
+    "what is launched has no ticket": (TieredExecutor, "_launched", lambda *_: []),
     "readers of a value are forgotten": (Users, "use", nothing),
     "changes of a value are forgotten": (Users, "change", nothing),
     "who was in memory before is forgotten": (Occupants, "leave", nothing),
@@ -67,7 +67,7 @@ MUTATIONS = {
 
 LINES = [  # each by itself; more of them in device/test_runs_on_card.py
     (TieredExecutor, "_submit", "after += self._launched()  # the memory was in use on the stream that computes"),
-    (TieredExecutor, "_launched", "ticket.event = self._device.record(stream)"),
+    (TieredExecutor, "_launched", "ticket.event = event"),
     (TieredExecutor, "_made", "former += users if is_new else ()"),
     (TieredExecutor, "_compute", "self._users(value).change(value, ticket)"),
     (TieredExecutor, "_compute", "self._users(value).use(value, ticket)"),
