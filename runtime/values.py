@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.gradients import Term, put_term
+from gs_compile.capture.gradients import Term, put_terms
 from gs_compile.placement.levels import aligned
 from gs_compile.placement.users import Users
 from gs_compile.program.ir import Value
@@ -48,8 +48,7 @@ class Gradient:
         return self.flat.nbytes
 
     def add(self, gradients: Mapping[Any, Term], among: Sequence[torch.Tensor]) -> None:
-        for key, term in gradients.items():
-            put_term(self.views[key], term, add=key in self.added)
+        put_terms(self.views, gradients, self.added)
         self.added |= gradients.keys()
 
     def scale(self, factor: torch.Tensor) -> None:
