@@ -33,7 +33,7 @@ from gs_compile.runtime.lanes import Ticket, clear_frames, join_all
 from gs_compile.runtime.signals import watch
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.step_record import StepRecord
-from gs_compile.runtime.stream import Event
+from gs_compile.runtime.stream import Event, Stream
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Label
 from gs_compile.runtime.values import ValueTable, unfinished
@@ -69,6 +69,7 @@ class TieredExecutor(Executor):
         self._before = tiers.pending
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._device = tiers.setting.device
+        self._stream: Stream | None = None  # of this thread, that of a half of the step
         self._block = tiers.block(program)
         self._slots = Slots(placement)
         self._handlers = Handlers(tiers, placement, units, bindings, number)
@@ -83,6 +84,7 @@ class TieredExecutor(Executor):
         if self.placement.by_micro_batch:
             self._factor = factor
             return
+        self._stream = self._device.current_stream()
         for value, content in list(self.env.items()):
             if value.kind not in ("dw", "dside", "dx"):
                 continue
@@ -112,7 +114,7 @@ class TieredExecutor(Executor):
     # Issuing ---------------------------------------------------------------------------------------------------------
 
     def _run(self, start: int, stop: int) -> None:
-        self._computing = False
+        self._computing, self._stream = False, self._device.current_stream()
         self._device.set_clock()
         if self._device.has_own_memory:  # whose backward is not on the main thread
             watch(self.tiers.failure)
@@ -241,8 +243,7 @@ class TieredExecutor(Executor):
     # Computing -------------------------------------------------------------------------------------------------------
 
     def _compute(self, op: Op) -> None:
-        self._computing = True
-        stream = self._device.current_stream()
+        self._computing, stream = True, self._stream
         join_all(self._awaited(op.reads, op.changes), stream)
         label = Label("compute", op.name, 0, op.verb, str(op.stage), self.tiers.trace.number)
         if stream is None:
@@ -290,11 +291,9 @@ class TieredExecutor(Executor):
         """A ticket for all that was launched so far, by now or by an event; none where the device has no streams: all
         of it is over.
         """
-        if event is None:
-            stream = self._device.current_stream()
-            if stream is None:
-                return []
-            event = self._device.record(stream)
+        if self._stream is None:
+            return []
+        event = event or self._device.record(self._stream)
         ticket = Ticket("compute", self.tiers.failure.check, is_in_order=True)
         ticket.event = event
         ticket.finish()
