@@ -20,9 +20,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.device_memory import DeviceMemory
 from gs_compile.placement.kinds import is_of_units
-from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.ranges import range_of
 from gs_compile.placement.users import Users
 from gs_compile.program.ir import Op, Program, Value
 from gs_compile.runtime.codecs import dense
@@ -71,7 +69,7 @@ class TieredExecutor(Executor):
         self._device = tiers.setting.device
         self._stream: Stream | None = None  # of this thread, that of a half of the step
         self._block = tiers.block(program)
-        self._slots = Slots(placement)
+        self._places = tiers.places(program, placement)
         self._handlers = Handlers(tiers, placement, units, bindings, number)
         self._on_device = program.device and DeviceMemory(program.device, _has_left, tiers.ended_on_device)
 
@@ -188,13 +186,13 @@ class TieredExecutor(Executor):
                 if self.record.confirmed:
                     self._handlers.commit(op)
             case "memory", _:
-                self._define(op)
+                self._define(op, at)
             case "compute", _:
                 self._compute(op)
             case "ssd_write", "seal":
                 self._handlers.seal(op)
             case _:
-                self._submit(op)
+                self._submit(op, at)
 
     def _table(self, value: Value) -> ValueTable:
         return self.tiers.values if value in self._homes else self.values
@@ -210,16 +208,16 @@ class TieredExecutor(Executor):
         ready = [ticket for value in reads for ticket in self._users(value).ready(value)]
         return ready + [ticket for value in into for ticket in self._users(value).idle(value)]
 
-    def _define(self, op: Op) -> None:
+    def _define(self, op: Op, at: int) -> None:
         """Define values that are there when issued: memory, and old memory under a new name."""
         after = unfinished(self._awaited(op.reads))
-        made, former = self._made(op, [self._content(value) for value in op.reads])
+        made, former = self._made(op, [self._content(value) for value in op.reads], at)
         if op.verb != "alias":  # which has waited for them
             after += former
         for value, (content, place) in zip(op.results, made, strict=True):
             self._table(value).define(value, content, after, place=place)
 
-    def _made(self, op: Op, reads: Sequence[Any]) -> tuple[list[tuple[Any, Place | None]], list[Ticket]]:
+    def _made(self, op: Op, reads: Sequence[Any], at: int) -> tuple[list[tuple[Any, Place | None]], list[Ticket]]:
         """The content and place of each result, and who was there before: who writes them waits for these.
 
         A result is made of the read at its own position, or all are made of the first.
@@ -227,12 +225,11 @@ class TieredExecutor(Executor):
         sources = reads if len(reads) == len(op.results) else [reads[0] if reads else None] * len(op.results)
         made: list[tuple[Any, Place | None]] = []
         former: list[Ticket] = []
-        for value, source, (slot, is_new) in zip(op.results, sources, self._slots.made(op), strict=True):
+        for value, source, (where, offset, is_new) in zip(op.results, sources, self._places[at], strict=True):
             place = None
-            where = range_of(slot, self.program.offsets)
             if where is not None:
                 fixed = self.tiers.slab.fixed
-                place, users = (fixed if where.offset < fixed.nbytes else self._block).begin(where, slot.offset)
+                place, users = (fixed if where.offset < fixed.nbytes else self._block).begin(where, offset)
                 former += users if is_new else ()
             if op.verb == "alias":
                 join_all(former, None)  # a checkpoint is copied here and now
@@ -301,11 +298,11 @@ class TieredExecutor(Executor):
 
     # Transfers and updates -------------------------------------------------------------------------------------------
 
-    def _submit(self, op: Op) -> None:
+    def _submit(self, op: Op, at: int) -> None:
         if self.tiers.commits is not None:
             self.tiers.commits.note(op)
         reads = [self._content(value) for value in op.reads]
-        made, former = self._made(op, reads)
+        made, former = self._made(op, reads, at)
         after = self._awaited(op.reads, op.changes) + former
         targets = [*(content for content, _ in made), *(self._content(value) for value in op.into)]
         if op.lane in ("h2d", "net"):
