@@ -294,7 +294,8 @@ class CompiledUnits:
         for kind, found in (("dwt", shared), ("dw", parameters), ("dsides", sides)):
             if kind in reads:
                 reads[kind].add(found, among=alive)
-        self.of_batch.add(batch, among=alive)
+        if batch:
+            self.of_batch.add(batch, among=alive)
         return dx
 
 

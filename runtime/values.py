@@ -131,9 +131,9 @@ class Held:
         self._entries: list[tuple[Any, Sequence[Ticket]]] = []
 
     def keep(self, content: Any, users: Sequence[Ticket]) -> None:
-        """Refer to a content until all of `users` are done; what others have done by now is let go of."""
+        """Refer to a content until all of `users`, none of them done, are; what others have done is let go of."""
         self.let_go()
-        if users := [ticket for ticket in unfinished(users) if not ticket.is_in_order]:
+        if users := [ticket for ticket in users if not ticket.is_in_order]:
             self._entries.append((content, users))
 
     def let_go(self) -> None:
