@@ -75,8 +75,7 @@ class Tiers(Homes):
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
         self._places: dict[int, tuple[Program, list[list[Made]]]] = {}  # by identity; the latest last
-        self._num_threads = num_threads
-        self._pid = os.getpid()
+        self._num_threads, self._pid = num_threads, os.getpid()
         self.followers: list[Callable[[], None]] = []  # called when it is over, ahead of all else
         self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, setting.store, ranks, self.followers)
         self.slab = Slab(placement, setting.device, host_nbytes, num_calls)
