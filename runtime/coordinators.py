@@ -93,8 +93,8 @@ def flat(memory: Tensor | None, numel: int, dtype: torch.dtype) -> Tensor:
     """The first `numel` elements of some bytes."""
     nbytes = numel * dtype.itemsize
     assert memory is not None, "no memory was planned"
-    assert nbytes <= len(memory), f"{nbytes} bytes, and {len(memory)} were planned"
-    return memory[:nbytes].view(dtype)
+    assert nbytes <= memory.nbytes, f"{nbytes} bytes, and {memory.nbytes} were planned"
+    return (memory if nbytes == memory.nbytes else memory[:nbytes]).view(dtype)
 
 
 class Parameters:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from gs_compile.program.ir import Op, Program, Value
-from gs_compile.program.verbs import forward_end
 
 
 class Executor:
@@ -25,7 +24,7 @@ class Executor:
         self.env: dict[Value, Any] = dict(inputs)
         self.wanted: frozenset[Value] = frozenset()  # values that the model returns, also where the program frees them
         self.returned: dict[Value, Any] = {}  # what has been made of these
-        self._half = forward_end(program.ops)
+        self._half = program.forward_end
 
     def forward(self) -> None:
         self._run(0, self._half)

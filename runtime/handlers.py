@@ -19,7 +19,6 @@ from gs_compile.runtime import coordinators
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.step_record import SharedNorm, StepRecord
 from gs_compile.runtime.tiers import Tiers
-from gs_compile.runtime.trace import name_of
 from gs_compile.runtime.values import tensors_of
 
 
@@ -108,7 +107,7 @@ class Handlers:
         homes = [home for home, _ in commits.stale()]
         after = table.users.awaited(homes, ())
         label = {"nbytes": sum(table.contents[home].nbytes for home in homes), "kind": op.kind, "stage": str(op.stage)}
-        ticket = commits.under_way = self.tiers.lane(op.lane).submit(name_of(op), commits.seal(), after, **label)
+        ticket = commits.under_way = self.tiers.lane(op.lane).submit(op.name, commits.seal(), after, **label)
         for home in homes:
             table.users.use(home, ticket)
 

@@ -20,9 +20,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.placement.device_memory import DeviceMemory
 from gs_compile.placement.kinds import is_of_units
-from gs_compile.placement.liveness import Slots
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.ranges import range_of
 from gs_compile.placement.users import Users
 from gs_compile.program.ir import Op, Program, Value
 from gs_compile.runtime.codecs import dense
@@ -33,8 +31,9 @@ from gs_compile.runtime.lanes import Ticket, clear_frames, join_all
 from gs_compile.runtime.signals import watch
 from gs_compile.runtime.slab import Place
 from gs_compile.runtime.step_record import StepRecord
+from gs_compile.runtime.stream import Event, Stream
 from gs_compile.runtime.tiers import Tiers
-from gs_compile.runtime.trace import Label, name_of
+from gs_compile.runtime.trace import Label
 from gs_compile.runtime.values import ValueTable, unfinished
 
 
@@ -68,8 +67,9 @@ class TieredExecutor(Executor):
         self._before = tiers.pending
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._device = tiers.setting.device
+        self._stream: Stream | None = None  # of this thread, that of a half of the step
         self._block = tiers.block(program)
-        self._slots = Slots(placement)
+        self._places = tiers.places(program, placement)
         self._handlers = Handlers(tiers, placement, units, bindings, number)
         self._on_device = program.device and DeviceMemory(program.device, _has_left, tiers.ended_on_device)
 
@@ -82,6 +82,7 @@ class TieredExecutor(Executor):
         if self.placement.by_micro_batch:
             self._factor = factor
             return
+        self._stream = self._device.current_stream()
         for value, content in list(self.env.items()):
             if value.kind not in ("dw", "dside", "dx"):
                 continue
@@ -111,7 +112,7 @@ class TieredExecutor(Executor):
     # Issuing ---------------------------------------------------------------------------------------------------------
 
     def _run(self, start: int, stop: int) -> None:
-        self._computing = False
+        self._computing, self._stream = False, self._device.current_stream()
         self._device.set_clock()
         if self._device.has_own_memory:  # whose backward is not on the main thread
             watch(self.tiers.failure)
@@ -145,7 +146,7 @@ class TieredExecutor(Executor):
         """What to do where the device has no memory for an operation; who catches this has its memory back."""
         planned, (free, whole) = dict(self.program.peaks).get("device", 0), self._device.memory_nbytes()
         found = MemoryBudgetError(
-            f"{self._device.name} has no memory left in {name_of(op)}: {format_bytes(whole - free)} of "
+            f"{self._device.name} has no memory left in {op.name}: {format_bytes(whole - free)} of "
             f"{format_bytes(whole)} are in use, of which values are planned to take {format_bytes(planned)} at most. "
             "Give a smaller micro_batch_size; or device_memory= less, which leaves more for what code computes with; "
             "or end what else uses the device"
@@ -185,13 +186,13 @@ class TieredExecutor(Executor):
                 if self.record.confirmed:
                     self._handlers.commit(op)
             case "memory", _:
-                self._define(op)
+                self._define(op, at)
             case "compute", _:
                 self._compute(op)
             case "ssd_write", "seal":
                 self._handlers.seal(op)
             case _:
-                self._submit(op)
+                self._submit(op, at)
 
     def _table(self, value: Value) -> ValueTable:
         return self.tiers.values if value in self._homes else self.values
@@ -207,16 +208,16 @@ class TieredExecutor(Executor):
         ready = [ticket for value in reads for ticket in self._users(value).ready(value)]
         return ready + [ticket for value in into for ticket in self._users(value).idle(value)]
 
-    def _define(self, op: Op) -> None:
+    def _define(self, op: Op, at: int) -> None:
         """Define values that are there when issued: memory, and old memory under a new name."""
         after = unfinished(self._awaited(op.reads))
-        made, former = self._made(op, [self._content(value) for value in op.reads])
+        made, former = self._made(op, [self._content(value) for value in op.reads], at)
         if op.verb != "alias":  # which has waited for them
             after += former
         for value, (content, place) in zip(op.results, made, strict=True):
             self._table(value).define(value, content, after, place=place)
 
-    def _made(self, op: Op, reads: Sequence[Any]) -> tuple[list[tuple[Any, Place | None]], list[Ticket]]:
+    def _made(self, op: Op, reads: Sequence[Any], at: int) -> tuple[list[tuple[Any, Place | None]], list[Ticket]]:
         """The content and place of each result, and who was there before: who writes them waits for these.
 
         A result is made of the read at its own position, or all are made of the first.
@@ -224,12 +225,11 @@ class TieredExecutor(Executor):
         sources = reads if len(reads) == len(op.results) else [reads[0] if reads else None] * len(op.results)
         made: list[tuple[Any, Place | None]] = []
         former: list[Ticket] = []
-        for value, source, (slot, is_new) in zip(op.results, sources, self._slots.made(op), strict=True):
+        for value, source, (where, offset, is_new) in zip(op.results, sources, self._places[at], strict=True):
             place = None
-            where = range_of(slot, self.program.offsets)
             if where is not None:
                 fixed = self.tiers.slab.fixed
-                place, users = (fixed if where.offset < fixed.nbytes else self._block).begin(where, slot.offset)
+                place, users = (fixed if where.offset < fixed.nbytes else self._block).begin(where, offset)
                 former += users if is_new else ()
             if op.verb == "alias":
                 join_all(former, None)  # a checkpoint is copied here and now
@@ -240,22 +240,21 @@ class TieredExecutor(Executor):
     # Computing -------------------------------------------------------------------------------------------------------
 
     def _compute(self, op: Op) -> None:
-        self._computing = True
-        stream = self._device.current_stream()
+        self._computing, stream = True, self._stream
         join_all(self._awaited(op.reads, op.changes), stream)
-        label = Label("compute", name_of(op), 0, op.verb, str(op.stage), self.tiers.trace.number)
+        label = Label("compute", op.name, 0, op.verb, str(op.stage), self.tiers.trace.number)
         if stream is None:
             start = time.perf_counter()
-            results = self._results(op)
+            results, launched = self._results(op), list[Ticket]()
             self.tiers.trace.add(label, start, time.perf_counter())
         else:
             self.tiers.ahead.wait(self.tiers.failure.check)
             begin = self._device.record(stream)
             results = self._results(op)
             events = self._device.clock, begin, self._device.record(stream)
+            launched = self._launched(events[-1])
             self.tiers.ahead.add((op.verb, op.stage.unit), *events)
             self.tiers.trace.add_later(label, *events)
-        launched = self._launched()
         for value, result in zip(op.results, results, strict=True):
             self._table(value).define(value, result, launched)
         for ticket in launched:
@@ -285,23 +284,25 @@ class TieredExecutor(Executor):
         assert share is not None, f"{op}: its layer saves its input alone"
         return share.level
 
-    def _launched(self) -> list[Ticket]:
-        """A ticket for all that was launched so far; none where the device has no streams: all of it is over."""
-        stream = self._device.current_stream()
-        if stream is None:
+    def _launched(self, event: Event | None = None) -> list[Ticket]:
+        """A ticket for all that was launched so far, by now or by an event; none where the device has no streams: all
+        of it is over.
+        """
+        if self._stream is None:
             return []
+        event = event or self._device.record(self._stream)
         ticket = Ticket("compute", self.tiers.failure.check, is_in_order=True)
-        ticket.event = self._device.record(stream)
+        ticket.event = event
         ticket.finish()
         return [ticket]
 
     # Transfers and updates -------------------------------------------------------------------------------------------
 
-    def _submit(self, op: Op) -> None:
+    def _submit(self, op: Op, at: int) -> None:
         if self.tiers.commits is not None:
             self.tiers.commits.note(op)
         reads = [self._content(value) for value in op.reads]
-        made, former = self._made(op, reads)
+        made, former = self._made(op, reads, at)
         after = self._awaited(op.reads, op.changes) + former
         targets = [*(content for content, _ in made), *(self._content(value) for value in op.into)]
         if op.lane in ("h2d", "net"):
@@ -316,7 +317,7 @@ class TieredExecutor(Executor):
         else:
             work = partial(self._handlers.move, op, reads, targets, self.record)
         ticket = self.tiers.lane(op.lane).submit(
-            name_of(op),
+            op.name,
             work,
             after,
             nbytes=self._handlers.moved_nbytes(op, targets),
@@ -343,7 +344,7 @@ class TieredExecutor(Executor):
         unit = self.tiers.setting.unit(op.into[0])
         is_late = unit.is_late(op)
         record = self._before if is_late else self.record
-        assert record is not None, f"{name_of(op)}: no step has left this update"
+        assert record is not None, f"{op.name}: no step has left this update"
         if is_late:
             return record
         if not self.placement.speculative:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -39,7 +40,13 @@ class Slice:
         """Elements of the parameter."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Of the parameter, in elements of its own type."""
+        sizes = [max(size, 1) for size in self.shape]
+        return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+    @cached_property
     def stop(self) -> int:
         """Where its elements of the unit end."""
         return self.offset + (self.num_stored or self.numel * self.width)
@@ -88,9 +95,13 @@ class Binding:
 
     def view(self, flat: Tensor, start: int = 0) -> Tensor | Encoded:
         """The parameter, in its unit's elements from `start` on."""
-        return self.place.view(flat[self.place.offset - start : self.place.stop - start])
+        place = self.place
+        if place.codec or place.dtype:
+            return place.view(flat[place.offset - start : place.stop - start])
+        return flat.as_strided(place.shape, place.stride, flat.storage_offset() + place.offset - start)
 
     def gradient(self, flat: Tensor) -> Tensor:
         """The parameter's gradient, in its unit's; where it is wide, of each two elements the first one."""
-        elements = flat[self.place.offset : self.place.stop]
-        return elements.view(*self.place.shape, self.place.width)[..., 0]
+        place = self.place
+        stride = [number * place.width for number in place.stride]
+        return flat.as_strided(place.shape, stride, flat.storage_offset() + place.offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ WITH_GENERATOR = {
 
 
 class OwnNumbers(TorchDispatchMode):
-    """Inside, random operations draw from generators of this object instead of torch's, which all threads draw from.
+    """Draws from generators of this object instead of torch's, which all threads draw from: `capture.draws.Numbers`.
 
     An operation that takes no generator, such as fused attention with dropout, borrows torch's for as long as it is
     launched.
@@ -46,22 +47,22 @@ class OwnNumbers(TorchDispatchMode):
         for device, entry in state.items():
             self._generator(device).set_state(entry)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+    def draw(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operation that draws."""
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
         if device.type == "meta":  # a model that is inspected without weights: nothing is drawn
-            return func(*args, **kwargs)
+            return operator(*args, **kwargs)
         generator = self._generator(device)
-        if func is aten.native_dropout.default:
+        if operator is aten.native_dropout.default:
             return _dropout(*args, generator=generator)
-        named = any(argument.name == "generator" for argument in func._schema.arguments)
-        other = func if named else getattr(func.overloadpacket, WITH_GENERATOR.get(func._overloadname, "none"), None)
-        if other is not None:
+        if (other := _with_generator(operator)) is not None:
             return other(*args, **{**kwargs, "generator": generator})
-        return self._borrow(func, args, kwargs, generator)
+        return self._borrow(operator, args, kwargs, generator)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        return self.draw(func, args, kwargs or {}) if draws else func(*args, **(kwargs or {}))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:  # "cuda" is the current device, which has an index as well
@@ -80,9 +81,17 @@ class OwnNumbers(TorchDispatchMode):
             shared.set_state(before)
 
 
+@cache
+def _with_generator(operator: Any) -> Any:
+    """The same operator or another overload, as it takes a generator; None where none does."""
+    if any(argument.name == "generator" for argument in operator._schema.arguments):
+        return operator
+    return getattr(operator.overloadpacket, WITH_GENERATOR.get(operator._overloadname, "none"), None)
+
+
 def _dropout(tensor: torch.Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> Any:
     """The result of aten.native_dropout, bit for bit, from operations that take a generator."""
     if train is False:
         return tensor, torch.ones_like(tensor, dtype=torch.bool)
     mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-    return tensor * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    return (tensor * mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask

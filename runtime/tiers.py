@@ -14,6 +14,7 @@ import torch
 from gs_compile.errors import LaneError, RankError
 from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import Placement
+from gs_compile.placement.ranges import Made, places_of
 from gs_compile.program.ir import LANES, Program, Value
 from gs_compile.runtime.ahead import Ahead
 from gs_compile.runtime.alarm import OF_US
@@ -33,6 +34,8 @@ from gs_compile.runtime.updates import Recipe
 from gs_compile.runtime.values import Held, ValueTable
 
 Tensor = torch.Tensor
+
+MOST_PLACES = 16  # programs whose places are known: training and evaluation at a few lengths
 
 
 class Tiers(Homes):
@@ -71,8 +74,8 @@ class Tiers(Homes):
         self.ended_on_device: list[tuple[int, Sequence[Ticket]]] = []  # bytes of values, and who still uses them
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
-        self._num_threads = num_threads
-        self._pid = os.getpid()
+        self._places: dict[int, tuple[Program, list[list[Made]]]] = {}  # by identity; the latest last
+        self._num_threads, self._pid = num_threads, os.getpid()
         self.followers: list[Callable[[], None]] = []  # called when it is over, ahead of all else
         self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, setting.store, ranks, self.followers)
         self.slab = Slab(placement, setting.device, host_nbytes, num_calls)
@@ -126,6 +129,14 @@ class Tiers(Homes):
         if not self.slab.has_block(program):
             self.synchronize()
         return self.slab.block(program)
+
+    def places(self, program: Program, placement: Placement) -> Sequence[Sequence[Made]]:
+        """Where the results of each operation of a program are: found once, for the latest `MOST_PLACES` programs."""
+        known, found = self._places.pop(id(program), (program, None))
+        self._places[id(program)] = known, found or places_of(program, placement)
+        while len(self._places) > MOST_PLACES:
+            del self._places[next(iter(self._places))]
+        return self._places[id(program)][1]
 
     def lane(self, name: str) -> Lane:
         """The lane of that name; its thread starts with its first operation."""

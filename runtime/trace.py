@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gs_compile.program.ir import LANES, Op, Program
+from gs_compile.program.ir import LANES, Program
 
 if TYPE_CHECKING:
     from gs_compile.runtime import stream
@@ -33,13 +33,6 @@ class Label(NamedTuple):
     kind: str = ""  # of the value it moves or makes
     stage: str = ""
     number: int = -1  # of the `Issue` it is of
-
-
-def name_of(op: Op) -> str:
-    """The name of an operation in a trace: its verb, and its unit and micro-batch or what it makes."""
-    if op.micro_batch is not None:
-        return f"{op.verb} {op.unit}_{op.micro_batch}"
-    return " ".join([op.verb, *map(str, op.values[:1])])
 
 
 class Event(NamedTuple):
@@ -87,7 +80,7 @@ class Trace:
         with self._lock:
             self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
             self._issues: deque[Issue] = deque(maxlen=MAX_EVENTS)
-            self._totals: dict[str, Total] = {}
+            self._totals = defaultdict[str, Total](Total)
             self._launched: deque[tuple[Label, stream.Clock, stream.Event, stream.Event]] = deque()  # maybe not over
 
     def issue(self, program: Program, index: int) -> None:
@@ -111,7 +104,7 @@ class Trace:
     def _add(self, label: Label, start_seconds: float, end_seconds: float) -> None:
         assert label.lane in LANES, f"no lane {label.lane}"
         assert start_seconds <= end_seconds, f"{label.name} ends before it starts"
-        total = self._totals.setdefault(label.lane, Total())
+        total = self._totals[label.lane]
         total.seconds += end_seconds - start_seconds
         total.nbytes += label.nbytes
         if label.nbytes:
@@ -134,7 +127,7 @@ class Trace:
             self._take_launched()
             found = {lane: self._totals[lane] for lane in LANES if lane in self._totals}
             if reset:
-                self._totals = {}
+                self._totals = defaultdict(Total)
             return deepcopy(found)
 
     def events(self) -> list[Event]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.gradients import Term, put_term, tensors_of
+from gs_compile.capture.draws import drawn_from
+from gs_compile.capture.gradients import Term, put_terms, tensors_of
 from gs_compile.capture.graph import Source, TensorSpec, UnitCode, UnitGraph
 from gs_compile.capture.split import Split
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, Value
@@ -52,11 +53,8 @@ class Accumulator:
         """Add gradients; the first of a key is kept itself where no other tensor `among` all alive has its memory."""
         fresh = gradients.keys() - self.sums.keys()
         memory = [tensor.untyped_storage().data_ptr() for tensor in among] if fresh else []
-        for key, gradient in gradients.items():
-            if key in fresh:
-                self.sums[key] = _first_term(gradient, memory)
-            else:
-                put_term(self.sums[key], gradient, add=True)
+        put_terms(self.sums, {key: gradients[key] for key in gradients.keys() - fresh}, self.sums.keys())
+        self.sums |= {key: _first_term(gradient, memory) for key, gradient in gradients.items() if key in fresh}
 
     def scale(self, factor: torch.Tensor) -> None:
         for total in self.sums.values():
@@ -106,7 +104,7 @@ class CompiledUnits:
         for micro_batch, batch in zip(self.micro_batches, batches, strict=True):
             count = micro_batch.split.count
             assert count is not None
-            reads = {"batch": batch, "w": micro_batch.counted}
+            reads = _by_source({"batch": batch, "w": micro_batch.counted})
             pairs = zip(count.sources, count.specs, strict=True)
             shares.append(count.module(*(_input(source, spec, micro_batch, reads) for source, spec in pairs)))
             specs = count.result_specs
@@ -204,7 +202,7 @@ class CompiledUnits:
         if self.seed is None or not code.draws_random:
             return code.function(name)(*inputs, *gradients)
         self._numbers.seed(seed_of(self.seed, EPILOGUE, len(micro_batches)))
-        with self._numbers:
+        with drawn_from(self._numbers):
             return code.function(name)(*inputs, *gradients)
 
     # How a unit's code is called -------------------------------------------------------------------------------------
@@ -213,7 +211,7 @@ class CompiledUnits:
         """A unit's graph, and the tensors for its placeholders."""
         part = self.micro_batches[micro_batch]
         graph = part.split.by_unit[unit]
-        inputs = []
+        reads, inputs = _by_source(reads), list[torch.Tensor]()
         for source, spec in zip(graph.sources, graph.specs, strict=True):
             if source.kind == "x" and "x" not in reads:  # what is saved is in its place
                 continue
@@ -259,7 +257,7 @@ class CompiledUnits:
             self._numbers.go_on(self._drawn[unit, micro_batch])
         else:
             self._numbers.seed(seed_of(self.seed, block, micro_batch))
-        with self._numbers:
+        with drawn_from(self._numbers):
             outcome = function(*arguments)
         if place < number - 1 and name == "forward":
             self._drawn[int(unit) + 1, micro_batch] = self._numbers.state()
@@ -296,19 +294,22 @@ class CompiledUnits:
         for kind, found in (("dwt", shared), ("dw", parameters), ("dsides", sides)):
             if kind in reads:
                 reads[kind].add(found, among=alive)
-        self.of_batch.add(batch, among=alive)
+        if batch:
+            self.of_batch.add(batch, among=alive)
         return dx
+
+
+def _by_source(reads: Mapping[str, Any]) -> dict[str, Any]:
+    """What is read, with all inputs of the model together, as sources name them."""
+    inputs = {index: tensor for kind in ("wt", "w", "batch") for index, tensor in reads.get(kind, {}).items()}
+    return {**reads, "input": inputs}
 
 
 def _input(source: Source, spec: TensorSpec, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
     """The tensor that a placeholder stands for."""
-    tensor: torch.Tensor
     if source.kind == "fraction":
         return part.fraction.to(spec.dtype)
-    if source.kind == "input":
-        tensor = next(reads[kind] for kind in ("batch", "w", "wt") if source.index in reads.get(kind, ()))[source.index]
-    else:
-        tensor = reads["x"] if source.kind == "x" else reads[source.kind][source.index]
+    tensor: torch.Tensor = reads["x"] if source.kind == "x" else reads[source.kind][source.index]
     return tensor
 
 

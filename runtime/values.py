@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.gradients import Term, put_term
+from gs_compile.capture.gradients import Term, put_terms
 from gs_compile.placement.levels import aligned
 from gs_compile.placement.users import Users
 from gs_compile.program.ir import Value
@@ -48,8 +48,7 @@ class Gradient:
         return self.flat.nbytes
 
     def add(self, gradients: Mapping[Any, Term], among: Sequence[torch.Tensor]) -> None:
-        for key, term in gradients.items():
-            put_term(self.views[key], term, add=key in self.added)
+        put_terms(self.views, gradients, self.added)
         self.added |= gradients.keys()
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -132,9 +131,9 @@ class Held:
         self._entries: list[tuple[Any, Sequence[Ticket]]] = []
 
     def keep(self, content: Any, users: Sequence[Ticket]) -> None:
-        """Refer to a content until all of `users` are done; what others have done by now is let go of."""
+        """Refer to a content until all of `users`, none of them done, are; what others have done is let go of."""
         self.let_go()
-        if users := [ticket for ticket in unfinished(users) if not ticket.is_in_order]:
+        if users := [ticket for ticket in users if not ticket.is_in_order]:
             self._entries.append((content, users))
 
     def let_go(self) -> None:

@@ -27,7 +27,6 @@ from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.slab import Block
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Extent
-from gs_compile.runtime.trace import name_of
 from gs_compile.runtime.values import Gradient, Saved, flat_of
 
 Clock = dict[Any, int]
@@ -283,7 +282,7 @@ def _watch_launches(checker: Checker, patched: Any) -> None:
 
     def watched_compute(self: TieredExecutor, op: Any) -> None:
         compute(self, op)
-        foresee(self, name_of(op), (*op.reads, *op.into, *op.results))
+        foresee(self, op.name, (*op.reads, *op.into, *op.results))
 
     def watched_scale(self: TieredExecutor, factor: Any) -> None:
         scale(self, factor)
@@ -312,7 +311,7 @@ def _watch_computation(checker: Checker, patched: Any) -> None:
 
     def watched_results(self: TieredExecutor, op: Any) -> Any:
         reads, into = ([self._content(value) for value in values] for values in (op.reads, op.changes))
-        checker.work(name_of(op), in_slab(reads), in_slab(into))
+        checker.work(op.name, in_slab(reads), in_slab(into))
         return results(self, op)
 
     def watched_keep(self: Activations, value: Any, source: Any, memory: Any) -> Any:

@@ -9,7 +9,8 @@ Added to a sum as factors, a gradient is never in memory by itself: neither writ
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +68,16 @@ def put_term(total: Tensor, term: Term, *, add: bool) -> None:
         total.add_(term)
     else:
         total.copy_(term)
+
+
+def put_terms(totals: Mapping[Any, Tensor], terms: Mapping[Any, Term], added: Set[Any]) -> None:
+    """`put_term` for each, with `add` for those of `added`; tensors by one call, which takes longer than small sums."""
+    dense = {key: term for key, term in terms.items() if isinstance(term, Tensor)}
+    for put, keys in ((torch._foreach_add_, dense.keys() & added), (torch._foreach_copy_, dense.keys() - added)):
+        if keys:
+            put([totals[key] for key in keys], [dense[key] for key in keys])
+    for key in terms.keys() - dense.keys():
+        put_term(totals[key], terms[key], add=key in added)
 
 
 def tensors_of(term: Term) -> tuple[Tensor, ...]:

@@ -32,6 +32,7 @@ from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture import toolchain
+from gs_compile.capture.draws import draw, drawing
 from gs_compile.capture.graph import Length, TensorSpec, graph_module
 from gs_compile.capture.graph_breaks import user_line
 from gs_compile.capture.operations import named
@@ -125,7 +126,7 @@ class Generator:
     def generate(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """A function of the same inputs and outputs as a traced graph."""
         if self.compiler == "eager":
-            return _tolerant(graph)
+            return _as_traced(graph)
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
@@ -138,7 +139,7 @@ class Generator:
         with torch.no_grad(), torch._C._DisableAutocast():
             compiled: Any = compile_fx(graph, inputs, config_patches=patches)
         function: Callable[..., Any] = compiled
-        return function
+        return drawing(function) if _draws(graph) else function
 
 
 def num_cache_misses() -> int:
@@ -154,8 +155,8 @@ def in_this_process() -> AbstractContextManager[None]:
     return found
 
 
-def _tolerant(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph itself, or one whose views copy where memory does not allow a view.
+def _as_traced(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph itself, or one whose views copy where memory does not allow a view, and that draws by `draw`.
 
     Some operations give tensors without memory other strides than real ones: the backward of softplus does, where the
     gradient is transposed. Memory that is changed in place is viewed as it was traced: a copy would lose the change.
@@ -163,13 +164,20 @@ def _tolerant(graph: fx.GraphModule) -> fx.GraphModule:
     view, nodes = torch.ops.aten.view.default, graph.graph.nodes
     changed = {memory_of(each) for node in nodes if changes_memory(node) for each in node.all_input_nodes}
     views = [node for node in nodes if node.target is view and not {memory_of(node), None} & changed]
-    if not views:
+    if not views and not _draws(graph):
         return graph
     copied, copy_of = fx.Graph(), dict[fx.Node, fx.Node]()
     copied.output(copied.graph_copy(graph.graph, copy_of))
     for node in views:
         copy_of[node].target = torch.ops.aten.reshape.default
-    return graph_module(graph, copied)
+    for node in filter(draws_random, nodes):
+        copy_of[node].args = (node.target, *copy_of[node].args)
+        copy_of[node].target = draw
+    made = graph_module(graph, copied)
+    for name, inner in made.named_children():
+        if isinstance(inner, fx.GraphModule):
+            setattr(made, name, _as_traced(inner))
+    return made
 
 
 class Sizes:
@@ -265,6 +273,12 @@ def draws_random(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return named_arguments(node).get("dropout_p") != 0
+
+
+def _draws(graph: fx.GraphModule) -> bool:
+    """Whether a graph draws, or one that an operation of it runs."""
+    graphs = (each for each in graph.modules() if isinstance(each, fx.GraphModule))
+    return any(draws_random(node) for each in graphs for node in each.graph.nodes)
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:

@@ -23,11 +23,12 @@ from gs_compile.capture.inductor import Generator, memory_of
 from gs_compile.capture.memory import peak_nbytes
 from gs_compile.capture.uniform import structure
 from gs_compile.codegen.costs import Costs
-from gs_compile.codegen.differentiate import Differentiated, SharedCode
+from gs_compile.codegen.differentiate import Differentiated, Function, SharedCode
 from gs_compile.codegen.levels import subgraph
 from gs_compile.codegen.token_wise import Part, TokenPart
 from gs_compile.runtime.units import Accumulator, laid_out
 
+AS_TRACED = Generator("eager")
 Values = dict[Any, Any]  # by name, and by part what it has saved
 
 
@@ -53,6 +54,7 @@ class WholePart:
         self.part, self.is_ahead = part, False
         self._codes: dict[tuple[int, ...], tuple[Part, Differentiated]] = {}
         self._halves: dict[tuple[int, ...], tuple[fx.GraphModule, fx.GraphModule]] = {}
+        self._functions: dict[tuple[int, ...], tuple[Function, Function]] = {}
         self.code = self._taking(part.graph.differentiated)[1]
 
     @property
@@ -62,7 +64,7 @@ class WholePart:
     def _taking(self, taken: tuple[int, ...]) -> tuple[Part, Differentiated]:
         if taken not in self._codes:
             part = self.part.taking(taken)
-            self._codes[taken] = part, Differentiated(part.graph, Generator("eager"))
+            self._codes[taken] = part, Differentiated(part.graph, AS_TRACED)
         return self._codes[taken]
 
     @cached_property
@@ -84,6 +86,12 @@ class WholePart:
             self._halves[taken] = halves(joint, len(self.part.inputs), len(self.part.outputs))
         return self._halves[taken]
 
+    def _functions_taking(self, taken: tuple[int, ...]) -> tuple[Function, Function]:
+        if taken not in self._functions:
+            forward, backward = self.halves_taking(taken)
+            self._functions[taken] = AS_TRACED.generate(forward), AS_TRACED.generate(backward)
+        return self._functions[taken]
+
     @property
     def saves(self) -> bool:
         return self.is_ahead and self.is_trained
@@ -93,7 +101,7 @@ class WholePart:
         if taken is None or (self.is_ahead and not taken):
             self.code.function("forward")
         elif taken and self.is_ahead:
-            self.halves_taking(taken)
+            self._functions_taking(taken)
         elif taken:
             self._taking(taken)[1].function("backward")
 
@@ -137,7 +145,7 @@ class WholePart:
 
     def forward(self, values: Values, taken: tuple[int, ...] = ()) -> None:
         inputs = [_laid_out(values[name], spec) for name, spec in self.part.taken]
-        made = (self.halves_taking(taken)[0] if taken else self.code.function("forward"))(*inputs)
+        made = (self._functions_taking(taken)[0] if taken else self.code.function("forward"))(*inputs)
         values |= zip(self.part.outputs, made, strict=False)
         values[self] = made[len(self.part.outputs) :]
 
@@ -150,7 +158,7 @@ class WholePart:
         pairs = zip(part.graph.differentiated, part.graph.gradient_specs, strict=True)
         given = [_laid_out(gradients.pop(part.outputs[index]), spec) for index, spec in pairs]
         inputs = [_laid_out(values[name], spec) if name in values else None for name, spec in part.taken]
-        backward = self.halves_taking(taken)[1] if self.is_ahead else code.function("backward")
+        backward = self._functions_taking(taken)[1] if self.is_ahead else code.function("backward")
         for index, term in zip(part.graph.differentiable, backward(*inputs, *saved, *given), strict=True):
             gradients.add(part.inputs[index], term if isinstance(term, Tensor) else term.dense())
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from gs_compile.placement.kinds import Slot
+from gs_compile.placement.liveness import Slots
+from gs_compile.placement.placement import Placement
+from gs_compile.program.ir import Program
 
 User = TypeVar("User")
 
@@ -23,6 +26,23 @@ class Range(NamedTuple):
 def range_of(slot: Slot, offsets: Mapping[object, int]) -> Range | None:
     """Where a slot is in host memory; None where it is elsewhere, takes nothing, or has no offset."""
     return Range(slot.key, offsets[slot.key], slot.nbytes) if slot.is_in_slab and slot.key in offsets else None
+
+
+class Made(NamedTuple):
+    """Where a result is: its slot's range, from where on in it, and whether none of the operation's reads is there."""
+
+    where: Range | None
+    offset: int
+    is_new: bool
+
+
+def places_of(program: Program, placement: Placement) -> list[list[Made]]:
+    """Where the results of each operation of a program are."""
+    slots = Slots(placement)
+    return [
+        [Made(range_of(slot, program.offsets), slot.offset, is_new) for slot, is_new in slots.made(op)]
+        for op in program.ops
+    ]
 
 
 @dataclass

@@ -17,7 +17,6 @@ from gs_compile.placement.placement import Decision, Layout, Placement, StepCont
 from gs_compile.placement.stacks import Stacks
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, StepShape
-from gs_compile.program.verbs import forward_end
 
 # Updates of a layer where memory is scarce: three pieces of state, not the states of three layers, are in it. As less
 # is read ahead a step that waits for drives is slower so: nothing that fits with whole updates has pieces.
@@ -189,4 +188,4 @@ def peak(program: Program, tier: str) -> int:
 def waiting_nbytes(program: Program, placement: Placement) -> int:
     """Of the device, what a call keeps between its forward and its backward, and shares with no other call."""
     own = (live for live in live_ranges(program.ops, placement) if live.first != BEFORE)
-    return int(nbytes_alive(own, "device", len(program.ops))[forward_end(program.ops) - 1])
+    return int(nbytes_alive(own, "device", len(program.ops))[program.forward_end - 1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from gs_compile.errors import ProgramError
@@ -33,7 +34,17 @@ from gs_compile.program.values import (
     homed,
     whole_kind,
 )
-from gs_compile.program.verbs import JOINING, LANES, MEMORY_VERBS, NORMS, TRANSFER_LANES, TRANSFERS, VERBS, Op
+from gs_compile.program.verbs import (
+    JOINING,
+    LANES,
+    MEMORY_VERBS,
+    NORMS,
+    TRANSFER_LANES,
+    TRANSFERS,
+    VERBS,
+    Op,
+    forward_end,
+)
 from gs_compile.schedules import Schedule
 
 # fmt: off
@@ -107,7 +118,7 @@ class DeviceBound(NamedTuple):
     gives: Mapping[int, tuple[object, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """A training step (or a forward-only step) of `num_layers` layers over `num_micro_batches` micro-batches."""
 
@@ -130,7 +141,12 @@ class Program:
         """Whether each stage is of one micro-batch, not of all: they say so themselves."""
         return any(op.stage.micro_batch is not None for op in self.ops)
 
-    @property
+    @cached_property
+    def forward_end(self) -> int:
+        """The index of the first operation of the backward half."""
+        return forward_end(self.ops)
+
+    @cached_property
     def trains(self) -> bool:
         """Whether gradients are completed in it: neither an evaluation nor late updates alone do that."""
         return any(op.verb in NORMS for op in self.ops)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from gs_compile.program.values import (
@@ -83,9 +84,12 @@ ACCUMULATED = (" > dw > ", " > dside > ")  # the shapes of `zeros`: all that `in
 CHANGED_KINDS = frozenset({"w", "s"})  # changed in place by an update, and stored by an offload
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Op:
-    """One line of a program: ``results = verb(*reads, into=...)``, issued in `stage`."""
+    """One line of a program: ``results = verb(*reads, into=...)``, issued in `stage`.
+
+    What follows from its fields, and is asked for wherever it is planned, simulated and issued, is found once.
+    """
 
     verb: str
     reads: tuple[Value, ...]
@@ -100,11 +104,18 @@ class Op:
         assert self.stage.unit is not None, f"{self.verb} in {self.stage}"
         return self.stage.unit
 
+    @cached_property
+    def name(self) -> str:
+        """In traces and errors: its verb, and its unit and micro-batch or what it makes."""
+        if self.micro_batch is not None:
+            return f"{self.verb} {self.unit}_{self.micro_batch}"
+        return " ".join([self.verb, *map(str, self.values[:1])])
+
     def moved(self, stage: Stage) -> Op:
         """The same in another stage."""
         return Op(self.verb, self.reads, stage, self.results, self.into, self.micro_batch)
 
-    @property
+    @cached_property
     def keywords(self) -> tuple[str, ...]:
         """What each of its reads, and of what it changes, is called where a unit's code runs: by its kind.
 
@@ -126,14 +137,14 @@ class Op:
         """All that it changes in place: `into`, and the gradient that it completes, if it does."""
         return (*self.reads, *self.into) if self.verb in NORMS else self.into
 
-    @property
+    @cached_property
     def lane(self) -> str:
         """Where it is carried out: follows from the verb and, of a transfer, from the tiers."""
         if self.verb in ("prefetch", "offload"):
             return TRANSFER_LANES[self.reads[0].tier or "", (self.results or self.into)[0].tier or ""]
         return _LANES.get(self.verb, "compute")
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """The kind that what it moves or makes counts as: of a shadow copy and of a rank's share that of the part."""
         if self.verb == "seal" or (self.into and self.into[0].kind in COPIES.values()):

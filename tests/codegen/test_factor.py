@@ -8,8 +8,9 @@ from captured import Block, Tiny, batch, captured
 from parts import code_and_autograd
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gs_compile.capture.gradients import Product, Rows, put_term, tensors_of
+from gs_compile.capture.gradients import Product, Rows, put_term, put_terms, tensors_of
 from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.program.ir import EPILOGUE, PROLOGUE
@@ -193,3 +194,26 @@ def test_a_tables_gradient_that_inductor_adds_up_may_have_other_bits(tokens, gen
     found = Differentiated(prologue, generator).nondeterministic
     assert [(each.operator, each.where.split(": ")[-1]) for each in found] == lines
     assert {each.answer for each in found} <= {"replaced"}
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_several_terms_are_put_as_each_by_itself_tensors_by_one_call():
+    sizes = {key: (key + 2, 3) for key in range(6)}
+    terms = {key: torch.randn(size, dtype=torch.bfloat16 if key == 1 else None) for key, size in sizes.items()}
+    terms[5] = Product(torch.randn(7, 2), torch.randn(2, 3))
+    added = {0, 1, 2, 5}
+    totals = {key: torch.randn(size) for key, size in sizes.items()}
+    expected = {key: total.clone() for key, total in totals.items()}
+    for key, term in terms.items():
+        put_term(expected[key], term, add=key in added)
+    with Seen() as seen:
+        seen.names = []
+        put_terms(totals, terms, added)
+    assert all(torch.equal(totals[key], expected[key]) for key in sizes)
+    assert sorted(name for name in seen.names if "foreach" in name) == ["_foreach_add_", "_foreach_copy_"]
+    assert not {"add_", "copy_"} & set(seen.names)

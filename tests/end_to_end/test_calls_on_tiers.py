@@ -9,15 +9,17 @@ from contextlib import ExitStack
 import pytest
 import torch
 from learner import distance
-from tiered import LENGTH, VOCABULARY, Harness, gpt2, options, step, tokens
+from tiered import LENGTH, VOCABULARY, Harness, adamw, gpt2, options, step, tokens
 from torch import nn
 from zoo import VOCAB, WIDTH, small
 
 import gs_compile
 from gs_compile.errors import OptimizerError, StepOrderError
+from gs_compile.placement.ranges import places_of
 from gs_compile.planner import programs
 from gs_compile.planner.simulate.measured import measured
 from gs_compile.program.ir import LANES
+from gs_compile.runtime import tiers
 from gs_compile.runtime.issue import TieredExecutor
 
 KEEPS_CAPTURES = True
@@ -54,10 +56,18 @@ def pair(harness, tmp_path):
         yield made
 
 
+def test_where_results_are_is_found_once_for_a_program(harness, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(tiers, "places_of", lambda program, *given: found.append(program) or places_of(program, *given))
+    harness.train(adamw, options(tmp_path, alpha=0.0), 4)
+    assert len(found) == len(set(map(id, found))) < 4  # of four steps, and of what is read after them
+
+
 @pytest.mark.parametrize("separate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_batches_of_any_size_in_any_order(pair, separate, monkeypatch):
     """Also of more sizes than programs are kept for."""
     monkeypatch.setattr(programs, "MOST_PROGRAMS", 4)
+    monkeypatch.setattr(tiers, "MOST_PLACES", 2)
     both = pair(separate_device=separate)
     for seed, samples in enumerate((4, 2, 3, 5, 1, 4)):
         both.step(samples, seed)

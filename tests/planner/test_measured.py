@@ -14,7 +14,7 @@ from gs_compile.planner.simulate.event_loop import Rule
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.planner.simulate.simulator import simulate
 from gs_compile.program.ir import LANES
-from gs_compile.runtime.trace import Label, Trace, name_of
+from gs_compile.runtime.trace import Label, Trace
 
 NUM_STEPS = 3
 OP_SECONDS = 0.25
@@ -35,7 +35,7 @@ def played_back(simulation, monkeypatch):
             monkeypatch.setattr("gs_compile.runtime.trace.time.perf_counter", lambda told=told: 100 + told)
             trace.issue(program, index)
             if op.lane in LANES:
-                label = Label(op.lane, name_of(op), kind=op.kind, number=trace.number)
+                label = Label(op.lane, op.name, kind=op.kind, number=trace.number)
                 trace.add(label, 100 + times.started[at], 100 + times.stopped[at])
     return trace
 

@@ -5,6 +5,7 @@ runtime it does not.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -55,7 +56,7 @@ MUTATIONS = {
     "lanes do not wait": (lanes, "join_all", nothing),
     "streams do not wait for events": (TwinStream, "wait_event", nothing),
     "no thread waits for a launch": (Ticket, "_wait_for_launch", nothing),
-    "what is launched has no ticket": (TieredExecutor, "_launched", lambda self: []),
+    "what is launched has no ticket": (TieredExecutor, "_launched", lambda *_: []),
     "readers of a value are forgotten": (Users, "use", nothing),
     "changes of a value are forgotten": (Users, "change", nothing),
     "who was in memory before is forgotten": (Occupants, "leave", nothing),
@@ -67,7 +68,7 @@ MUTATIONS = {
 
 LINES = [  # each by itself; more of them in device/test_runs_on_card.py
     (TieredExecutor, "_submit", "after += self._launched()  # the memory was in use on the stream that computes"),
-    (TieredExecutor, "_launched", "ticket.event = self._device.record(stream)"),
+    (TieredExecutor, "_launched", "ticket.event = event"),
     (TieredExecutor, "_made", "former += users if is_new else ()"),
     (TieredExecutor, "_compute", "self._users(value).change(value, ticket)"),
     (TieredExecutor, "_compute", "self._users(value).use(value, ticket)"),
@@ -155,6 +156,25 @@ def test_it_trains_the_same_and_every_access_is_ordered(harness, tmp_path, monke
     else:
         assert set(found.differences(expected)) <= {"norms"}
     assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+
+
+def test_a_computation_is_between_two_events(harness, tmp_path, monkeypatch):
+    record, compute, events, found = Twin.record, TieredExecutor._compute, [], {}
+
+    def recorded(twin, stream):
+        events.append(threading.current_thread())
+        return record(twin, stream)
+
+    def computed(executor, op):
+        before = events.count(threading.main_thread())
+        compute(executor, op)
+        found.setdefault(op.verb, set()).add(events.count(threading.main_thread()) - before)
+
+    monkeypatch.setattr(Twin, "record", recorded)
+    monkeypatch.setattr(TieredExecutor, "_compute", computed)
+    with on_twin(delay_seconds=0.0):
+        harness.train(adamw, options(tmp_path, **CHOSEN), 1)
+    assert found["forward"] == found["backward"] == {2}
 
 
 @pytest.mark.slow

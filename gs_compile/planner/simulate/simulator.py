@@ -36,7 +36,7 @@ from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependenci
 from gs_compile.planner.simulate.event_loop import EventLoop, Rule, Times
 from gs_compile.planner.simulate.prices import op_prices
 from gs_compile.program.ir import LANES, TIERS, TRANSFERS, Op, Program
-from gs_compile.runtime.trace import Label, Trace, name_of
+from gs_compile.runtime.trace import Label, Trace
 
 NUM_STEPS = (2, 4, 8)  # the first step finds all lanes idle; more where lanes are further behind from step to step
 STEADY = 1e-3  # of a lane's work in a step: what may be left over
@@ -205,7 +205,7 @@ class Simulation:
         for span in self.spans:
             op = span.op
             kind = op.verb if span.lane == "compute" else op.kind
-            label = Label(span.lane, name_of(op), span.nbytes, kind, str(op.stage))
+            label = Label(span.lane, op.name, span.nbytes, kind, str(op.stage))
             trace.add(label, span.start_seconds, span.stop_seconds)
         return trace
 
