@@ -103,11 +103,27 @@ def capture(
         if not symbols:
             raise CaptureError("the batch size is tied to another dimension of the inputs, so it cannot be cut")
         batch = [node for node in batch if _symbols(shapes[node][:1]) & symbols]
+    where = "" if symbols else _fixed_at(batch, int(shapes[batch[0]][0]))
     inputs = [replace(e, role="batch") if node in batch else e for e, node in zip(inputs, nodes, strict=True)]
     as_tensors(module)
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
     autocast = next(filter(None, map(_autocast, sorted(devices))), None)
-    return Captured(module, tuple(inputs), frozenset(symbols), autocast, _models())
+    return Captured(module, tuple(inputs), frozenset(symbols), autocast, _models(), where)
+
+
+def _fixed_at(batch: Sequence[fx.Node], size: int) -> str:
+    """The user's line at which the batch size has become a number, as `` (file:line in function: text)``.
+
+    Empty where Dynamo has not kept it.
+    """
+    if current_compile_id() is None:
+        return ""
+    found = InstructionTranslator.current_tx().output.shape_env
+    symbols = filter(None, (found.source_to_var.get(f"{_source(node)}.size()[0]") for node in batch))
+    fixed = {sympy.Eq(symbol, size) for symbol in symbols}
+    line = next((guard.sloc.maybe_user_loc for guard in found.guards if guard.expr in fixed), None)
+    text, _, place = (line or "").rpartition("  # ")
+    return f" ({place}: {text})" if line else ""
 
 
 def _models() -> dict[str, weakref.ref[torch.nn.Module]]:
