@@ -112,18 +112,18 @@ def capture(
 
 
 def _fixed_at(batch: Sequence[fx.Node], size: int) -> str:
-    """The user's line at which the batch size has become a number, as `` (file:line in function: text)``.
-
-    Empty where Dynamo has not kept it.
-    """
+    """The user's line at which the batch size has become a number, as `` (file:line in function: text)``; or empty."""
     if current_compile_id() is None:
         return ""
     found = InstructionTranslator.current_tx().output.shape_env
     symbols = filter(None, (found.source_to_var.get(f"{_source(node)}.size()[0]") for node in batch))
-    fixed = {sympy.Eq(symbol, size) for symbol in symbols}
-    line = next((guard.sloc.maybe_user_loc for guard in found.guards if guard.expr in fixed), None)
-    text, _, place = (line or "").rpartition("  # ")
-    return f" ({place}: {text})" if line else ""
+    twice = dict.fromkeys(symbols, 2 * size)
+    for guard in found.guards:
+        is_of_size = isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols <= twice.keys()
+        if is_of_size and guard.expr.subs(twice) == sympy.false and guard.sloc.maybe_user_loc:
+            text, _, place = guard.sloc.maybe_user_loc.rpartition("  # ")
+            return f" ({place}: {text})"
+    return ""
 
 
 def _models() -> dict[str, weakref.ref[torch.nn.Module]]:
