@@ -215,7 +215,7 @@ class _Read(ConversionOps):  # type: ignore[misc]
             with config.files.aside():
                 config.packed.decode(tensors, values.T if isinstance(owner, Conv1D) else values)
         else:
-            stored = CODECS[str(config.options.frozen)].packed(_in_codec(tensors), like.shape)
+            stored = CODECS[str(config.options.frozen)].packed(in_codec(tensors), like.shape)
             for each in tensors.values():
                 leave_memory(each.untyped_storage())
             return {full_layer_name: config.keep(full_layer_name, stored, like)}
@@ -259,7 +259,7 @@ def _put_together(
     return found
 
 
-def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint as a codec names them."""
     found = {name.removeprefix("weight.").removeprefix("_"): values for name, values in tensors.items()}
     for name in [name for name in found if name.startswith("quant_state.")]:
