@@ -5,6 +5,7 @@ Their bytes go to files as they are, like those of a quantized checkpoint that `
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ def take_over(model: Any, options: Options) -> None:
     for module in found:
         _become_ordinary(module, dtype, files)
     files.drop_pages(down_to_nbytes=0)
+    for module in model.modules():
+        if type(module).__module__ == "peft.tuners.lora.bnb":  # which merges into bitsandbytes' matrices alone
+            module.__class__, module.is_target_conv_1d_layer = sys.modules["peft.tuners.lora.layer"].Linear, False
     if hasattr(base, "hf_quantizer"):
         base.hf_quantizer.remove_quantization_config(base)
     for each in (model, base):

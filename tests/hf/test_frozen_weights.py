@@ -152,6 +152,9 @@ def test_a_model_that_transformers_has_quantized_is_that_of_its_checkpoint(codec
         with torch.no_grad(), gs_compile.streaming(each):
             losses.append(float(each.forward(input_ids=ids, labels=ids).loss))
     assert losses[0] == losses[1]
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with gs_compile.materialize(model):  # adapters begin with zeros
+        assert torch.equal(model.merge_and_unload().get_parameter(name), wanted.get_parameter(name).detach().clone())
 
 
 def test_a_checkpoint_is_decoded_by_transformers_where_that_is_asked_for(tmp_path):
