@@ -295,6 +295,11 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
         stash(parameter, values=stored, folder=config.files.folder)
         residency_of(parameter).codec = str(config.options.frozen)
     model._weight_conversions = [each for each in map(_own, model._weight_conversions) if each is not None]
+    become_ordinary(model)
+
+
+def become_ordinary(model: Any) -> None:
+    """transformers takes the model for one that was never quantized."""
     model.hf_quantizer.remove_quantization_config(model)
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_is_quantized"):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gs_compile.hf.frozen import NAMES, in_codec
+from gs_compile.hf.frozen import NAMES, become_ordinary, in_codec
 from gs_compile.model.files import directory
 from gs_compile.model.offloaded import placeholder
 from gs_compile.model.residency import residency_of, stash
@@ -42,18 +42,18 @@ def take_over(model: Any, options: Options) -> None:
     dtype = next(each.dtype for each in base.parameters() if each.is_floating_point())
     files = NewTensorsInFiles(directory(options.storage[0]))
     for module in found:
-        _become_ordinary(module, dtype, files)
+        _encode(module, dtype, files)
     files.drop_pages(down_to_nbytes=0)
     for module in model.modules():
         if type(module).__module__ == "peft.tuners.lora.bnb":  # which merges into bitsandbytes' matrices alone
             module.__class__, module.is_target_conv_1d_layer = sys.modules["peft.tuners.lora.layer"].Linear, False
     if hasattr(base, "hf_quantizer"):
-        base.hf_quantizer.remove_quantization_config(base)
+        become_ordinary(base)
     for each in (model, base):
         each.is_loaded_in_4bit = each.is_loaded_in_8bit = False
 
 
-def _become_ordinary(module: Any, dtype: torch.dtype, files: NewTensorsInFiles) -> None:
+def _encode(module: Any, dtype: torch.dtype, files: NewTensorsInFiles) -> None:
     """dtype: of a matrix that has none of its own."""
     tensors: dict[str, torch.Tensor] = {}
     module._save_to_state_dict(tensors, "", keep_vars=False)
