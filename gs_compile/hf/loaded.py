@@ -35,7 +35,8 @@ def take_over(model: Any, options: Options) -> None:
 
     Raises OptionError for blocks of another size than a codec has.
     """
-    found = [module for module in model.modules() if type(module).__module__.startswith("bitsandbytes.nn")]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    found = [module for module in linear if type(module).__module__.startswith("bitsandbytes.nn")]
     if not found:
         return
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
