@@ -51,7 +51,7 @@ try:
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._guards import CompileContext
 
-    from gs_compile.capture.frame_settings import Functions, enter_settings, free, is_freed, is_ours
+    from gs_compile.capture.frame_settings import Functions, enter_settings, free, has_batch, is_freed, is_ours
     from gs_compile.capture.graph_breaks import graph_break_of
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
@@ -251,8 +251,8 @@ def _path(source: str) -> str:
 def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Those of the placeholders that have the batch dimension.
 
-    The batch size is dimension 0 of the first tensor with two dimensions or more that the user passed (else of the
-    first with one); every tensor passed with that size in dimension 0 has the batch there.
+    The batch size is dimension 0 of the first tensor that the user passed, as `has_batch` prefers them; every tensor
+    passed with that size in dimension 0 has the batch there.
     """
     tensors = [node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "constant"]
     passed = [node for node in tensors if _example(node).dim() > 0 and _is_passed_by_user(_source(node))]
@@ -262,7 +262,7 @@ def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.
             f"the model was called without a tensor that has a batch dimension (inputs found: {found}); pass tensors "
             "with the batch along dimension 0, such as input_ids of shape (batch, tokens)"
         )
-    first = next((node for node in passed if _example(node).dim() > 1), passed[0])
+    first = max(passed, key=lambda node: has_batch(_example(node)))
     return [node for node in passed if hint(_example(node).shape[0]) == hint(_example(first).shape[0])]
 
 
