@@ -170,6 +170,10 @@ LIMITS: dict[str, list[Case]] = {
     "A function in the forward that is wrapped in `torch.compiler.disable`": [
         (HERE, "test_a_disabled_function_in_the_forward", "torch.compiler.disable"),
     ],
+    "Models of images and texts": [
+        ("end_to_end/test_compiled_in_part.py", "test_a_model_that_reads_sizes_of_images_is_refused", "is not one graph"),
+        ("end_to_end/test_compiled_in_part.py", "test_its_language_model_learns_what_it_learns_in_plain_pytorch", ""),
+    ],
     "Batches along another dimension than 0": [("capture/test_loss_refusals.py", "", "pairs the samples of the batch")],
     "Embeddings with `sparse=True`": [
         ("faults/test_setups.py", "sparse_gradients", "leave sparse=True out"),

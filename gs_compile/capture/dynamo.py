@@ -51,7 +51,7 @@ try:
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._guards import CompileContext
 
-    from gs_compile.capture.frame_settings import Functions, enter_settings, free, is_freed, is_ours
+    from gs_compile.capture.frame_settings import Functions, enter_settings, free, has_batch, is_freed, is_ours
     from gs_compile.capture.graph_breaks import graph_break_of
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
@@ -103,11 +103,27 @@ def capture(
         if not symbols:
             raise CaptureError("the batch size is tied to another dimension of the inputs, so it cannot be cut")
         batch = [node for node in batch if _symbols(shapes[node][:1]) & symbols]
+    where = "" if symbols else _fixed_at(batch, int(shapes[batch[0]][0]))
     inputs = [replace(e, role="batch") if node in batch else e for e, node in zip(inputs, nodes, strict=True)]
     as_tensors(module)
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
     autocast = next(filter(None, map(_autocast, sorted(devices))), None)
-    return Captured(module, tuple(inputs), frozenset(symbols), autocast, _models())
+    return Captured(module, tuple(inputs), frozenset(symbols), autocast, _models(), where)
+
+
+def _fixed_at(batch: Sequence[fx.Node], size: int) -> str:
+    """The user's line at which the batch size has become a number, as `` (file:line in function: text)``; or empty."""
+    if current_compile_id() is None:
+        return ""
+    found = InstructionTranslator.current_tx().output.shape_env
+    symbols = filter(None, (found.source_to_var.get(f"{_source(node)}.size()[0]") for node in batch))
+    twice = dict.fromkeys(symbols, 2 * size)
+    for guard in found.guards:
+        is_of_size = isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols <= twice.keys()
+        if is_of_size and guard.expr.subs(twice) == sympy.false and guard.sloc.maybe_user_loc:
+            text, _, place = guard.sloc.maybe_user_loc.rpartition("  # ")
+            return f" ({place}: {text})"
+    return ""
 
 
 def _models() -> dict[str, weakref.ref[torch.nn.Module]]:
@@ -235,8 +251,8 @@ def _path(source: str) -> str:
 def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Those of the placeholders that have the batch dimension.
 
-    The batch size is dimension 0 of the first tensor with two dimensions or more that the user passed (else of the
-    first with one); every tensor passed with that size in dimension 0 has the batch there.
+    The batch size is dimension 0 of the first tensor that the user passed, as `has_batch` prefers them; every tensor
+    passed with that size in dimension 0 has the batch there.
     """
     tensors = [node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "constant"]
     passed = [node for node in tensors if _example(node).dim() > 0 and _is_passed_by_user(_source(node))]
@@ -246,7 +262,7 @@ def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.
             f"the model was called without a tensor that has a batch dimension (inputs found: {found}); pass tensors "
             "with the batch along dimension 0, such as input_ids of shape (batch, tokens)"
         )
-    first = next((node for node in passed if _example(node).dim() > 1), passed[0])
+    first = max(passed, key=lambda node: has_batch(_example(node)))
     return [node for node in passed if hint(_example(node).shape[0]) == hint(_example(first).shape[0])]
 
 

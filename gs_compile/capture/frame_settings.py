@@ -107,11 +107,16 @@ def _begin(begun: CallbackArgs) -> None:
     if is_ours(compiled["compiler_fn"]):
         _keep_whole(compiled["compiler_fn"])
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
-        first = max(given.values(), key=lambda each: each.dim() > 1, default=None)
+        first = max(given.values(), key=has_batch, default=None)
         size = 1 if first is None else first.shape[0]
         free([source for source, each in given.items() if each.shape[0] == size > 1])
         if first is not None:
             toolchain.ask_for(first.device, getattr(_unwrapped(compiled["compiler_fn"]), "kwargs", {}))
+
+
+def has_batch(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """How likely a tensor's first dimension is the batch's: hidden states that require a gradient, then matrices."""
+    return tensor.dim() > 2 and tensor.requires_grad, tensor.dim() > 1
 
 
 def _tensors(source: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -50,6 +50,7 @@ class Captured:
     batch_symbols: frozenset[sympy.Symbol]  # empty: the batch size is fixed
     autocast: tuple[Any, ...] | None = None  # the region the user calls the model in: device type, dtype, True, cache
     models: Mapping[str, weakref.ref[nn.Module]] = field(default_factory=dict, compare=False)  # by how paths begin
+    fixed_at: str = field(default="", compare=False)  # the user's line that fixes the batch size, in parentheses
 
     def names(self, *roles: Role) -> frozenset[str]:
         return frozenset(entry.name for entry in self.inputs if entry.role in roles)

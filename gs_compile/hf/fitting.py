@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Mapping
 from functools import partial, wraps
 from typing import Any, NoReturn
@@ -30,6 +31,10 @@ def fit(accelerator: Any, model: nn.Module, size: int, given: Mapping[str, Any])
     """
     chosen = {"micro_batch_size": size, "outputs": "loss", **options_of(model, given)}
     checked = Options.of(chosen)
+    if "bitsandbytes" in sys.modules:
+        from gs_compile.hf.loaded import take_over
+
+        take_over(model, checked)
     _fit_for_capture(model)
     _share_among_ranks(accelerator, model, chosen)
     if isinstance(accelerator.scaler, torch.amp.GradScaler):  # of fp16: this package's scale takes its place

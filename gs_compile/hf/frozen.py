@@ -215,7 +215,7 @@ class _Read(ConversionOps):  # type: ignore[misc]
             with config.files.aside():
                 config.packed.decode(tensors, values.T if isinstance(owner, Conv1D) else values)
         else:
-            stored = CODECS[str(config.options.frozen)].packed(_in_codec(tensors), like.shape)
+            stored = CODECS[str(config.options.frozen)].packed(in_codec(tensors), like.shape)
             for each in tensors.values():
                 leave_memory(each.untyped_storage())
             return {full_layer_name: config.keep(full_layer_name, stored, like)}
@@ -259,7 +259,7 @@ def _put_together(
     return found
 
 
-def _in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint as a codec names them."""
     found = {name.removeprefix("weight.").removeprefix("_"): values for name, values in tensors.items()}
     for name in [name for name in found if name.startswith("quant_state.")]:
@@ -295,6 +295,11 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
         stash(parameter, values=stored, folder=config.files.folder)
         residency_of(parameter).codec = str(config.options.frozen)
     model._weight_conversions = [each for each in map(_own, model._weight_conversions) if each is not None]
+    become_ordinary(model)
+
+
+def become_ordinary(model: Any) -> None:
+    """transformers takes the model for one that was never quantized."""
     model.hf_quantizer.remove_quantization_config(model)
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_is_quantized"):

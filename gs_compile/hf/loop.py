@@ -47,9 +47,13 @@ def prepare(
         whole step, where accumulation takes the mean of the batches' means.
     others: schedulers, whose states commits store, and loaders of evaluation data; they are prepared as usual.
 
-    Returns what `accelerator.prepare` does: the model, the optimizer, the loader and the others, in this order. Raises
-    OptionError for another optimizer, fp8, a dynamo backend, DeepSpeed and FSDP.
+    All of these may come in any order, as Accelerate takes them: the first model is trained, by the first optimizer, on
+    the data of the first loader. Returns what `accelerator.prepare` does, in that order. Raises OptionError for another
+    optimizer, fp8, a dynamo backend, DeepSpeed and FSDP.
     """
+    given: list[Any] = [model, optimizer, loader, *others]
+    places = _places(given)
+    model, optimizer, loader, *rest = (given[place] for place in places)
     _check(accelerator, optimizer, loader)
     size = options.get("micro_batch_size") or loader.batch_size
     if size is None:
@@ -63,13 +67,23 @@ def prepare(
     model.compile(backend="greedysnake", options=chosen)
     if accelerator.scaler is not None:
         accelerator.scaler.serve(optimizer)
-    prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, *others)
+    prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, *rest)
     schedulers = [each for each in prepared[3:] if hasattr(each, "get_last_lr")]
     states = {f"scheduler_{number}": each for number, each in enumerate(schedulers)} if asked.durability else {}
     optimizer.kept.states.update(states)
     if asked.resume is not None:  # so that the optimizer's number of steps is true from now on
         resume(model, optimizer, storage=asked.storage, group=asked.group, mesh=asked.mesh, **states)
-    return prepared
+    return tuple(prepared[places.index(place)] for place in range(len(given)))
+
+
+def _places(given: Sequence[Any]) -> list[int]:
+    """Where the model, its optimizer and the loader of its data are among what is prepared, then where the others are.
+
+    One of the three that is not found is where it is by default.
+    """
+    kinds = (torch.nn.Module, torch.optim.Optimizer, DataLoader)
+    first = [next((n for n, each in enumerate(given) if isinstance(each, kind)), at) for at, kind in enumerate(kinds)]
+    return list(dict.fromkeys([*first, *range(len(given))]))
 
 
 def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
@@ -80,7 +94,7 @@ def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
             "Muon), which take the same settings and max_grad_norm="
         )
     if not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
-        raise OptionError("the third argument must be the DataLoader of the training data, not prepared before")
+        raise OptionError("give the DataLoader of the training data, not prepared before")
     precision, backend = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend.value
     if precision not in ("no", "bf16", "fp16"):
         raise OptionError(f"mixed_precision={precision!r}: use bf16 or fp16")

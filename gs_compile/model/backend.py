@@ -258,8 +258,9 @@ def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
         return [batch_size]
     if not compilation.captured.batch_symbols:
         raise CaptureError(
-            f"the model's code fixes the batch size at {batch_size}, so it cannot run in micro-batches of {size}; "
-            "take the size from the input's shape, or set micro_batch_size to the batch size"
+            f"the model's code fixes the batch size at {batch_size}{compilation.captured.fixed_at}, so it cannot run "
+            f"in micro-batches of {size}; take the size from the input's shape, or set micro_batch_size to the batch "
+            "size"
         )
     rest = batch_size % size
     return [size] * (batch_size // size) + ([rest] if rest else [])

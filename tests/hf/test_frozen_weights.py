@@ -136,6 +136,27 @@ def test_quantized_checkpoints_are_read_as_they_are(codec, tmp_path):
         assert losses[0] == pytest.approx(losses[1], rel=5e-4)  # on a CPU bitsandbytes rounds scales to bf16
 
 
+@pytest.mark.parametrize("codec", ["nf4", "int8"])
+def test_a_model_that_transformers_has_quantized_is_that_of_its_checkpoint(codec, tmp_path):
+    theirs = by_bitsandbytes(wide(), tmp_path / "saved", BY_BITSANDBYTES[codec])
+    model = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=["q_proj"]))
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    gs_compile.hf.attach(transformers.Trainer(model, args), storage=tmp_path / "mine", expert=EAGER)
+    wanted = read(tmp_path / "saved", tmp_path / "storage")
+    found = {name.replace(".base_layer", ""): each for name, each in theirs.named_parameters()}
+    for name, each in wanted.named_parameters():
+        assert residency_of(found[name]).codec == residency_of(each).codec, name
+        assert torch.equal(found[name].detach().clone(), each.detach().clone()), name
+    ids, losses = torch.arange(24).view(2, 12), []
+    for each in (model, wanted):
+        with torch.no_grad(), gs_compile.streaming(each):
+            losses.append(float(each.forward(input_ids=ids, labels=ids).loss))
+    assert losses[0] == losses[1]
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with gs_compile.materialize(model):  # adapters begin with zeros
+        assert torch.equal(model.merge_and_unload().get_parameter(name), wanted.get_parameter(name).detach().clone())
+
+
 def test_a_checkpoint_is_decoded_by_transformers_where_that_is_asked_for(tmp_path):
     """And what is frozen is encoded then, in the first call."""
     folder, config = tmp_path / "saved", transformers.FineGrainedFP8Config(dequantize=True)

@@ -182,6 +182,17 @@ def test_batches_keep_their_type(tmp_path):
     assert batch.input_ids.shape == (4, 12)
 
 
+def test_what_is_prepared_may_come_in_any_order(tmp_path):
+    accelerator, model = Loop(tmp_path, mine=False).accelerator, tiny()
+    optimizer = gs_compile.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    loaders = [torch.utils.data.DataLoader(data(number), batch_size=2, collate_fn=padded) for number in (8, 4)]
+    found = gs_compile.hf.prepare(accelerator, *loaders, schedule, model, optimizer, storage=tmp_path / "storage")
+    assert [len(each) for each in found[:2]] == [1, 2]  # steps of 4 batches, and batches
+    assert found[3] is model
+    assert [each.__class__.__name__ for each in found[2:]] == ["AcceleratedScheduler", "Tiny", "AcceleratedOptimizer"]
+
+
 def test_what_cannot_be_followed_is_refused(tmp_path):
     with pytest.raises(OptionError, match="AdamW keeps its states in memory: make one of gs_compile"):
         Loop(tmp_path, mine=True, make=torch.optim.AdamW)

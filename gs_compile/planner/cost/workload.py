@@ -119,8 +119,8 @@ class ModelSpec:
         """The captured layers at one micro-batch size; raises `CaptureError` where their code fixes the batch size."""
         if not self.compilation.captured.batch_symbols:
             raise CaptureError(
-                f"the model's code fixes the batch size, so it cannot run in micro-batches of {micro_batch_size}; take "
-                "the size from the input's shape"
+                f"the model's code fixes the batch size{self.compilation.captured.fixed_at}, so it cannot run in "
+                f"micro-batches of {micro_batch_size}; take the size from the input's shape"
             )
         return self.compilation.specialized(micro_batch_size, self.symbols, alone=self.compilation.schedule.whole_batch)
 
