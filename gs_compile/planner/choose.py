@@ -176,7 +176,7 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
     """What durable steps take; none where there are none."""
     if not placement.durability:
         return ()
-    plain = replace(problem, builder=problem.builder.laid_out(durability=0), counted=None)
+    plain = replace(problem, builder=problem.builder.laid_out(durability=0))
     found = plain.solved(best.num_micro_batches)
     assert found is not None, "less fits, too"
     slower = f"{best.seconds / found.seconds - 1:.1%} slower by the linear program"

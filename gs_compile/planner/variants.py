@@ -52,7 +52,7 @@ def own_within(problem: Problem, variants: Variants) -> object:
     """
     budgets, profile = problem.budgets, problem.profile
     return variants.within(
-        device_nbytes=budgets.values_nbytes(problem.workload.workspace_nbytes),
+        device_nbytes=problem.values_nbytes,
         host_nbytes=budgets.host_nbytes,
         bytes_per_second={lane: profile.transfer_rate(lane) for lane in TRANSFER_LANES.values()},
     )

@@ -85,7 +85,7 @@ def test_a_step_is_faster_for_what_each_stack_keeps(trained, flops_per_second, h
     workload = two_stacks(levelled(NARROW, 256), levelled(WIDE, 1024), trained=trained)
     machine = replace(CPU, matmul_flops_per_second={"bf16": flops_per_second})
     given = problem(workload, machine, 4, request=Request(alpha=0.0), bare=True, host_nbytes=int(host_nbytes))
-    own, same = (plan_stacks(each, each.search(4)) for each in (given, replace(given, apart=False)))
+    own, same = (plan_stacks(each, each.search()) for each in (given, replace(given, apart=False)))
     found = same.bound_seconds / own.bound_seconds, same.seconds / own.seconds
     assert all(gain >= least for gain, least in zip(found, gains, strict=True)), found
     tower, text = own.relaxed.ratios
@@ -98,6 +98,6 @@ def test_stacks_that_gain_nothing_keep_the_same():
     """Computation hides what is moved: the plan spreads it over all layers."""
     slow = replace(CPU, matmul_flops_per_second={"bf16": 1e11})
     given = problem(two_stacks(NARROW, WIDE), slow, 4, request=Request(alpha=0.0), host_nbytes=GB // 2)
-    found = plan_stacks(given, given.search(4))
+    found = plan_stacks(given, given.search())
     assert len(found.relaxed.ratios) == 1
     assert not any("Stacks" in note for note in found.notes)
