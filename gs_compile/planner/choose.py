@@ -21,7 +21,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 from gs_compile.errors import MemoryBudgetError
@@ -216,7 +215,7 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
         kept |= {alpha: candidate} if candidate else {}
     if kept:
         return list(kept.values())
-    scarce = _of_any_alpha(problem, partial(_fitting, problem.steps, spare=NOTHING))
+    scarce = _of_any_alpha(problem)
     if scarce is None:
         raise MemoryBudgetError("no program of what the linear program finds keeps the budgets")
     return [scarce]
@@ -264,7 +263,7 @@ def _other_alphas(problem: Problem, best: Solution) -> Iterator[float]:
             yield above[free - 1]
 
 
-def _of_any_alpha(problem: Problem, fitting: Callable[[float], Candidate | None]) -> Candidate | None:
+def _of_any_alpha(problem: Problem) -> Candidate | None:
     """Where memory is scarce: the alphas that are best with less and less of it, each with all of it."""
     budgets, tried = problem.budgets, set()
     for part in range(MOST_ROUNDS):
@@ -272,7 +271,7 @@ def _of_any_alpha(problem: Problem, fitting: Callable[[float], Candidate | None]
         best = problem.solved(problem.number, None, budgets=less)
         if best is None:
             return None
-        if best.alpha not in tried and (found := fitting(best.alpha)):
+        if best.alpha not in tried and (found := _fitting(problem.steps, best.alpha, NOTHING)):
             return found
         tried.add(best.alpha)
     return None

@@ -305,9 +305,8 @@ def _keeps_budgets(problem: Problem, placement: Placement) -> bool:
 
 def _refusal(problem: Problem) -> NoFitError | MemoryBudgetError:
     """What the least lacks. It fits in what is named, whatever the linear program finds."""
-    steps, request = problem.steps, problem.request
-    lacking = steps.lacking(_placed(steps, 0.0))
-    said = shortfall(problem.formulas, problem.budgets, request, num_micro_batches=problem.number, lacking=lacking)
+    lacking = problem.steps.lacking(_placed(problem.steps, 0.0))
+    said = shortfall(problem.given, problem.number, lacking)
     return MemoryBudgetError(said) if problem.will_run else NoFitError(said)
 
 

@@ -25,9 +25,8 @@ from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import DEVICE_RATIOS, Counted
-from gs_compile.planner.lp.search import Search, best_for, check, search
-from gs_compile.planner.lp.search import fits as fits_any
-from gs_compile.planner.lp.solve import Solution, System
+from gs_compile.planner.lp.search import Search, best_for, check, has_solution, search
+from gs_compile.planner.lp.solve import Given, Solution, System
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.planner.simulate.simulator import Simulation, predict
@@ -182,23 +181,28 @@ class Problem:
 
     # Its solutions ----------------------------------------------------------------------------------------------------
 
+    @property
+    def given(self) -> Given:
+        """To its linear programs."""
+        return Given(self.formulas, self.budgets, self.request)
+
     def search(self) -> Search:
         """The best by the linear program, of its micro-batches, or of as many as saturate; see `lp.search`."""
-        return search(self.formulas, self.budgets, self.request, num_micro_batches=self.number or None)
+        return search(self.given, self.number or None)
 
     def does_fit(self) -> bool:
         """Whether a step does, by the linear program; of one micro-batch where their number is to be found."""
         check(self.formulas)
         if self.profile.separate and self._room_nbytes < 0:
             return False  # whatever else is on the device, which need not be counted
-        return fits_any(self.formulas, self.number or 1, self.budgets, self.request)
+        return has_solution(self.given, self.number or 1)
 
     def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
         """The linear program's answer for one alpha or the best; None where nothing fits."""
         request = self.request
         if alpha is not None and request.alphas != (alpha,):
             request = replace(request, alpha=alpha, clipping="speculative" if request.speculative else request.clipping)
-        return best_for(self.formulas, number, budgets or self.budgets, request)
+        return best_for(Given(self.formulas, budgets or self.budgets, request), number)
 
     def predicted(self, placement: Placement, program: Program | None = None) -> Simulation:
         """Of steps none of which is rolled back; the memory they are given is that of the program, if it is known."""
@@ -212,12 +216,11 @@ class Problem:
 
     def valued(self, decision: Decision) -> Solution:
         """What a decision takes by the linear program, whether or not it fits."""
-        return System(self.formulas, self.number, decision.alpha, self.budgets, self.request).valued(decision)
+        return System(self.given, self.number, decision.alpha).valued(decision)
 
     def needs(self, solution: Solution) -> tuple[dict[str, int], int]:
         """The most bytes that a step has on each tier, and those that it writes to SSD, by the linear program."""
-        number, alpha = solution.num_micro_batches, solution.alpha
-        return System(self.formulas, number, alpha, self.budgets, self.request).needs(solution.decision)
+        return System(self.given, solution.num_micro_batches, solution.alpha).needs(solution.decision)
 
     # Whether they fit -------------------------------------------------------------------------------------------------
 
