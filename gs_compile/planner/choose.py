@@ -25,7 +25,6 @@ from typing import TypeVar
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
-from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.boundary import (
@@ -111,7 +110,7 @@ def _with_boundary(steps: Problem, chosen: Candidate, *, is_small: bool) -> Simu
 
     The last states are read earlier beside all else that was chosen: before, they may not be what the step waits for.
     """
-    if SCHEDULES[chosen.placement.schedule].as_published:
+    if steps.request.spec.as_published:
         return chosen.simulation
     simulation = fastest(steps, chosen.simulation, each_of(carrying(chosen.placement)), chosen.spare)
     if is_small and _waits_for_drives(simulation):

@@ -23,7 +23,6 @@ from functools import partial
 from gs_compile.errors import MemoryBudgetError, NoFitError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
-from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import NOISE, beside_slab
@@ -213,7 +212,7 @@ def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
     """As much stays in memory as takes next to no more of it, and needs no plan: less is moved, and nothing waits. Not
     of a schedule as others publish it.
     """
-    if SCHEDULES[plain.schedule].as_published:
+    if problem.request.spec.as_published:
         return plain
     for ladder in (carrying, retaining):
         plain = _last_for_free(problem, plain, ladder(plain))

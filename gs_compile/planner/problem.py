@@ -199,10 +199,8 @@ class Problem:
 
     def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
         """The linear program's answer for one alpha or the best; None where nothing fits."""
-        request = self.request
-        if alpha is not None and request.alphas != (alpha,):
-            request = replace(request, alpha=alpha, clipping="speculative" if request.speculative else request.clipping)
-        return best_for(Given(self.formulas, budgets or self.budgets, request), number)
+        given = self.given if budgets is None else self.given._replace(budgets=budgets)
+        return best_for(given, number, () if alpha is None else (alpha,))
 
     def predicted(self, placement: Placement, program: Program | None = None) -> Simulation:
         """Of steps none of which is rolled back; the memory they are given is that of the program, if it is known."""

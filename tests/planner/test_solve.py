@@ -187,10 +187,14 @@ def test_what_does_not_fit_is_none(xl):
 def test_a_full_ssd_keeps_more_in_host_memory(xl):
     """All on SSD would not fit there."""
     host = replace(ROOMY, host_nbytes=20 * GB)
-    roomy, full = (System(Given(xl, replace(host, ssd_nbytes=ssd * GB), ELSEWHERE), 60, 0.0).solution() for ssd in (100, 6))
+    roomy, full = (
+        System(Given(xl, replace(host, ssd_nbytes=ssd * GB), ELSEWHERE), 60, 0.0).solution() for ssd in (100, 6)
+    )
     kept = [sum(on_host(solution).values()) for solution in (roomy, full)]
     assert kept[0] < kept[1] or full.seconds >= roomy.seconds
-    assert System(Given(xl, replace(ROOMY, host_nbytes=4 * GB, ssd_nbytes=6 * GB), ELSEWHERE), 60, 0.0).solution() is None
+    assert (
+        System(Given(xl, replace(ROOMY, host_nbytes=4 * GB, ssd_nbytes=6 * GB), ELSEWHERE), 60, 0.0).solution() is None
+    )
 
 
 def test_traffic_is_saved_where_time_is_not():
@@ -268,7 +272,9 @@ def test_split_masters_are_never_slower_where_parameters_live_elsewhere():
         if profile.separate not in models:
             models[profile.separate] = [formulas(workload, profile) for workload in (SMALL, split)]
         budgets = replace(ROOMY, host_nbytes=int(draw(100e6, 400e6)))
-        seconds = [best_for(Given(on(known, profile), budgets, ELSEWHERE), n).seconds for known in models[profile.separate]]
+        seconds = [
+            best_for(Given(on(known, profile), budgets, ELSEWHERE), n).seconds for known in models[profile.separate]
+        ]
         gains.append(seconds[0] / seconds[1])
     assert min(gains) > 1 - 1e-6
     assert max(gains) > 1.15

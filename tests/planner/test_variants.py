@@ -58,7 +58,7 @@ def test_what_is_told_of_a_plan():
     assert re.search(r"^  checkpoints +device +from forward to backward +20 +5\.0 MiB +20 +5\.0 MiB$", shown, re.M)
     assert found.notes[0] in shown
     told = step_dict(found, {})["simulated"]["periods"]
-    every = as_dict(found.placement, found.workload.shape)["periods"]
+    every = as_dict(found.placement, found.problem.builder)["periods"]
     assert len(told) == len(every) == 63 + 20 + 28
     assert {entry["tensor"].partition(".")[2] for entry in told} <= {"device", "host"}
     first = next(entry for entry in told if entry["tensor"] == "x0_0.device")

@@ -67,7 +67,7 @@ def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
     """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
     spec, peaks, room = SCHEDULES[plan.schedule], plan.simulation.peaks.items(), plan.simulation.room
     memory = [(tier, format_bytes(nbytes), format_bytes(room[tier])) for tier, nbytes in peaks]
-    decided = variants.table(plan.placement, plan.workload.shape) if spec.fills_memory else ""
+    decided = variants.table(plan.placement, plan.problem.builder) if spec.fills_memory else ""
     sections = {
         "What each lane does in a step:": _lanes(plan),
         "What the computation waits for:": _times(plan, plan.simulation.bubbles) or "nothing",
@@ -84,7 +84,7 @@ def step_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
     simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "room": plan.simulation.room}
     simulated["critical_path"] = _critical(plan)
     if SCHEDULES[plan.schedule].fills_memory:
-        simulated |= variants.as_dict(plan.placement, plan.workload.shape)
+        simulated |= variants.as_dict(plan.placement, plan.problem.builder)
     return as_dict(plan) | {"simulated": simulated, "files": {what: str(path) for what, path in files.items()}}
 
 

@@ -67,9 +67,9 @@ def search(given: Given, num_micro_batches: int | None = None) -> Search:
     return Search(best, tuple(sorted(found.known.items())))
 
 
-def best_for(given: Given, num_micro_batches: int) -> Solution | None:
-    """The best for one number of micro-batches, whatever alpha may be chosen; None where nothing fits."""
-    return _Tries(given).at(num_micro_batches)
+def best_for(given: Given, num_micro_batches: int, alphas: Sequence[float] = ()) -> Solution | None:
+    """The best for one number of micro-batches, with one of these alphas, or of the request's; None: nothing fits."""
+    return _Tries(given, alphas).at(num_micro_batches)
 
 
 def has_solution(given: Given, num_micro_batches: int, alphas: Sequence[float] = ()) -> bool:
