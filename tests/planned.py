@@ -146,7 +146,7 @@ def problem(
 ) -> Problem:
     """Of a made-up model on a machine; `bare`: its layers save their inputs alone, but where that is faster."""
     request = request or Request()
-    plain = workload.bare() if bare else workload
+    budgets, plain = request.budgets(profile), workload.bare() if bare else workload
     layout = {"separate": profile.separate, "clip": request.clip, "schedule": request.schedule}
     found = Problem(
         builder=StepBuilder.of(plain, number, durability=request.durability, **layout),
@@ -154,14 +154,15 @@ def problem(
         machine=lambda: profile,
         code=lambda: plain,
         saving=Levelled(lambda: workload) if bare else None,
+        host_nbytes=budgets.host_nbytes,
+        device_nbytes=budgets.device_nbytes or None,
     )
     return replace(found, **changes)
 
 
 def formulas(workload: Workload, profile: Profile, *, speculative: bool = False, layer_updates: int = 1) -> Formulas:
     builder = StepBuilder.of(workload, 0, separate=profile.separate, clip=speculative)
-    saves = workload.num_levels > 0
-    counted = Counted(workload, builder, speculative=speculative, saves=saves, layer_updates=layer_updates)
+    counted = Counted(workload, builder, speculative=speculative, layer_updates=layer_updates)
     return Formulas(workload, profile, counted)
 
 

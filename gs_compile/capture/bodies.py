@@ -15,14 +15,11 @@ from gs_compile.capture.graph import output_values
 from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import (
-    ADDING,
-    DIVIDING,
     FILLING,
     FUNCTION,
     JOINING,
     LINEAR,
-    REGROUPING,
-    SCALING,
+    LINEAR_IN,
     has_samples,
     maker_of,
     operation,
@@ -32,8 +29,10 @@ from gs_compile.capture.operations import (
 from gs_compile.capture.samples import (
     COUNTED,
     NUMBERED,
+    REDUCES,
     Made,
     letters_of_samples,
+    no_shares,
     why_it_mixes,
     why_sizes_mix,
     why_values_mix,
@@ -44,9 +43,6 @@ from gs_compile.capture.samples import (
 _SUMS = frozenset("sum nansum sum_to_size matmul mm bmm mv dot vdot inner tensordot linear einsum".split())
 _ADDING_ROWS = frozenset("index_add scatter_add index_put".split())
 _SPARING = frozenset("where masked_fill setitem".split())  # these keep values, or put others in the place of some
-_OF_ONE = (
-    LINEAR | REGROUPING | frozenset("tril triu flip roll split chunk unbind narrow expand_as index_select".split())
-)
 _ZEROS = frozenset("zeros zeros_like new_zeros".split())
 _AS_THEY_ARE = frozenset("to type int long clone detach".split())
 
@@ -96,8 +92,7 @@ class _Body:
         name, read = operation(maker), maker.all_input_nodes
         if not self.sums.isdisjoint(read):
             self.sums.add(node)
-            keeps = self._keeps_sums(node, name)
-            return "" if keeps else f"`{name}` of values reduced over the batch is no sum of shares"
+            return "" if self._keeps_sums(node, name) else no_shares(name)
         reads = any(map(has_samples, read)) or not self.counts.isdisjoint(read)
         mixes = why_it_mixes(node, self.made) if reads else why_sizes_mix(node, name)
         if why := why_values_mix(node, name) or mixes:
@@ -111,23 +106,28 @@ class _Body:
 
     def _keeps_sums(self, node: fx.Node, name: str) -> bool:
         """Whether sums stay sums: they are added to each other, or scaled by what is the same for all samples."""
+        read = node.all_input_nodes
         given = [self._is_sum(each) for each in node.args if isinstance(each, (fx.Node, int, float))]
-        if node.meta.get("batch_numbers") or any(map(has_samples, node.all_input_nodes)):
+        if node.meta.get("batch_numbers") or any(map(has_samples, read)):
             return False
-        if name in SCALING or (name in _SUMS and len(node.all_input_nodes) == 2):
-            return sum(each in self.sums for each in node.all_input_nodes) == 1
         if name in _SPARING:  # by what is no sum
             values = [*node.args[:1], *node.args[2:]] if name != "where" else node.args[1:]
             return all(map(self._is_sum, values)) and given.count(False) <= 1
-        is_quotient = name in DIVIDING and given == [True, False]
-        joins = name in JOINING and all(map(self._is_sum, node.all_input_nodes))
-        return name in _OF_ONE or is_quotient or joins or (name in ADDING and all(given))
+        match LINEAR_IN.get(name, "either" if name in _SUMS and len(read) == 2 else None):
+            case "all":
+                return all(map(self._is_sum, read) if name in JOINING else given)
+            case "either":
+                return sum(each in self.sums for each in read) == 1
+            case "the first":
+                return given == [True, False]
+            case found:
+                return found is not None
 
     def _is_sum(self, value: Any) -> bool:
         return value in self.sums if isinstance(value, fx.Node) and not _is_zero(value) else _is_zero(value)
 
     def _reduced(self, node: fx.Node, name: str) -> str:
-        return "reduces over the samples of the batch"
+        return REDUCES
 
 
 class _Entry(_Body):
@@ -200,6 +200,6 @@ class _Backward(_Body):
 
 
 def _is_zero(value: Any) -> bool:
-    while isinstance(value, fx.Node) and operation(value) in _OF_ONE and value.all_input_nodes:
+    while isinstance(value, fx.Node) and operation(value) in LINEAR and value.all_input_nodes:
         value = value.all_input_nodes[0]
     return operation(value) in _ZEROS if isinstance(value, fx.Node) else value == 0

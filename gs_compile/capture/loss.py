@@ -36,17 +36,14 @@ from gs_compile.capture.dealing import deal_by_index
 from gs_compile.capture.graph import Captured, LossTerm, at_line, block_of, output_values
 from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.operations import (
-    ADDING,
     AVERAGED_LOSSES,
     CASTING,
     COUNTED_LOSSES,
     COUNTING,
-    DIVIDING,
     FILLING,
     JOINING,
-    LINEAR,
+    LINEAR_IN,
     OF_ROWS,
-    SCALING,
     WEIGHTED_LOSSES,
     arguments_of,
     draws,
@@ -59,8 +56,10 @@ from gs_compile.capture.operations import (
 )
 from gs_compile.capture.places import PAIRING
 from gs_compile.capture.samples import (
+    REDUCES,
     Made,
     aligned,
+    no_shares,
     picks_of_equals,
     why_it_mixes,
     why_sizes_mix,
@@ -251,7 +250,7 @@ class _Separation:
             return State("same")  # x.new_ones(()): takes from x its kind alone
         if name in ("sum", "mean", "count_nonzero") and not node.all_input_nodes[0].meta.get("uneven"):
             return State("mean" if name == "mean" else "sum")
-        return _mixed(node, "reduces over the samples of the batch")
+        return _mixed(node, REDUCES)
 
     def _is_count(self, node: fx.Node) -> bool:
         """Whether a value is one for all samples of a micro-batch, and depends on them."""
@@ -267,15 +266,16 @@ class _Separation:
         """An operation on sums or means."""
         state: State | None = None
         is_binary = len(node.args) == 2 and not node.kwargs
-        if name in LINEAR and len(node.all_input_nodes) == 1:
-            state = self._linear(node)
-        elif name in JOINING or (name in ADDING and is_binary):
-            state = self._add(node, joins=name in JOINING)
-        elif (name in SCALING or name in DIVIDING) and is_binary:
-            state = self._scale(node, *node.args, commutes=name in SCALING)
+        match LINEAR_IN.get(name):
+            case "the one" if len(node.all_input_nodes) == 1:
+                state = self._linear(node)
+            case "all" if is_binary or name in JOINING:
+                state = self._add(node, joins=name in JOINING)
+            case ("either" | "the first") as where if is_binary:
+                state = self._scale(node, *node.args, commutes=where == "either")
         if state is None and self._globalise(node, node.all_input_nodes):
             state = self._rule(node)
-        return state or _not_shares(node, name)
+        return state or _mixed(node, no_shares(name))
 
     def _linear(self, node: fx.Node) -> State | None:
         source = node.all_input_nodes[0]
@@ -328,7 +328,7 @@ class _Separation:
 
     def _functional_loss(self, node: fx.Node, name: str) -> State:
         if self._kinds(node) & {"sum", "mean"} and not self._globalise(node, node.all_input_nodes):
-            return _not_shares(node, name)
+            return _mixed(node, no_shares(name))
         if "local" not in self._kinds(node):
             return State("same")
         if misplaces := node.meta.get("misplaces"):
@@ -370,10 +370,6 @@ def _kept(module: fx.GraphModule, kept: Sequence[bool]) -> tuple[Any, ...]:
 
 def _mixed(node: fx.Node, why: str) -> State:
     return State("mixed", cause=node, why=why)
-
-
-def _not_shares(node: fx.Node, name: str) -> State:
-    return _mixed(node, f"`{name}` of values reduced over the batch is not a sum of shares")
 
 
 def _refusal(output: fx.Node, state: State) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -18,14 +18,24 @@ from torch.nn._reduction import legacy_get_string
 
 from gs_compile.capture.graph import TensorSpec, packet_of
 
-LINEAR = frozenset(
-    "neg to float double half bfloat16 type type_as view reshape squeeze unsqueeze contiguous clone detach flatten "
-    "expand getitem select sum mean transpose permute t movedim swapaxes unflatten".split()
+REGROUPING = frozenset("view reshape flatten unflatten ravel view_as reshape_as".split())
+LINEAR = REGROUPING | frozenset(
+    "neg to float double half bfloat16 type type_as squeeze unsqueeze contiguous clone detach expand expand_as getitem "
+    "select index_select narrow split chunk unbind sum mean transpose permute t movedim swapaxes tril triu flip "
+    "roll".split()
 )
 JOINING = frozenset("stack cat concat concatenate hstack vstack dstack column_stack row_stack".split())
 ADDING = frozenset("add iadd sub isub subtract".split())
 SCALING = frozenset("mul imul multiply".split())
 DIVIDING = frozenset("truediv itruediv div divide true_divide".split())
+# In which operands an operation is linear: of sums over samples there it makes such a sum, if all others are the same
+# for all samples.
+LINEAR_IN: Mapping[str, Literal["the one", "all", "either", "the first"]] = {
+    **dict.fromkeys(LINEAR, "the one"),
+    **dict.fromkeys(JOINING | ADDING, "all"),
+    **dict.fromkeys(SCALING, "either"),
+    **dict.fromkeys(DIVIDING, "the first"),
+}
 # With a number, these compute with its value, beside what `computes` knows; others take numbers as shapes.
 ARITHMETIC = (
     ADDING
@@ -35,7 +45,6 @@ ARITHMETIC = (
     | frozenset("clamp clamp_min clamp_max clip fill masked_fill full_like where copy".split())
 )
 COMPARING = frozenset("eq ne lt le gt ge equal not_equal less less_equal greater greater_equal".split())
-REGROUPING = frozenset("view reshape flatten unflatten ravel view_as reshape_as".split())
 # These write to places in a tensor, and keep its others as they are.
 WRITING = frozenset(
     "index_add index_copy index_fill index_reduce index_put scatter scatter_add scatter_reduce masked_scatter "

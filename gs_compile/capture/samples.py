@@ -96,6 +96,7 @@ ALONG_SAMPLES = "runs along the batch dimension"
 TO_FLOATS = frozenset("to type type_as float double half bfloat16".split())
 COUNTED = "computes with what is counted over the samples"
 SIZE = "computes with the batch size"
+REDUCES = "reduces over the samples of the batch"
 NUMBERED = "computes with the numbers of the samples, which every micro-batch counts from 0"
 
 
@@ -141,6 +142,11 @@ def why_it_mixes(node: fx.Node, made: Made) -> str:
     if any(isinstance(each, fx.Node) and made.is_count(each) for each in read):
         return COUNTED
     return why_it_runs_along(node, name) if spec is None else _why_rows_mix(maker, name, spec, made)
+
+
+def no_shares(name: str) -> str:
+    """Why an operation on what was reduced over the batch mixes samples, where it is not linear (`LINEAR_IN`)."""
+    return f"`{name}` of values reduced over the batch is not a sum of shares"
 
 
 def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str:

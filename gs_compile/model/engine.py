@@ -71,7 +71,7 @@ class Engine(ParameterStore):
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
         arrangement, stored, self.planning = prepared or plan_tiers(optimizer, call)
-        self.latest = self.planning.placement, self.planning.first_shape  # of the latest call
+        self.latest = self.planning.placement, self.planning.builder.shape  # of the latest call
         tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
         self.sums = Sums(tiers)

@@ -45,9 +45,9 @@ def _alike(problem: Problem, found: Search) -> StepPlan | None:
     """The plan whose stacks all have the same ratios; None where it does not fit, or there is one stack."""
     if len(problem.formulas.stacks) == 1:
         return None
-    alike = replace(problem, apart=False, counted=problem.formulas.counted)
+    alike = replace(problem, apart=False)
     with suppress(NoFitError, MemoryBudgetError):
-        return with_saved(alike, choose(alike, alike.search(found.best.num_micro_batches)))
+        return with_saved(alike, choose(alike, alike.search()))
     return None
 
 

@@ -21,12 +21,10 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
-from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import UnitSize
 from gs_compile.planner.boundary import (
@@ -112,7 +110,7 @@ def _with_boundary(steps: Problem, chosen: Candidate, *, is_small: bool) -> Simu
 
     The last states are read earlier beside all else that was chosen: before, they may not be what the step waits for.
     """
-    if SCHEDULES[chosen.placement.schedule].as_published:
+    if steps.request.spec.as_published:
         return chosen.simulation
     simulation = fastest(steps, chosen.simulation, each_of(carrying(chosen.placement)), chosen.spare)
     if is_small and _waits_for_drives(simulation):
@@ -176,7 +174,7 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
     """What durable steps take; none where there are none."""
     if not placement.durability:
         return ()
-    plain = replace(problem, builder=problem.builder.laid_out(durability=0), counted=None)
+    plain = replace(problem, builder=problem.builder.laid_out(durability=0))
     found = plain.solved(best.num_micro_batches)
     assert found is not None, "less fits, too"
     slower = f"{best.seconds / found.seconds - 1:.1%} slower by the linear program"
@@ -216,7 +214,7 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
         kept |= {alpha: candidate} if candidate else {}
     if kept:
         return list(kept.values())
-    scarce = _of_any_alpha(problem, partial(_fitting, problem.steps, spare=NOTHING))
+    scarce = _of_any_alpha(problem)
     if scarce is None:
         raise MemoryBudgetError("no program of what the linear program finds keeps the budgets")
     return [scarce]
@@ -264,7 +262,7 @@ def _other_alphas(problem: Problem, best: Solution) -> Iterator[float]:
             yield above[free - 1]
 
 
-def _of_any_alpha(problem: Problem, fitting: Callable[[float], Candidate | None]) -> Candidate | None:
+def _of_any_alpha(problem: Problem) -> Candidate | None:
     """Where memory is scarce: the alphas that are best with less and less of it, each with all of it."""
     budgets, tried = problem.budgets, set()
     for part in range(MOST_ROUNDS):
@@ -272,7 +270,7 @@ def _of_any_alpha(problem: Problem, fitting: Callable[[float], Candidate | None]
         best = problem.solved(problem.number, None, budgets=less)
         if best is None:
             return None
-        if best.alpha not in tried and (found := fitting(best.alpha)):
+        if best.alpha not in tried and (found := _fitting(problem.steps, best.alpha, NOTHING)):
             return found
         tried.add(best.alpha)
     return None

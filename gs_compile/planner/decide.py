@@ -23,7 +23,6 @@ from functools import partial
 from gs_compile.errors import MemoryBudgetError, NoFitError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
-from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import NOISE, beside_slab
@@ -48,15 +47,16 @@ FASTER = 0.99  # of the time with split masters: less is what two timings of the
 log = logging.getLogger(__name__)
 
 
-def decide(problem: Problem, request: Request, found: Search | None = None) -> StepPlan:
-    """The plan of a step of the problem's micro-batches, as it is asked for.
+def decide(problem: Problem, found: Search | None = None) -> StepPlan:
+    """The plan of a step of the problem's micro-batches; updates are in pieces where whole ones do not fit.
 
-    found: by the linear program, of this problem and request, where that is known.
+    found: by the linear program, of this problem, where that is known.
 
     Raises `PlanError` or `OptionError` where what is asked for contradicts what there is, `NoFitError` or
     `MemoryBudgetError` where not even the least fits; of a step that is going to run before anything is measured.
     """
-    problem = problem.asked(request)
+    if problem.layer_updates > 1:
+        problem, found = problem.updated_in(1), None
     try:
         made = _decided(problem, found)
     except (NoFitError, MemoryBudgetError) as error:
@@ -77,7 +77,7 @@ def _faster_masters(made: StepPlan, whole: Problem) -> StepPlan:
     """
     most = FASTER * made.seconds
     with suppress(NoFitError, MemoryBudgetError):
-        found = whole.search(made.num_micro_batches)
+        found = whole.search()
         if found.best.seconds < most and (other := _decided(whole, found)).seconds < most:
             return other
     return made
@@ -87,7 +87,7 @@ def _decided(problem: Problem, found: Search | None) -> StepPlan:
     """The plan with one kind of masters."""
     open_problem = undecided(problem)
     made = _solved(open_problem, found) if isinstance(open_problem, Problem) else open_problem
-    return with_variant(made) if SCHEDULES[problem.request.schedule].variants else made
+    return with_variant(made) if problem.request.spec.variants else made
 
 
 def _solved(problem: Problem, found: Search | None) -> StepPlan:
@@ -111,7 +111,7 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
     request, sizes = problem.request, problem.workload.sizes  # priced, once the machine is known
     if sizes != problem.builder.sizes:
         problem = replace(problem, builder=replace(problem.builder, sizes=sizes))
-    chosen = plan_stacks(problem, found or problem.search(problem.number))
+    chosen = plan_stacks(problem, found or problem.search())
     is_settled = request.clipping is not None or request.alpha is not None or request.accumulate
     if not request.clip or is_settled:
         return chosen
@@ -134,23 +134,19 @@ def _scarce(problem: Problem) -> StepPlan:
         least = _least(problem)
     except MemoryBudgetError:
         raise _refusal(problem.updated_in(SCARCE_UPDATES)) from None
-    updates = sorted({least.problem.layer_updates, SCARCE_UPDATES})
-
-    def updated(each: Problem) -> list[Problem]:
-        return [each.updated_in(number) for number in updates]
-
-    found = _first(each for each in updated(least.problem) if each.layer_updates > problem.layer_updates)
-    if not found or least.problem.layer_updates == problem.layer_updates:  # it is not host memory alone that is short
-        found += _first(each for pieces in smaller(least.problem) for each in updated(pieces))
+    tries = smaller(problem)
+    next(tries)  # itself
+    found = _first([next(tries)])
+    if not found or least is problem:  # it is not host memory alone that is short
+        found += _first(tries)
     if found:
         return min(found, key=lambda each: each.seconds)
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
-    for each in (least.problem, *smaller(least.problem)):
-        whole = each.updated_in(least.problem.layer_updates)
-        made = _made(whole, _placed(whole.steps, 0.0), note)
-        if _keeps_budgets(made):
-            return made
-    raise _refusal(whole)
+    for each in smaller(problem):
+        placement = _placed(each.steps, 0.0)
+        if each.layer_updates >= least.layer_updates and _keeps_budgets(each, placement):
+            return _made(each, placement, note)
+    raise _refusal(each)
 
 
 def _first(problems: Iterable[Problem]) -> list[StepPlan]:
@@ -169,9 +165,9 @@ def undecided(problem: Problem) -> Problem | StepPlan:
     problem.check()
     problem = problem.wider if problem.request.saves else problem
     if problem.will_run:
-        return _settled(_least(problem).problem) or problem  # refused here, before anything is measured
+        return _settled(_least(problem)) or problem  # refused here, before anything is measured
     made = _settled(problem)
-    return made if made and _keeps_budgets(made) else problem
+    return made if made and _keeps_budgets(made.problem, made.placement) else problem
 
 
 def _settled(problem: Problem) -> StepPlan | None:
@@ -216,7 +212,7 @@ def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
     """As much stays in memory as takes next to no more of it, and needs no plan: less is moved, and nothing waits. Not
     of a schedule as others publish it.
     """
-    if SCHEDULES[plain.schedule].as_published:
+    if problem.request.spec.as_published:
         return plain
     for ladder in (carrying, retaining):
         plain = _last_for_free(problem, plain, ladder(plain))
@@ -228,39 +224,38 @@ def _last_for_free(problem: Problem, plain: Placement, ladder: Ladder) -> Placem
     if not ladder:
         return plain
     needed = peak(problem.builder.program(plain), "host")
-    most = {"host": max(needed, min(int(needed * NEXT_TO_NO_MORE), problem.host_budget))}
+    most = {"host": max(needed, min(int(needed * NEXT_TO_NO_MORE), problem.host_nbytes))}
     found = highest(ladder, lambda each: fits(problem.builder.programs(each), most))
     return found[0] if found else plain
 
 
-def _least(problem: Problem) -> StepPlan:
-    """The least that host memory may keep; updates are in pieces where whole ones do not fit.
+def _least(problem: Problem) -> Problem:
+    """That of which host memory may keep the least it can: with updates in pieces where whole ones do not fit so.
 
     Raises `MemoryBudgetError` where not even that fits.
     """
-    for layer_updates in (1, SCARCE_UPDATES):
-        problem = problem.updated_in(layer_updates)
-        steps = problem.steps
-        placement = _placed(steps, 0.0)
-        if _fits(steps, placement):
-            return _made(problem, placement, "")
-    raise MemoryBudgetError(_too_large(steps, placement))
+    for each in (problem, problem.updated_in(SCARCE_UPDATES)):
+        placement = _placed(each.steps, 0.0)
+        if _fits(each.steps, placement):
+            _check_device(each, placement)
+            return each
+    raise MemoryBudgetError(_too_large(each.steps, placement))
 
 
 def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
-    """The plan of a placement that is not simulated; raises `MemoryBudgetError` where the device has no room for it."""
-    steps, budget = problem.steps, problem.device_budget
-    if budget is not None and (needed := peak(steps.builder.program(placement), "device")) > budget:
+    """The plan of a placement that is not simulated; raises what `_check_device` does."""
+    _check_device(problem, placement)
+    return StepPlan(problem=problem, relaxed=placement.decision, placement=placement, notes=(note,))
+
+
+def _check_device(problem: Problem, placement: Placement) -> None:
+    """Raise `MemoryBudgetError` where the device has no room for a step's values."""
+    budget = problem.device_nbytes
+    if budget is not None and (needed := peak(problem.steps.builder.program(placement), "device")) > budget:
         raise MemoryBudgetError(
             f"device_memory is {format_bytes(budget)}; this step keeps {format_bytes(needed)} there, and what a layer "
             f"computes with comes on top: {remedies(problem.request)}"
         )
-    return StepPlan(
-        problem=problem,
-        relaxed=placement.decision,
-        placement=placement,
-        notes=(note,) if note else (),
-    )
 
 
 def _ratios(problem: Problem, part: float) -> Ratios:
@@ -297,21 +292,20 @@ def _placed(problem: Problem, part: float, alpha: float | None = None) -> Placem
 
 def _fits(problem: Problem, placement: Placement) -> bool:
     """Whether a step keeps the budget of host memory."""
-    return fits([problem.builder.program(placement)], {"host": problem.host_budget})
+    return fits([problem.builder.program(placement)], {"host": problem.host_nbytes})
 
 
-def _keeps_budgets(plan: StepPlan) -> bool:
+def _keeps_budgets(problem: Problem, placement: Placement) -> bool:
     """Whether a step keeps those of all tiers, with what code computes with."""
     with suppress(NoFitError):  # code for which the device has no room alone
-        return not plan.problem.steps.lacking(plan.placement)
+        return problem.steps.fitting(placement) is not None
     return False
 
 
 def _refusal(problem: Problem) -> NoFitError | MemoryBudgetError:
     """What the least lacks. It fits in what is named, whatever the linear program finds."""
-    steps, request = problem.steps, problem.request
-    lacking = steps.lacking(_placed(steps, 0.0))
-    said = shortfall(problem.formulas, problem.budgets, request, num_micro_batches=problem.number, lacking=lacking)
+    lacking = problem.steps.lacking(_placed(problem.steps, 0.0))
+    said = shortfall(problem.given, problem.number, lacking)
     return MemoryBudgetError(said) if problem.will_run else NoFitError(said)
 
 
@@ -322,7 +316,7 @@ def _too_large(problem: Problem, placement: Placement) -> str:
     ratios = _ratios(problem, 0.0).given()
     words = ", ".join(f"{name} {ratios[name]:g}" for name in HOST_CLASSES if name in ratios)
     message = (
-        f"host_memory is {format_bytes(problem.host_budget + beside)}; this step needs {format_bytes(nbytes)} "
+        f"host_memory is {format_bytes(problem.host_nbytes + beside)}; this step needs {format_bytes(nbytes)} "
         f"({nbytes} bytes) of it at least, with ratios {words}: {remedies(request)}"
     )
     alpha = placement.decision.alpha

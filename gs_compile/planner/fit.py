@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import CaptureError, NoFitError, PlanError
-from gs_compile.planner.lp.counting import Counted
+from gs_compile.planner.in_pieces import smallest
 from gs_compile.planner.plan import Planner, planner_of
 from gs_compile.planner.request import Request
 from gs_compile.planner.step_plan import SECONDS_PER_DAY
@@ -103,8 +103,7 @@ def longest_sequence(model: str | Path | PretrainedConfig, request: Request, *, 
     """
     planner = planner_of(model, request, keeps=keeps)
     problem, _ = planner.searched()[0]
-    counted = {problem.layer_updates: problem.formulas.counted}
-    return _longest(planner, _largest(planner, problem.workload.micro_batch_size, counted))
+    return _longest(planner, _largest(planner, problem.workload.micro_batch_size))
 
 
 def ways(request: Request) -> Iterator[tuple[str, Request]]:
@@ -121,7 +120,7 @@ def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
         return Fit(way=way, missing=error.message)
     peaks, written = problem.needs(search.best)
     size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
-    largest = _largest(planner, size, {problem.layer_updates: problem.formulas.counted})
+    largest = _largest(planner, size)
     return Fit(
         way=way,
         ranks=planner.request.ranks,
@@ -137,10 +136,10 @@ def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
     )
 
 
-def _largest(planner: Planner, size: int, counted: dict[int, Counted]) -> int:
+def _largest(planner: Planner, size: int) -> int:
     """The samples of the largest micro-batch that fits, where `size` do: that times a power of two."""
     sizes = [size << times for times in range(1, MOST_SAMPLES.bit_length()) if size << times <= MOST_SAMPLES]
-    return ([size, *sizes])[bisect_left(sizes, True, key=lambda each: not does_fit(planner, each, counted))]
+    return ([size, *sizes])[bisect_left(sizes, True, key=lambda each: not does_fit(planner, each))]
 
 
 def _longest(planner: Planner, largest: int) -> int:
@@ -153,22 +152,7 @@ def _longest(planner: Planner, largest: int) -> int:
     return shortest
 
 
-def does_fit(planner: Planner, samples: int, counted: dict[int, Counted] | None = None) -> bool:
-    """Whether a micro-batch of so many samples does, with updates and layers in pieces if need be.
-
-    counted: by the pieces, what is known of other sizes; what is counted here is put there.
-    """
-    counted = {} if counted is None else counted
-
-    def extremes() -> Iterator[Planner]:
-        yield planner
-        *_, least = planner.smaller(samples, counted)
-        yield least
-
-    for each in extremes():
-        with suppress(PlanError):
-            problem = each.problem(samples, counted.get(each.layer_updates))
-            counted[each.layer_updates] = problem.formulas.counted
-            if problem.does_fit(1):
-                return True
-    return False
+def does_fit(planner: Planner, samples: int) -> bool:
+    """Whether a micro-batch of so many samples does, with updates and layers in pieces if need be."""
+    problem = planner.problem(samples).at(1)
+    return problem.does_fit() or smallest(problem).does_fit()

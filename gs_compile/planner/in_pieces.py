@@ -1,7 +1,9 @@
-"""in_pieces: whether layers run on some tokens at a time (`codegen.pieces`), so that they compute in less memory.
+"""in_pieces: what takes less memory: layers that are updated in pieces, and that run on some tokens at a time.
 
-    whole layers do not fit     the largest pieces with which a step does
-    they fit                    pieces, if the device memory that whole layers compute in is worth that much to values
+    a step does not fit         updates in pieces; if it is the device's memory that is short, the largest pieces of
+                                layers (`codegen.pieces`) with which it does, too
+    it fits                     layers in pieces, if the device memory that whole ones compute in is worth that much to
+                                values
 
 Layers in pieces compute a little more and save nothing but their inputs, which the plan of each size counts. Only a
 device with memory of its own has some for them to save.
@@ -15,40 +17,50 @@ from typing import TYPE_CHECKING
 
 from gs_compile.errors import NoFitError
 from gs_compile.machine import format_bytes
+from gs_compile.planner.builder import SCARCE_UPDATES
 from gs_compile.planner.summary import on_tokens
 
 if TYPE_CHECKING:
     from gs_compile.planner.problem import Problem
+    from gs_compile.planner.request import Request
     from gs_compile.planner.step_plan import StepPlan
 
 SIZES = (8192, 2048, 512)  # tokens: what depends on them falls to a quarter each time
 WORTH = 0.95  # of the time with whole layers: what it takes to launch more, smaller operations is not counted
 
 
-def sizes(num_tokens: int) -> tuple[int, ...]:
-    """Those to be tried for micro-batches of so many tokens, the largest first."""
-    return tuple(size for size in SIZES if size < num_tokens)
+def sizes(num_tokens: int, request: Request, *, separate: bool) -> tuple[int, ...]:
+    """Those to be tried for micro-batches of so many tokens, the largest first; none where that is settled."""
+    is_settled = request.layer_tokens is not None or not separate
+    return () if is_settled else tuple(size for size in SIZES if size < num_tokens)
 
 
 def smaller(problem: Problem) -> Iterator[Problem]:
-    """The problem with layers in smaller and smaller pieces, where whole ones do not fit and these may."""
-    if may_help(problem):
-        yield from map(problem.cut, problem.in_pieces)
+    """The problem, and what takes less and less memory: with updates in pieces, and with layers in pieces, too."""
+    scarce = problem.updated_in(SCARCE_UPDATES)
+    yield problem
+    yield scarce
+    for size in problem.in_pieces if _may_help(scarce) else ():
+        cut = problem.cut(size)
+        yield cut
+        yield cut.updated_in(SCARCE_UPDATES)
 
 
-def may_help(problem: Problem) -> bool:
-    """Whether a step may fit with layers in pieces, where it does not with whole ones."""
-    return bool(problem.in_pieces) and not problem.request.saves and may_fit(problem)
+def smallest(problem: Problem) -> Problem:
+    """The last of `smaller`, made alone."""
+    scarce = problem.updated_in(SCARCE_UPDATES)
+    return scarce.cut(min(scarce.in_pieces)) if _may_help(scarce) else scarce
 
 
-def may_fit(problem: Problem) -> bool:
-    """Whether a step would fit the budgets if its code computed in no device memory."""
+def _may_help(problem: Problem) -> bool:
+    """Whether a step may fit with layers in pieces: it would if its code computed in no device memory."""
+    if not problem.in_pieces or problem.request.saves:
+        return False
     try:
         workload = problem.workload
-    except NoFitError:  # which is said of that alone, before code is timed
+    except NoFitError:  # which is said of that memory alone, before code is timed
         return True
-    number = problem.number or problem.request.number(workload.micro_batch_size) or 1
-    return problem.of(workload.scaled(workspace=0.0)).does_fit(number)
+    return problem.of(workload.scaled(workspace=0.0)).does_fit()
 
 
 def faster(problem: Problem, plan: StepPlan) -> Iterator[Problem]:

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import Masters
-from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload, beside_slab
 from gs_compile.planner import in_pieces
-from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder
+from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.decide import decide
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.lp.search import Search
@@ -87,17 +86,19 @@ def _this_machine(request: Request) -> Profile:
 
 @dataclass(frozen=True)
 class Planner:
-    """A model, a machine, and what is asked for: from there to a problem whose batch is known, and its decision."""
+    """A model, a machine, and what is asked for: from there to a problem whose batch is known, and its decision.
+
+    counts: as of a `Problem`, for all that are made.
+    """
 
     workloads: Workloads
     request: Request
     profile: Profile
-    layer_updates: int = 1
-    layer_tokens: int | None = None
+    counts: dict[Hashable, Counted] = field(default_factory=dict, compare=False, repr=False)
 
     def plan(self) -> StepPlan:
         """The plan of the request's schedule, for the batch that is given or that another schedule would take."""
-        request, spec = self.request, SCHEDULES[self.request.schedule]
+        request, spec = self.request, self.request.spec
         if spec.batch_like is None:
             return self.of_any_batch()
         ratios = replace(request.ratios, gradient=None)
@@ -111,105 +112,63 @@ class Planner:
         size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
         return self.asked(batch_size=None, micro_batch_size=size, num_micro_batches=number).of_any_batch()
 
-    def problem(self, size: int, counted: Counted | None = None, masters: Masters | None = None) -> Problem:
-        """That of micro-batches of `size` samples, for no number of them yet."""
+    def problem(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Problem:
+        """That of micro-batches of `size` samples. masters, layer_tokens: that are chosen."""
         workloads, request, profile = self.workloads, self.request, self.profile
-        layer_tokens = self.layer_tokens or request.layer_tokens
-        workload = workloads.workload(size, masters, layer_tokens)
+        tokens = layer_tokens or request.layer_tokens
+        workload = workloads.workload(size, masters, tokens)
         workload = replace(workload, sizes=with_products(workload.sizes, profile))
         budgets = request.budgets(profile)
-        if counted and not counted.is_of(workload):
-            counted = None
         asked = {"clip": request.clip, "accumulates": request.accumulate, "schedule": request.schedule}
         layout = {"separate": profile.separate, **asked}
         may_be_whole = workload.masters == "split" and not request.masters and request.ranks == 1
+        may_be_cut = workloads.has_pieces and layer_tokens is None
+        pieces = in_pieces.sizes(size * request.sequence, request, separate=profile.separate) if may_be_cut else ()
         found = Problem(
-            builder=StepBuilder.of(workload, 0, durability=request.durability, **layout),
+            builder=StepBuilder.of(workload, request.number(size) or 0, durability=request.durability, **layout),
             request=request,
             machine=lambda: profile,
             code=lambda: workload,
             host_nbytes=budgets.host_nbytes - beside_slab(workload.sizes),
             device_nbytes=budgets.device_nbytes or None,
-            saving=None if layer_tokens else Levelled(cache(lambda: workloads.levelled(workload))),
-            whole_masters=partial(self.problem, size, masters="whole") if may_be_whole else None,
-            in_pieces={each: partial(self.cut(each).problem, size, masters=masters) for each in self._pieces(size)},
-            layer_tokens=self.layer_tokens,
-            layer_updates=self.layer_updates,
-            counted=counted,
+            saving=None if tokens else Levelled(cache(lambda: workloads.levelled(workload))),
+            whole_masters=partial(self.problem, size, "whole", layer_tokens) if may_be_whole else None,
+            in_pieces={each: partial(self.problem, size, masters, each) for each in pieces},
+            layer_tokens=layer_tokens,
+            counts=self.counts,
         )
         return found.wider if request.saves else found
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether a step has one micro-batch, which is the batch."""
-        return SCHEDULES[self.request.schedule].whole_batch
-
-    @property
-    def _sizes(self) -> Sequence[int]:
-        """Of micro-batches, to be tried."""
-        batch_size = self.request.own_batch_size if self._is_whole else None
-        return [batch_size] if batch_size else self.request.sizes
-
-    def _number(self, size: int) -> int | None:
-        """Of micro-batches of so many samples, where it is known."""
-        return 1 if self._is_whole else self.request.number(size)
 
     def asked(self, **changes: Any) -> Planner:
         """The same model on the same machine, asked for something else."""
         request = replace(self.request, **changes)
         return replace(self, request=request, workloads=self.workloads.asked(request))
 
-    def cut(self, size: int) -> Planner:
-        """With layers that run on so many tokens at a time."""
-        return replace(self, layer_tokens=size)
-
-    def _pieces(self, size: int) -> Sequence[int]:
-        """That may be chosen for micro-batches of so many samples."""
-        is_settled = self.layer_tokens or self.request.layer_tokens is not None
-        if is_settled or not self.workloads.has_pieces or not self.profile.separate:
-            return ()
-        return in_pieces.sizes(size * self.request.sequence)
-
-    def smaller(self, size: int, counted: dict[int, Counted] | None = None) -> Iterator[Planner]:
-        """For micro-batches of so many samples, itself, and what takes less and less memory: with updates in pieces,
-        and with layers, where it is the device's that is short. counted: as in `fit.does_fit`.
-        """
-        scarce, counted = replace(self, layer_updates=SCARCE_UPDATES), {} if counted is None else counted
-        yield self
-        yield scarce
-        if pieces := self._pieces(size):
-            problem = scarce.problem(size, counted.get(SCARCE_UPDATES))
-            counted[SCARCE_UPDATES] = problem.formulas.counted
-            for each in pieces if in_pieces.may_help(problem) else ():
-                yield self.cut(each)
-                yield scarce.cut(each)
-
     def searched(self) -> list[Found]:
         """The micro-batch sizes that fit, until two larger ones have brought nothing; first the one with the highest
         throughput, of equals the smallest batch. Where nothing fits so, what takes less memory is tried.
         """
         refusals: list[NoFitError] = []
-        for planner in self.smaller(self._sizes[0]):
+        for first in in_pieces.smaller(self.problem(self.request.sizes[0])):
             try:
-                return planner._searched()
+                return self._searched(first)
             except NoFitError as error:
                 refusals.append(error)
         raise refusals[-1]
 
-    def _searched(self) -> list[Found]:
+    def _searched(self, first: Problem) -> list[Found]:
+        """Of updates and layers in such pieces."""
         found: list[Found] = []
-        counted: Counted | None = None
-        for size in self._sizes:
+        for size in self.request.sizes:
             log.info("micro-batches of %d samples", size)
-            problem = self.problem(size, counted)
+            problem = self.problem(size, layer_tokens=first.layer_tokens).updated_in(first.layer_updates)
             problem.check()
             try:
-                found.append((problem, problem.search(self._number(size))))
+                found.append((problem, problem.search()))
             except PlanError:
                 if not found:
                     raise
                 break  # a larger one needs more memory
-            counted = problem.formulas.counted
             if len(found) > 2 and _tokens_per_second(found[-1]) <= _tokens_per_second(found[-3]) * (1 + MORE):
                 break
         found.sort(key=_tokens_per_second, reverse=True)
@@ -227,18 +186,18 @@ class Planner:
             found = self.searched()
         for problem, search in found:
             most = search.best.num_micro_batches
-            is_given = self._number(problem.workload.micro_batch_size) is not None
-            for number in (most,) if is_given or most == 1 else (most, most // 2):
+            for number in (most,) if problem.number or most == 1 else (most, most // 2):
+                own = problem.at(number)
                 try:
-                    tried = search if number == most else problem.search(number)
+                    tried = search if number == most else own.search()
                     log.info("simulating %d micro-batches", number)
-                    made = self.decided(problem, number, tried)
+                    made = decide(own, tried)
                 except (MemoryBudgetError, NoFitError):
                     continue
                 others = [each for each in found if each[0] is not problem]
                 return explained(made, tried, others, self.narrower(made.problem))
-        size = self._sizes[0]
-        return self.decided(self.problem(size), self._number(size) or 1)
+        problem = self.problem(self.request.sizes[0])
+        return decide(problem.at(problem.number or 1))
 
     def narrower(self, problem: Problem) -> Iterator[tuple[States, Problem]]:
         """The problem with states in fewer bits, by their type; none of what says itself what its states take."""
@@ -250,12 +209,6 @@ class Planner:
                 found = workloads.workload(own.micro_batch_size, own.masters, pieces)
                 yield states, problem.resized(with_products(found.sizes, self.profile))
 
-    def decided(self, problem: Problem, number: int, found: Search | None = None) -> StepPlan:
-        """The decision on a batch of so many micro-batches. found: by the linear program, of whole updates or not."""
-        whole = problem.updated_in(1)
-        known = found if whole is problem else None
-        return decide(whole.of().at(number), self.request, known)
-
     def of_whole_batch(self, other: Problem, search: Search) -> StepPlan:
         """One forward and backward over the batch of `other`, or over the most samples of it that fit."""
         batch_size = self.request.own_batch_size or search.best.num_micro_batches * other.workload.micro_batch_size
@@ -264,11 +217,11 @@ class Planner:
         def is_too_large(size: int) -> bool:
             problem = self.problem(size)
             try:
-                found = problem.search(1)
-                plans[size] = explained(self.decided(problem, 1, found), found, [])
+                found = problem.search()
+                plans[size] = explained(decide(problem, found), found, [])
             except (NoFitError, MemoryBudgetError):
                 if size == 1:  # the least, or what it needs
-                    plans[size] = self.decided(problem, 1)
+                    plans[size] = decide(problem)
             return size not in plans
 
         if not is_too_large(batch_size):

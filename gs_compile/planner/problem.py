@@ -10,7 +10,7 @@ for when they are needed, for what is settled without them need not be measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain
@@ -25,13 +25,12 @@ from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import DEVICE_RATIOS, Counted
-from gs_compile.planner.lp.search import Search, best_for, check, search
-from gs_compile.planner.lp.search import fits as fits_any
-from gs_compile.planner.lp.solve import Solution, System
+from gs_compile.planner.lp.search import Search, best_for, check, has_solution, search
+from gs_compile.planner.lp.solve import Given, Solution, System
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.planner.simulate.simulator import Simulation, predict
-from gs_compile.program.ir import Program
+from gs_compile.program.ir import TIERS, Program
 from gs_compile.schedules import BY_MICRO_BATCH
 
 LARGE = 2000  # computations of a forward: from there on candidates are compared with micro-batches in bundles
@@ -59,15 +58,15 @@ class Problem:
     builder: lays out steps of its own micro-batches, or of as many as are asked for, all like the workload's.
     machine, code: the profile, and the workload with what code costs there, as functions that measure once.
     saving: what layers may save; None: their inputs alone, whatever is faster.
-    host_nbytes, device_nbytes: the budgets of memory, where they are known before the machine is; None: as the machine
-        and the request say.
+    host_nbytes, device_nbytes: the budgets of memory, as they are known before the machine is; None: as the machine and
+        the request say.
     will_run: the steps are no mere plan: a large one is not left with its micro-batches in bundles.
     whole_masters: gives the same problem with masters that are whole, where these are split because nobody has said.
     in_pieces: gives the same problem with layers that run on so many tokens at a time, by their number, the largest
         first; empty where there is nothing to choose. layer_tokens: that was chosen so.
     masters: of narrow parameters, where there is a choice. layer_updates: as in `Decision`.
     apart: each stack has ratios of its own; otherwise all have the same.
-    counted: what is known of the same model at another micro-batch size.
+    counts: what was counted of the same model so far, for this problem and those made of it, by `Counted.key`.
     """
 
     builder: StepBuilder
@@ -75,7 +74,7 @@ class Problem:
     machine: Callable[[], Profile]
     code: Callable[[], Workload]
     saving: Saving | None = None
-    host_nbytes: int | None = None
+    host_nbytes: int
     device_nbytes: int | None = None
     will_run: bool = False
     whole_masters: Callable[[], Problem] | None = None
@@ -84,7 +83,7 @@ class Problem:
     masters: Masters | None = None
     layer_updates: int = 1
     apart: bool = True
-    counted: Counted | None = field(default=None, compare=False, repr=False)
+    counts: dict[Hashable, Counted] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def number(self) -> int:
@@ -105,26 +104,12 @@ class Problem:
     def budgets(self) -> Budgets:
         return self.request.budgets(self.profile, host_nbytes=self.host_nbytes, device_nbytes=self.device_nbytes)
 
-    @property
-    def host_budget(self) -> int:
-        """Bytes of host memory, without measuring where they are known before the machine is."""
-        return self.budgets.host_nbytes if self.host_nbytes is None else self.host_nbytes
-
-    @property
-    def device_budget(self) -> int | None:
-        """The same of the device; None: nothing is said of it."""
-        return (self.budgets.device_nbytes or None) if self.host_nbytes is None else self.device_nbytes
-
     @cached_property
     def formulas(self) -> Formulas:
-        counted = self.counted or Counted(
-            self.workload,
-            self.builder,
-            speculative=self.request.speculative,
-            saves=self.workload.num_levels > 0,
-            layer_updates=self.layer_updates,
-        )
-        return Formulas(self.workload, self.profile, counted, apart=self.apart)
+        speculative, layer_updates = self.request.speculative, self.layer_updates
+        counted = Counted(self.workload, self.builder, speculative=speculative, layer_updates=layer_updates)
+        known = self.counts.setdefault(counted.key, counted)
+        return Formulas(self.workload, self.profile, known, apart=self.apart)
 
     @cached_property
     def wider(self) -> Problem:
@@ -143,35 +128,31 @@ class Problem:
         if saving is None or layout.levels or not levels:
             return self
         code = cache(lambda: saving.workload(self.workload, last=request.saves_all))
-        return replace(self, builder=self.builder.laid_out(levels=levels), code=code, counted=None)
+        return replace(self, builder=self.builder.laid_out(levels=levels), code=code)
 
     # Others -----------------------------------------------------------------------------------------------------------
 
     def of(self, workload: Workload | None = None, profile: Profile | None = None, **changes: Any) -> Problem:
-        """The same of another workload of this model, on another machine, or with other fields.
-
-        Nothing is counted again.
-        """
-        changes.setdefault("counted", self.formulas.counted)
+        """The same of another workload of this model, on another machine, or with other fields."""
         workload, profile = workload or self.workload, profile or self.profile
         return replace(self, machine=lambda: profile, code=lambda: workload, **changes)
 
     def resized(self, sizes: tuple[UnitSize, ...]) -> Problem:
         """The same code with units of other sizes."""
         builder = replace(self.builder, sizes=sizes)
-        return self.of(replace(self.workload, sizes=sizes), builder=builder, counted=None)
+        return self.of(replace(self.workload, sizes=sizes), builder=builder)
 
     def asked(self, request: Request) -> Problem:
         """The same model and machine, asked for something else."""
-        return self if request == self.request else replace(self, request=request, counted=None)
+        return self if request == self.request else replace(self, request=request)
 
     def updated_in(self, number: int) -> Problem:
         """With each layer's update in so many pieces."""
-        return self if number == self.layer_updates else replace(self, layer_updates=number, counted=None)
+        return self if number == self.layer_updates else replace(self, layer_updates=number)
 
     def like(self, other: Problem) -> Problem:
-        """This problem, for as many micro-batches as another one, and asked for the same."""
-        return self.at(other.number).asked(other.request)
+        """This problem, for as many micro-batches as another one, updated in as many pieces, and asked for the same."""
+        return self.at(other.number).updated_in(other.layer_updates).asked(other.request)
 
     def cut(self, size: int) -> Problem:
         """With layers that run on so many tokens at a time, of those in `in_pieces`."""
@@ -200,23 +181,26 @@ class Problem:
 
     # Its solutions ----------------------------------------------------------------------------------------------------
 
-    def search(self, number: int | None = None) -> Search:
-        """The best by the linear program, for `number` micro-batches or for as many as saturate; see `lp.search`."""
-        return search(self.formulas, self.budgets, self.request, num_micro_batches=number)
+    @property
+    def given(self) -> Given:
+        """To its linear programs."""
+        return Given(self.formulas, self.budgets, self.request)
 
-    def does_fit(self, number: int) -> bool:
-        """Whether a step of so many micro-batches does, by the linear program."""
+    def search(self) -> Search:
+        """The best by the linear program, of its micro-batches, or of as many as saturate; see `lp.search`."""
+        return search(self.given, self.number or None)
+
+    def does_fit(self) -> bool:
+        """Whether a step does, by the linear program; of one micro-batch where their number is to be found."""
         check(self.formulas)
-        if self.profile.separate and self.workload.workspace_nbytes > self.budgets.device_nbytes:
+        if self.profile.separate and self._room_nbytes < 0:
             return False  # whatever else is on the device, which need not be counted
-        return fits_any(self.formulas, number, self.budgets, self.request)
+        return has_solution(self.given, self.number or 1)
 
     def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
         """The linear program's answer for one alpha or the best; None where nothing fits."""
-        request = self.request
-        if alpha is not None and request.alphas != (alpha,):
-            request = replace(request, alpha=alpha, clipping="speculative" if request.speculative else request.clipping)
-        return best_for(self.formulas, number, budgets or self.budgets, request)
+        given = self.given if budgets is None else self.given._replace(budgets=budgets)
+        return best_for(given, number, () if alpha is None else (alpha,))
 
     def predicted(self, placement: Placement, program: Program | None = None) -> Simulation:
         """Of steps none of which is rolled back; the memory they are given is that of the program, if it is known."""
@@ -230,19 +214,23 @@ class Problem:
 
     def valued(self, decision: Decision) -> Solution:
         """What a decision takes by the linear program, whether or not it fits."""
-        return System(self.formulas, self.number, decision.alpha, self.budgets, self.request).valued(decision)
+        return System(self.given, self.number, decision.alpha).valued(decision)
 
     def needs(self, solution: Solution) -> tuple[dict[str, int], int]:
         """The most bytes that a step has on each tier, and those that it writes to SSD, by the linear program."""
-        number, alpha = solution.num_micro_batches, solution.alpha
-        return System(self.formulas, number, alpha, self.budgets, self.request).needs(solution.decision)
+        return System(self.given, solution.num_micro_batches, solution.alpha).needs(solution.decision)
 
     # Whether they fit -------------------------------------------------------------------------------------------------
 
     @property
     def values_nbytes(self) -> int | None:
         """Device memory without what code computes with; None: the device has none of its own."""
-        return self.budgets.values_nbytes(self.workload.workspace_nbytes) if self.profile.separate else None
+        return max(self._room_nbytes, 0) if self.profile.separate else None
+
+    @property
+    def _room_nbytes(self) -> int:
+        """Of the device beside what code computes with; below 0 where that alone does not fit."""
+        return self.budgets.device_nbytes - self.workload.workspace_nbytes
 
     def fitting(self, placement: Placement, spare: Mapping[str, int] = NOTHING) -> Program | None:
         """A placement's step among others, if none of its programs takes more than the budgets; `spare` bytes of these
@@ -254,13 +242,8 @@ class Problem:
 
     def lacking(self, placement: Placement) -> dict[str, int]:
         """By tier, the bytes that the steps of a placement take beyond the budgets, with what code computes with."""
-        programs, beside = list(self.builder.programs(placement)), {"device": self.workload.workspace_nbytes}
-
-        def over(tier: str) -> int:
-            needed = max(peak(each, tier) for each in programs) + beside.get(tier, 0)
-            return needed - int(getattr(self.budgets, f"{tier}_nbytes"))
-
-        return {tier: nbytes for tier in self._most(NOTHING) if (nbytes := over(tier)) > 0}
+        found = [self.excess(program) for program in self.builder.programs(placement)]
+        return {tier: max(each.get(tier, 0) for each in found) for tier in TIERS if any(tier in each for each in found)}
 
     def excess(self, program: Program, spare: Mapping[str, int] = NOTHING) -> dict[str, int]:
         """By tier, the bytes that a step takes beyond its budget; `spare` bytes of it are left free."""
@@ -269,8 +252,8 @@ class Problem:
     def _most(self, spare: Mapping[str, int]) -> dict[str, int]:
         """Of SSD the store of a run says itself what there is room for, beside what it has there already."""
         most = {"host": self.budgets.host_nbytes}
-        if (on_device := self.values_nbytes) is not None:
-            most["device"] = on_device
+        if self.profile.separate:
+            most["device"] = self._room_nbytes
         if not self.will_run:
             most["ssd"] = self.budgets.ssd_nbytes
         return {tier: nbytes - spare.get(tier, 0) for tier, nbytes in most.items()}

@@ -44,15 +44,13 @@ class StepPrograms:
     def __init__(self, planner: RunPlanner, planned: Planned) -> None:
         self.planner, self.planned = planner, planned
         self.placement, self.host_nbytes = planned.placement, planner.host_nbytes
-        self.sizes = planner.model.sizes[planned.masters]
         self.builder = replace(planner.builder(planned.masters), layout=planned.placement.layout)
-        self.first_shape = self.builder.shape
         self._programs: dict[Any, tuple[Program, ...]] = {}
         self._placements: dict[tuple[Layout, bool], Placement] = {}
 
     def shape(self, layout: SpecializedModel, tied: Set[Unit], *, training: bool) -> StepShape:
         """The layout's shape where parameters of the units `tied` are apart."""
-        return layout.shape_of(self.sizes, tied, training=training)
+        return layout.shape_of(self.builder.sizes, tied, training=training)
 
     def snapshots(self, placement: Placement, shape: StepShape, context: StepContext) -> tuple[Program, ...]:
         """Every snapshot of a step.
@@ -151,17 +149,15 @@ class StepPrograms:
         """What values may have of the device's memory; where nobody has said, what the first step was planned to."""
         if (known := self.planned.values_nbytes) is not None:
             return known
-        programs = replace(self.builder, shape=self.first_shape).steps(self.placement)
-        return max(peak(program, "device") for program in programs)
+        return max(peak(program, "device") for program in self.builder.steps(self.placement))
 
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""
-        program = replace(self.builder, shape=shape if shape.training else self.first_shape).usual(placement)
-        planner = self.planner
+        planner, builder = self.planner, replace(self.builder, shape=shape) if shape.training else self.builder
         problem = planner.problem(self.planned.masters, placement.decision.layer_tokens)
         workload = problem.wider.workload if placement.shares else problem.workload
         budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": self.device_nbytes}
-        return predict(program, placement, workload, planner.profile, **budgets)
+        return predict(builder.usual(placement), placement, workload, planner.profile, **budgets)
 
     @property
     def device_nbytes(self) -> int | None:
@@ -209,4 +205,4 @@ class StepPrograms:
     @cached_property
     def _own(self) -> str:
         """What the schedule has decided beside; made once, as every call is described and this lowers a step."""
-        return table(self.placement, self.first_shape)
+        return table(self.placement, self.builder)

@@ -10,7 +10,6 @@ from itertools import chain, combinations
 
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
-from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import SCARCE_UPDATES
 from gs_compile.planner.lp.counting import CLASSES
@@ -120,7 +119,7 @@ def longer_life(plan: StepPlan, narrower: Narrower = ()) -> Iterator[str]:
     narrower: as of `sparing`.
     """
     problem, rated, tokens = plan.problem, plan.profile.ssd_rated_nbytes, plan.workload.tokens
-    if not 0 < rated < MOST_DAYS * plan.written_per_day or SCHEDULES[problem.request.schedule].whole_batch:
+    if not 0 < rated < MOST_DAYS * plan.written_per_day or problem.request.spec.whole_batch:
         return
     masters = [f"{problem.workload.masters} masters"] if problem.whole_masters else []  # others may be chosen
     now = plan.bound

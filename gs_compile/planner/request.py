@@ -19,6 +19,7 @@ from gs_compile.options import Clipping, Frozen, Masters, Options, Ratios, Recom
 from gs_compile.schedules import Schedule
 
 if TYPE_CHECKING:
+    from gs_compile.passes.baselines.spec import ScheduleSpec
     from gs_compile.planner.measure.profile import Profile
 
 Saturation = Literal["relative", "paper"]
@@ -151,6 +152,13 @@ class Request:
             **{name: getattr(expert, name) for name in OF_EXPERTS},
         )
 
+    @property
+    def spec(self) -> ScheduleSpec:
+        """Of the schedule."""
+        from gs_compile.passes.baselines.registry import SCHEDULES  # heavy: not for a command line's help
+
+        return SCHEDULES[self.schedule]
+
     # How updates run --------------------------------------------------------------------------------------------------
 
     @property
@@ -170,13 +178,11 @@ class Request:
     @property
     def alphas(self) -> tuple[float, ...]:
         """Those that may be chosen. A schedule as others publish it delays nothing that nobody asks to delay."""
-        from gs_compile.passes.baselines.registry import SCHEDULES  # heavy: not for a command line's help
-
         if self.late:
             return (1.0,)
         if self.alpha is not None:
             return (self.alpha,)
-        return ALPHAS[:1] if SCHEDULES[self.schedule].as_published else ALPHAS
+        return ALPHAS[:1] if self.spec.as_published else ALPHAS
 
     # What is saved ----------------------------------------------------------------------------------------------------
 
@@ -216,6 +222,8 @@ class Request:
         batch_size = self.own_batch_size
         if batch_size is None:
             return [self.micro_batch_size] if self.micro_batch_size else MICRO_BATCH_SIZES
+        if self.spec.whole_batch:
+            return [batch_size]
         if self.micro_batch_size is None and self.num_micro_batches is None:
             return [size for size in MICRO_BATCH_SIZES if batch_size % size == 0]
         size = self.micro_batch_size or -(-batch_size // (self.num_micro_batches or 1))
@@ -229,6 +237,8 @@ class Request:
 
     def number(self, size: int) -> int | None:
         """Micro-batches of `size` samples, where they are given or follow."""
+        if self.spec.whole_batch:
+            return 1
         if self.num_micro_batches is not None or (batch_size := self.own_batch_size) is None:
             return self.num_micro_batches
         return -(-batch_size // size)
@@ -271,10 +281,6 @@ class Budgets:
         """Bytes of a tier."""
         nbytes: int = getattr(self, f"{tier}_nbytes")
         return max(nbytes, 1)
-
-    def values_nbytes(self, workspace_nbytes: int) -> int | None:
-        """Of the device, without what code computes with; None: it has no memory of its own."""
-        return max(self.device_nbytes - workspace_nbytes, 0) if self.device_nbytes else None
 
 
 def several(number: int) -> str:

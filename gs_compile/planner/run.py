@@ -8,7 +8,7 @@ The log (`gs_compile.planner.run`) says what was decided.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -21,7 +21,6 @@ import torch
 from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, parse_bytes, usable_memory
 from gs_compile.options import Masters, Options
-from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.boundaries import total
 from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.slab import fixed_offsets
@@ -32,6 +31,7 @@ from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed
 from gs_compile.planner.cost.workload import activations, workload_of
 from gs_compile.planner.decide import decide, remedies, undecided
+from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.measure.machines import Where, remembered_code
 from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
@@ -120,6 +120,7 @@ class RunPlanner:
         # Of one call, where several are under way at a time.
         self.host_nbytes, self.device_nbytes = self.whole_nbytes, self.whole_device_nbytes
         self.num_calls = model.num_calls
+        self.counts = dict[Hashable, Counted]()
         self.levels = self._levels()
         # Of this run: they go with it.
         self.problem, self._priced, self._timed = cache(self._problem), cache(self._price), cache(self._time)
@@ -152,6 +153,8 @@ class RunPlanner:
     def _problem(self, masters: Masters, layer_tokens: int | None = None) -> Problem:
         others = [each for each in self.model.sizes if each != masters]
         has_others = others and masters == self.masters
+        tokens, separate = self.model.layouts[0].num_tokens, has_own_memory(self.model.device)
+        pieces = in_pieces.sizes(tokens, self.request, separate=separate)
         return Problem(
             builder=self.builder(masters),
             request=self.request,
@@ -162,17 +165,11 @@ class RunPlanner:
             device_nbytes=self.device_nbytes,
             will_run=True,
             whole_masters=partial(self.problem, others[0], layer_tokens) if has_others else None,
-            in_pieces={} if layer_tokens else {each: partial(self.problem, masters, each) for each in self._pieces},
+            in_pieces={each: partial(self.problem, masters, each) for each in pieces if layer_tokens is None},
             layer_tokens=layer_tokens,
             masters=masters,
+            counts=self.counts,
         )
-
-    @cached_property
-    def _pieces(self) -> Sequence[int]:
-        """The tokens on which layers may run at a time, where the planner chooses that."""
-        if self.request.layer_tokens is not None or not has_own_memory(self.model.device):
-            return ()
-        return in_pieces.sizes(self.model.layouts[0].num_tokens)
 
     @cached_property
     def profile(self) -> Profile:
@@ -306,7 +303,7 @@ class RunPlanner:
         return found
 
     def _decided(self) -> Planned:
-        plan = decide(self.problem(self.masters), self.request)
+        plan = decide(self.problem(self.masters))
         masters = plan.problem.masters or self.masters
         facts: dict[str, Any] = {ACCUMULATES: self.request.accumulate, NUM_CALLS: self.num_calls}
         values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
@@ -319,7 +316,7 @@ class RunPlanner:
 
     def _together(self, ranks: Ranks) -> Planned:
         """The first rank's; what has to be measured for it is measured by all."""
-        own_pass = SCHEDULES[self.request.schedule].variants is not None
+        own_pass = self.request.spec.variants is not None
         first = self.problem(self.masters)
         if self.beside_nbytes:  # whose price needs it
             _ = self.profile

@@ -20,7 +20,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gs_compile.errors import MemoryBudgetError
-from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.workload import Workload
@@ -43,7 +42,7 @@ WORTH = 1.01  # times as fast by the linear program: less is not worth another p
 def is_open(request: Request) -> bool:
     """Whether what is saved is for the planner to choose."""
     is_given = request.recompute != "auto" or request.ratios.activation is not None
-    return not is_given and not SCHEDULES[request.schedule].fills_memory
+    return not is_given and not request.spec.fills_memory
 
 
 def with_saved(problem: Problem, plan: StepPlan) -> StepPlan:

@@ -11,12 +11,13 @@ from typing import Any
 
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.baselines.spec import Variants
-from gs_compile.passes.lower import StepSpec, before_own_pass
+from gs_compile.passes.lower import before_own_pass
 from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.planner import summary
+from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.step_plan import StepPlan
-from gs_compile.program.ir import TRANSFER_LANES, Program, StepShape
+from gs_compile.program.ir import TRANSFER_LANES, Program
 
 
 def with_variant(plan: StepPlan) -> StepPlan:
@@ -52,7 +53,7 @@ def own_within(problem: Problem, variants: Variants) -> object:
     """
     budgets, profile = problem.budgets, problem.profile
     return variants.within(
-        device_nbytes=budgets.values_nbytes(problem.workload.workspace_nbytes),
+        device_nbytes=problem.values_nbytes,
         host_nbytes=budgets.host_nbytes,
         bytes_per_second={lane: profile.transfer_rate(lane) for lane in TRANSFER_LANES.values()},
     )
@@ -61,17 +62,17 @@ def own_within(problem: Problem, variants: Variants) -> object:
 # What is told of it ---------------------------------------------------------------------------------------------------
 
 
-def table(placement: Placement, shape: StepShape) -> str:
+def table(placement: Placement, builder: StepBuilder) -> str:
     """For people: what a schedule has decided in a step among others; empty where it has decided nothing."""
     if placement.decision.own is None:
         return ""
-    headings, rows, numbers = _variants(placement).table(_program(placement, shape), placement)
+    headings, rows, numbers = _variants(placement).table(_program(placement, builder), placement)
     return summary.table(headings, rows, right=numbers)
 
 
-def as_dict(placement: Placement, shape: StepShape) -> dict[str, Any]:
+def as_dict(placement: Placement, builder: StepBuilder) -> dict[str, Any]:
     """The same for JSON, by what the schedule calls it."""
-    return dict(_variants(placement).as_dict(_program(placement, shape), placement))
+    return dict(_variants(placement).as_dict(_program(placement, builder), placement))
 
 
 def _variants(placement: Placement) -> Variants:
@@ -80,13 +81,6 @@ def _variants(placement: Placement) -> Variants:
     return found
 
 
-def _program(placement: Placement, shape: StepShape) -> Program:
+def _program(placement: Placement, builder: StepBuilder) -> Program:
     """A step among others, as the schedule's own pass gets it."""
-    step = StepSpec(
-        placement.num_layers,
-        len(placement.x_nbytes),
-        shape=shape,
-        placement=placement,
-        context=StepContext(late=placement.has_late),
-    )
-    return before_own_pass(step)
+    return before_own_pass(builder.step(placement, StepContext(late=placement.has_late)))

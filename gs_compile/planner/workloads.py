@@ -52,7 +52,7 @@ class CapturedWorkloads:
         self.code = [asked[name] for name in OF_CODE]
         like = (each.captured for each in known if isinstance(each, CapturedWorkloads) and each.code == self.code)
         self.captured: Callable[[Schedule], ModelSpec] = next(like, cache(self._captured))
-        cut = SCHEDULES[request.schedule].block_cut
+        cut = request.spec.block_cut
         self._schedule = next(name for name, spec in SCHEDULES.items() if spec.block_cut is cut)  # it cuts blocks alike
 
     def asked(self, request: Request) -> CapturedWorkloads:
@@ -104,7 +104,7 @@ class GivenWorkloads:
         return shared(self._scaled(workload.micro_batch_size), self.request.ranks)
 
     def _scaled(self, size: int) -> Workload:
-        if cut := SCHEDULES[self.request.schedule].block_cut:
+        if cut := self.request.spec.block_cut:
             raise PlanError(
                 f"the {self.request.schedule} schedule cuts each block in {cut().parts}, and the numbers of the "
                 f"workload {self.model.name} do not tell where: give the model by name, as a config or as a module"

@@ -77,6 +77,7 @@ FORMS = {
     ),
     "accumulated in place": accumulated,
     "a penalty on parameters is not counted twice": lambda p, y: cross_entropy(p, y) + 0.1 * WEIGHT.pow(2).sum(),
+    "sums in another order": lambda p, y: (p.sum((0, 1)).flip(0).roll(1) * WEIGHT).sum(),
     "stack and sum": lambda p, y: torch.stack([cross_entropy(p, y), p.mean(), p.sum()]).sum(),
     "mean in fp64": lambda p, y: p.double().mean(),
     "rows of different classes": lambda p, y: functional.mse_loss(p[:, 1:], p[:, :-1].detach()),

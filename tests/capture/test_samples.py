@@ -160,7 +160,7 @@ ALONG, NUMBERS, COUNTED = "runs along the batch", "with the numbers of the sampl
 ROWS, PART, PAIRS = "takes rows of several samples", "takes a part of the samples", "pairs the samples"
 RANKS = "with the places of entries in the order of those of all samples"
 PICKED, SIZE, REDUCES = "by indices that none of them decides", "computes with the batch size", "reduces over the"
-NO_SUM = "of values reduced over the batch is no sum of shares"
+NO_SUM = "of values reduced over the batch is not a sum of shares"
 MIXES = {
     "numbers by arithmetic": (lambda x: x * (1 + numbers(x))[:, None, None], NUMBERS),
     "numbers compared": (lambda x: torch.where((numbers(x) > 1)[:, None, None], x, -x), NUMBERS),

@@ -16,6 +16,7 @@ from test_timeline import data_of, simulated
 
 from gs_compile.cli.plan import figure, profile_table
 from gs_compile.cli.report.explain import as_dict, report
+from gs_compile.machine import format_bytes
 from gs_compile.planner.measure import machines
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import ENVIRONMENT, SHIPPED
@@ -184,6 +185,9 @@ def test_the_report(plans):
     assert plan.schedule == "horizontal"
     waited = text.partition("What the computation waits for:")[2].partition("The critical")[0]
     assert all(cause in waited for cause, seconds in plan.simulation.bubbles.items() if seconds > 0)
+    used = text.partition("Memory at its peak:")[2]
+    for tier, nbytes in plan.simulation.peaks.items():
+        assert re.search(rf"{tier} +{format_bytes(nbytes)} +{format_bytes(plan.simulation.room[tier])}$", used, re.M)
 
 
 def test_files_and_sums(plans, tmp_path):
@@ -193,6 +197,7 @@ def test_files_and_sums(plans, tmp_path):
     waiting_and_computing = sum(found["bubbles"].values()) + found["lanes"]["compute"]["seconds"]
     assert waiting_and_computing == pytest.approx(found["seconds"], rel=1e-4)
     assert found["simulated"]["peaks"] == simulation.peaks
+    assert found["simulated"]["room"] == simulation.room
     assert sum(found["simulated"]["critical_path"].values()) > 0
     assert found["files"] == {"trace": str(trace), "timeline": str(page)}
     assert json.loads(trace.read_text()) == json.loads(json.dumps(simulation.trace().chrome()))

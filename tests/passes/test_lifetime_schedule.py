@@ -16,6 +16,7 @@ from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement import liveness
 from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.placement.traffic import traffic
+from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.variants import table
 from gs_compile.program.ir import StepShape
 
@@ -72,8 +73,9 @@ norm0.device = norm(dw0.device)
         )
 
     def test_the_table(self):
+        found = roomy((2, 2), homes((2, 2)), 0.5)
         self.assertExpectedInline(
-            table(roomy((2, 2), homes((2, 2)), 0.5), StepShape()),
+            table(found, StepBuilder(sizes=(), layout=found.layout, shape=StepShape())),
             """\
              on      inactive                   times      bytes  stay  bytes that stay  others go to
 checkpoints  device  from forward to backward       4    3.9 KiB     4          3.9 KiB

@@ -16,7 +16,7 @@ from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import UnitCost
 from gs_compile.planner.apart import plan_stacks
 from gs_compile.planner.builder import StepBuilder
-from gs_compile.planner.lp.solve import System
+from gs_compile.planner.lp.solve import Given, System
 from gs_compile.planner.request import Request
 from gs_compile.program.ir import StepShape
 
@@ -65,7 +65,7 @@ def test_whole_programs_are_what_the_columns_of_each_stack_say(separate):
     )
     placement = StepBuilder.of(workload, 5, separate=separate).placement(decision)
     program = lowered(workload, placement)[-1]
-    system = System(formulas(workload, machine), 5, 0.0, Request().budgets(machine), Request())
+    system = System(Given(formulas(workload, machine), Request().budgets(machine), Request()), 5, 0.0)
     found, written = system.needs(decision)
     peaks = liveness.peaks(program.ops, placement)
     for tier, needed in found.items():
@@ -85,7 +85,7 @@ def test_a_step_is_faster_for_what_each_stack_keeps(trained, flops_per_second, h
     workload = two_stacks(levelled(NARROW, 256), levelled(WIDE, 1024), trained=trained)
     machine = replace(CPU, matmul_flops_per_second={"bf16": flops_per_second})
     given = problem(workload, machine, 4, request=Request(alpha=0.0), bare=True, host_nbytes=int(host_nbytes))
-    own, same = (plan_stacks(each, each.search(4)) for each in (given, replace(given, apart=False)))
+    own, same = (plan_stacks(each, each.search()) for each in (given, replace(given, apart=False)))
     found = same.bound_seconds / own.bound_seconds, same.seconds / own.seconds
     assert all(gain >= least for gain, least in zip(found, gains, strict=True)), found
     tower, text = own.relaxed.ratios
@@ -98,6 +98,6 @@ def test_stacks_that_gain_nothing_keep_the_same():
     """Computation hides what is moved: the plan spreads it over all layers."""
     slow = replace(CPU, matmul_flops_per_second={"bf16": 1e11})
     given = problem(two_stacks(NARROW, WIDE), slow, 4, request=Request(alpha=0.0), host_nbytes=GB // 2)
-    found = plan_stacks(given, given.search(4))
+    found = plan_stacks(given, given.search())
     assert len(found.relaxed.ratios) == 1
     assert not any("Stacks" in note for note in found.notes)

@@ -230,7 +230,7 @@ def test_alpha_is_settled_where_nothing_moves_alone():
     """With ratios below 1 that are given, and all of it within the budget, it is still for the planner to choose."""
     for part, alpha, is_solved in ((0.5, None, True), (0.5, 0.3, False), (1.0, None, False)):
         asked = Request(recompute="all", alpha=alpha, ratios=ratios(part, part, part))
-        plan = decide(problem(WORKLOAD, CPU, 2, host_nbytes=10**12, will_run=True, request=asked), asked)
+        plan = decide(problem(WORKLOAD, CPU, 2, host_nbytes=10**12, will_run=True, request=asked))
         assert plan.is_solved == is_solved
         assert is_solved or plan.alpha == (alpha or 0.0)
         assert plan.ratios["parameter"] == part

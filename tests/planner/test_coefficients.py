@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planned import A100, formulas, gpt, lowered, placed, ratios
+from planned import A100, formulas, gpt, lowered, placed, problem, ratios
 
 from gs_compile.errors import NoFitError
 from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.plan import plan
+from gs_compile.planner.request import Request
 
 CPU = replace(A100, device="cpu", device_nbytes=0)
 POINTS = [(0.0, 0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 1.0, 1.0)]
@@ -63,6 +64,16 @@ def test_short_programs_say_the_same_where_the_backward_ends_at_the_first_layer(
             assert float(found.seconds[lane] @ point) == pytest.approx(float(seconds @ point), rel=1e-9)
         for tier, alive in expected.alive.items():
             assert float((found.alive[tier] @ point).max()) == pytest.approx(float((alive @ point).max()), rel=1e-9)
+
+
+def test_what_is_counted_serves_all_problems_of_a_model():
+    """At any micro-batch size and with any costs of code; not where updates run in another way."""
+    given = problem(gpt(16, 64), A100, 2)
+    known, larger = given.formulas.counted, given.workload.scaled(code=2.0, activations=2.0)
+    alike = given.at(5), given.of(larger), given.asked(Request(alpha=0.5)), given.updated_in(4).updated_in(1)
+    assert all(each.formulas.counted is known for each in alike)
+    speculative = given.asked(Request(clip=True, clipping="speculative"))
+    assert all(each.formulas.counted is not known for each in (given.updated_in(4), speculative))
 
 
 @pytest.mark.slow  # small plans: test_planner.py

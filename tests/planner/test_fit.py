@@ -35,9 +35,9 @@ def planners():
     return []
 
 
-def of_full_training(planner, size, *counted, largest=module._largest):
+def of_full_training(planner, size, largest=module._largest):
     """In the place of `_largest`: of adapters it takes as long, and no test looks at it."""
-    return size if planner.request.lora else largest(planner, size, *counted)
+    return size if planner.request.lora else largest(planner, size)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_the_largest_micro_batch_is_the_last_that_fits(found, planners):
 
 def test_code_that_computes_in_more_memory_than_the_device_has_is_not_counted(planners, found, monkeypatch):
     monkeypatch.setattr(Counted, "readings", fails(AssertionError("counted")))
-    assert not planners[0].asked(device_memory="1MiB").problem(4).does_fit(1)
+    assert not planners[0].asked(device_memory="1MiB").problem(4).does_fit()
 
 
 @pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.slow), 128])
@@ -119,7 +119,7 @@ def test_what_does_not_fit_says_what_is_missing(config, found, planners, monkeyp
 
 def test_a_batch_is_that_of_all_ranks(config, planners, found, monkeypatch):
     monkeypatch.setattr(module, "ways", lambda request: [("in full", replace(request, lora=None))])
-    monkeypatch.setattr(module, "_largest", lambda planner, size, *_: size)
+    monkeypatch.setattr(module, "_largest", lambda planner, size: size)
     linked = replace(profile("rtx4090"), net_bytes_per_second=1e10)
     (one,) = fit(config, **{**ASKED, "machine": linked, "gpus": 2}, **BATCH, planners=[*planners])
     assert (one.ranks, one.batch_size, one.micro_batch_size) == (2, 16, 4)
@@ -137,7 +137,7 @@ def test_adapters_that_cannot_be_captured_leave_the_other_ways(config, found, pl
         return searched(planner)
 
     monkeypatch.setattr(Planner, "searched", refused)
-    monkeypatch.setattr(module, "_largest", lambda planner, size, *_: size)
+    monkeypatch.setattr(module, "_largest", lambda planner, size: size)
     full, *adapted = fit(config, **ASKED, **BATCH, planners=list(planners))
     assert full.tokens_per_second == pytest.approx(found[0].tokens_per_second)
     assert [each.missing for each in adapted] == ["no batch", "no batch"]

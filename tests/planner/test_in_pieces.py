@@ -14,9 +14,10 @@ from planned import A100, gpt, problem
 from gs_compile.errors import GreedySnakeError, NoFitError
 from gs_compile.placement.placement import Decision
 from gs_compile.planner import run
+from gs_compile.planner.builder import SCARCE_UPDATES
 from gs_compile.planner.decide import decide
 from gs_compile.planner.fit import does_fit
-from gs_compile.planner.in_pieces import SIZES, WORTH
+from gs_compile.planner.in_pieces import SIZES, WORTH, smaller, smallest
 from gs_compile.planner.plan import planner_of
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import _check
@@ -54,7 +55,7 @@ def asked(device_memory, *, machine=A100, slower=1.01, **settings):
 def test_the_largest_pieces_that_fit(device_memory, size, tried):
     """Values take 190 MiB at least."""
     given, seen = asked(device_memory)
-    found = decide(given, given.request)
+    found = decide(given)
     assert (found.layer_tokens, found.placement.decision.layer_tokens, seen) == (size, size, tried)
     assert [note for note in found.notes if "tokens at a time" in note] == (
         [f"layers run on {size} tokens at a time, and compute in {68 * PARTS[size]} MiB so"] if size else []
@@ -66,16 +67,28 @@ def test_updates_in_pieces_where_those_of_layers_are_slower():
     """Whole layers fit if three pieces of an update, not three layers', are on the way."""
     for slower, size, updates in ((1.01, 2048, 1), (3.0, None, 4)):
         given, seen = asked("260MiB", host_memory="280MiB", slower=slower)
-        found = decide(given, given.request)
+        found = decide(given)
         assert (found.layer_tokens, found.placement.layer_updates, seen) == (size, updates, [2048])
+
+
+@pytest.mark.parametrize(("device_memory", "sizes"), [("230MiB", [None, 2048, 512]), ("160MiB", [None])])
+def test_what_takes_less_and_less(device_memory, sizes):
+    """Layers in pieces are none of it where values alone are too large; the last is the only one made of its own."""
+    given, seen = asked(device_memory)
+    found = [(each.layer_tokens, each.layer_updates, each.number) for each in smaller(given)]
+    assert found == [(size, updates, 2) for size in sizes for updates in (1, SCARCE_UPDATES)]
+    seen.clear()
+    last = smallest(given)
+    assert (last.layer_tokens, last.layer_updates, last.number) == found[-1]
+    assert seen == sizes[1:][-1:]
 
 
 def test_pieces_where_values_have_better_use_for_the_memory():
     """Behind a slow link parameters that stay on the device are worth more than pieces cost, unless those are slow."""
     for slower, size in ((1.01, 2048), (100.0, None)):
         given, seen = asked("290MiB", machine=SLOW_LINK, slower=slower)
-        whole = decide(replace(given, in_pieces={}), given.request)
-        found = decide(given, given.request)
+        whole = decide(replace(given, in_pieces={}))
+        found = decide(given)
         assert (found.layer_tokens, seen) == (size, [*PARTS])
         assert (found.seconds < WORTH * whole.seconds) == (size is not None)
 
@@ -89,14 +102,14 @@ def test_nothing_is_tried_where_pieces_are_no_help():
     ):
         given, seen = asked(**given_settings)
         with pytest.raises(GreedySnakeError):
-            decide(given, given.request)
+            decide(given)
         assert seen == []
 
 
 def test_the_least_is_no_plan_where_code_has_no_room_to_compute_beside_it():
     given, _ = asked("230MiB")
     with pytest.raises(NoFitError, match="of device memory"):
-        decide(replace(given, in_pieces={}), given.request)
+        decide(replace(given, in_pieces={}))
 
 
 def test_a_named_model_has_longer_samples_in_pieces():
@@ -105,10 +118,10 @@ def test_a_named_model_has_longer_samples_in_pieces():
     assert does_fit(planner, 1)
     (problem, search), *_ = planner.searched()
     assert problem.layer_tokens == 512
-    whole, cut = (each.problem(1).workload.costs[0] for each in (planner, planner.cut(512)))
+    whole, cut = (planner.problem(1, layer_tokens=size).workload.costs[0] for size in (None, 512))
     assert cut.workspace_nbytes < 0.7 * whole.workspace_nbytes
     assert whole.backward_flops < cut.backward_flops < 1.1 * whole.backward_flops
-    found = planner.decided(problem, 1, search)
+    found = decide(problem, search)
     assert "layers on 512 tokens at a time" in settings(found)
     assert "layers run on 512 tokens at a time, but for _scaled_dot_product_flash" in " ".join(found.notes)
     for size, fits in ((0, False), (512, True)):

@@ -27,7 +27,7 @@ def sized(builder: StepBuilder, first: Placement, host_nbytes: int, values_nbyte
     planning: Any = object.__new__(StepPrograms)
     planning.planner = SimpleNamespace(request=Request())
     planning.builder, planning.placement, planning.host_nbytes = builder, first, host_nbytes
-    planning.first_shape, planning._placements = builder.shape, {}
+    planning._placements = {}
     planning.planned = SimpleNamespace(values_nbytes=values_nbytes)
     one = {name: getattr(first.layout, name)[0] for name in ACTIVATIONS}
     layouts: Any = [SimpleNamespace(**one)] * LARGER

@@ -304,7 +304,7 @@ def test_a_refusal_is_that_of_the_masters_that_are_tried_first():
     said = []
     for others in (None, lambda: whole):
         with pytest.raises(MemoryBudgetError) as refusal:
-            decide(replace(split, whole_masters=others), split.request)
+            decide(replace(split, whole_masters=others))
         said.append(str(refusal.value))
     assert said[0] == said[1]
 
@@ -315,10 +315,10 @@ def test_the_memory_that_a_refusal_names_has_room_for_the_products_of_updates():
     sizes = tuple(replace(size, products=products) if isinstance(size.unit, int) else size for size in TINY.sizes)
     given = problem(replace(TINY, sizes=sizes), A100, 2, will_run=True, host_nbytes=1)
     with pytest.raises(MemoryBudgetError, match=r"host_memory is 50\.0 MiB") as refusal:
-        decide(given, given.request)
+        decide(given)
     (needed,) = re.findall(r"\((\d+) bytes\) of it at least", str(refusal.value))
     enough = replace(given, host_nbytes=int(needed) - 50 * MiB)
-    assert decide(enough, given.request).peaks["host"] <= enough.host_nbytes
+    assert decide(enough).peaks["host"] <= enough.host_nbytes
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Faked:
     number = 3
     unsolved = ()  # alphas with which nothing fits
     seconds_on_device = staticmethod(lambda nbytes: 1.0)
-    values_nbytes = Problem.values_nbytes
+    values_nbytes, _room_nbytes = Problem.values_nbytes, Problem._room_nbytes
     steps, excess, _most = Problem.steps, Problem.excess, Problem._most
     builder = property(lambda self: self)
 
@@ -183,7 +183,7 @@ def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
     host_nbytes = 300 * 10**6 * (hidden // 512) ** 2
     given = problem(workload, machine, 12, host_nbytes=host_nbytes)
     monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
-    search = given.search(12)
+    search = given.search()
     bundled, whole = (choose(replace(given, will_run=whole), search) for whole in (False, True))
     assert (bundled.program.num_micro_batches, whole.program.num_micro_batches) == (8, 12)
     assert bundled.num_micro_batches == whole.num_micro_batches == 12
@@ -198,7 +198,7 @@ def test_a_large_step_that_brings_the_model_in_for_each_micro_batch_is_not_bundl
     request = Request(schedule="horizontal", host_memory=300 * 10**6)
     given = problem(gpt(6, 512, sequence=64, vocabulary=2000), CPU, 16, request=request)
     monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
-    chosen = choose(replace(given, will_run=False), given.search(16))
+    chosen = choose(replace(given, will_run=False), given.search())
     assert chosen.program.num_micro_batches == 16
     assert chosen.seconds == pytest.approx(chosen.solved.seconds, rel=0.1)
 
@@ -211,7 +211,7 @@ def test_alpha_is_that_of_the_faster_step_with_all_that_stays_in_memory():
     machine = replace(CPU, matmul_flops_per_second={"bf16": 2e11}, **rates)
     workload = gpt(6, 768, sequence=256, vocabulary=50257)
     given = problem(workload, machine, 2, request=Request(ratios=ratios(0.0, 0.0, 0.0)))
-    found = given.search(2)
+    found = given.search()
     late, early = refined(given, found.best)
     assert late.solution.alpha > early.solution.alpha == 0.0
     assert late.seconds < early.seconds

@@ -78,16 +78,14 @@ def test_a_step_is_never_slower_for_what_it_saves(alpha, number_of_machines):
     """Of random machines and budgets; on some of them it is faster."""
     numbers, gains = np.random.default_rng(0), []
     workload = levelled(gpt(4, 512, sequence=256, vocabulary=2000), 512)
-    counted = {}
+    counts = {}
     for _ in range(number_of_machines):
         machine, known = drawn(numbers)
         number = int(numbers.integers(1, 9))
-        given = problem(workload, machine, request=Request(alpha=alpha), bare=True, **known)
-        given = replace(given, counted=counted.setdefault(machine.separate, given.formulas.counted))
-        given = given.at(number)
+        given = problem(workload, machine, number, request=Request(alpha=alpha), bare=True, counts=counts, **known)
         if not given.solved(number):
             continue
-        without = choose(given, given.search(number))
+        without = choose(given, given.search())
         found = with_saved(given, without)
         assert found.seconds <= without.seconds
         assert bool(found.placement.shares) == (found.seconds < without.seconds)
@@ -170,7 +168,7 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
     slow = {name: getattr(CPU, name) / 1.25 for name in names}
     machine = replace(CPU, matmul_flops_per_second={"bf16": 5e11}, **slow)
     given = problem(workload, machine, 4, request=Request(alpha=0.0), bare=True, host_nbytes=host_nbytes)
-    without = choose(given, given.search(4))
+    without = choose(given, given.search())
     found = with_saved(given, without)
     assert {(share.tier, share.is_topmost) for share in found.placement.shares} == {("host", True), ("ssd", False)}
     assert without.seconds / found.seconds > 1.05  # copies to where it is saved take turns with the computation
@@ -186,7 +184,7 @@ def test_a_step_that_computes_nearly_all_the_time_saves_however_slow_the_linear_
     slow = replace(CPU, matmul_flops_per_second={"bf16": 2e11}, **dict.fromkeys(rates, 4e8))
     request = Request(alpha=0.0, ratios=ratios(0.0, 0.0, 0.0))
     given = problem(workload, slow, 4, request=request, bare=True, host_nbytes=GB)
-    without = choose(given, given.search(4))
+    without = choose(given, given.search())
     assert without.simulation.busy["compute"] > 0.9
     found = with_saved(given, without)
     assert without.seconds / found.seconds > 1.05

@@ -137,6 +137,7 @@ def test_a_budget_makes_the_step_wait_for_its_memory():
     free, _ = predicted(SLOW)
     needed = dict(free.program.peaks)["host"]
     held, _ = predicted(SLOW, host_nbytes=needed)
-    assert held.peaks["host"] <= held.program.slab_nbytes == needed
-    assert free.program.slab_nbytes > needed  # writes may lag behind
+    assert held.peaks["host"] <= held.room["host"] == held.program.slab_nbytes == needed
+    assert free.room["host"] == free.program.slab_nbytes > needed  # writes may lag behind
+    assert needed < free.peaks["host"] <= free.room["host"]
     assert held.seconds > free.seconds

@@ -8,17 +8,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from planned import A100, gpt
+from planned import A100, gpt, problem
 from test_planner import FIVE, TINY
 
 from gs_compile.cli.report.explain import step_dict, step_report
 from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.planner.plan import plan
-from gs_compile.planner.request import Budgets
 from gs_compile.planner.variants import as_dict, own_within
 
 LINKS = [f"{lane}_bytes_per_second" for lane in ("h2d", "d2h", "h2d_mixed", "d2h_mixed")]
-BUDGETS = Budgets(host_nbytes=10**9, device_nbytes=10**8, ssd_nbytes=10**10)
 
 
 def predicted(seconds, nbytes):
@@ -41,14 +39,13 @@ def test_what_keeping_brings(seconds, nbytes, reason):
 
 def test_a_room_is_what_budgets_leave():
     """In one memory a copy reads and writes, and nothing on the device is counted."""
-    problem = SimpleNamespace(budgets=BUDGETS, workload=gpt(2, 128), profile=A100)
-    room = own_within(problem, Rooms())
-    assert room.device_nbytes == 10**8 - problem.workload.workspace_nbytes
+    given = problem(gpt(2, 128), A100, host_nbytes=10**9, device_nbytes=10**8)
+    room = own_within(given, Rooms())
+    assert room.device_nbytes == 10**8 - given.workload.workspace_nbytes
     assert room.host_nbytes == 10**9
     assert dict(room.bytes_per_second) == {"h2d": 24e9, "d2h": 24e9, "ssd_read": 6e9, "ssd_write": 3e9}
-    problem.profile = replace(A100, device="cpu", device_nbytes=0, **dict.fromkeys(LINKS, math.inf))
-    problem.budgets = replace(BUDGETS, device_nbytes=0)
-    room = own_within(problem, Rooms())
+    one_memory = replace(A100, device="cpu", device_nbytes=0, **dict.fromkeys(LINKS, math.inf))
+    room = own_within(problem(given.workload, one_memory), Rooms())
     assert dict(room.bytes_per_second)["d2h"] == A100.memory_bytes_per_second / 2
     assert room.device_nbytes > 10**15
 
@@ -61,7 +58,7 @@ def test_what_is_told_of_a_plan():
     assert re.search(r"^  checkpoints +device +from forward to backward +20 +5\.0 MiB +20 +5\.0 MiB$", shown, re.M)
     assert found.notes[0] in shown
     told = step_dict(found, {})["simulated"]["periods"]
-    every = as_dict(found.placement, found.workload.shape)["periods"]
+    every = as_dict(found.placement, found.problem.builder)["periods"]
     assert len(told) == len(every) == 63 + 20 + 28
     assert {entry["tensor"].partition(".")[2] for entry in told} <= {"device", "host"}
     first = next(entry for entry in told if entry["tensor"] == "x0_0.device")

@@ -65,14 +65,14 @@ def as_dict(plan: StepPlan) -> dict[str, Any]:
 
 def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
     """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
-    spec, peaks = SCHEDULES[plan.schedule], plan.simulation.peaks.items()
-    memory = [(tier, format_bytes(nbytes), format_bytes(plan.peaks.get(tier, 0))) for tier, nbytes in peaks]
-    decided = variants.table(plan.placement, plan.workload.shape) if spec.fills_memory else ""
+    spec, peaks, room = SCHEDULES[plan.schedule], plan.simulation.peaks.items(), plan.simulation.room
+    memory = [(tier, format_bytes(nbytes), format_bytes(room[tier])) for tier, nbytes in peaks]
+    decided = variants.table(plan.placement, plan.problem.builder) if spec.fills_memory else ""
     sections = {
         "What each lane does in a step:": _lanes(plan),
         "What the computation waits for:": _times(plan, plan.simulation.bubbles) or "nothing",
         "The critical path, by lane:": _times(plan, _critical(plan)),
-        "Memory at its peak:": table(("", "simulated", "planned"), memory, right=("simulated", "planned")),
+        "Memory at its peak:": table(("", "simulated", "at most"), memory, right=("simulated", "at most")),
         spec.heading: "\n".join(filter(None, [decided, *plan.notes])) if spec.heading else "",
     }
     drawn = "\n".join(f"{what}: {path}" for what, path in files.items())
@@ -81,9 +81,10 @@ def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
 
 def step_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
     """The plan's, with what the simulation adds; its operations, which are many, are in the trace."""
-    simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "critical_path": _critical(plan)}
+    simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "room": plan.simulation.room}
+    simulated["critical_path"] = _critical(plan)
     if SCHEDULES[plan.schedule].fills_memory:
-        simulated |= variants.as_dict(plan.placement, plan.workload.shape)
+        simulated |= variants.as_dict(plan.placement, plan.problem.builder)
     return as_dict(plan) | {"simulated": simulated, "files": {what: str(path) for what, path in files.items()}}
 
 

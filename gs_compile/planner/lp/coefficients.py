@@ -78,8 +78,7 @@ class Formulas:
             for nbytes, known in zip(workload.activations.values(), counted.workload.activations.values(), strict=True)
         ]
         homes = [tier for tier in SAVED if tier != "device" or self.separate]
-        levels = range(1, workload.num_levels + 1) if counted.saves else ()
-        self.saved = tuple(product(levels, homes))
+        self.saved = tuple(product(range(1, workload.num_levels + 1), homes))
         self.block = len(RATIOS) + len(self.saved)
         self.width = 1 + len(self.stacks) * self.block
         self._extension = np.stack([self._extended(stack_of(layers.start, self.stacks)) for layers in counted.stacks])

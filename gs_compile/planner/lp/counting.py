@@ -16,7 +16,7 @@ readings are between.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
@@ -91,21 +91,16 @@ class Counted:
     """Readings of one model, whatever its micro-batch size; programs are lowered as they are needed."""
 
     def __init__(
-        self,
-        workload: Workload,
-        builder: StepBuilder,
-        *,
-        speculative: bool = False,
-        saves: bool = False,
-        layer_updates: int = 1,
+        self, workload: Workload, builder: StepBuilder, *, speculative: bool = False, layer_updates: int = 1
     ) -> None:
         """`builder`: how steps are laid out; its numbers of layers and micro-batches do not count.
 
-        saves: layers may save more than their input. speculative, layer_updates: as in `Decision`.
+        speculative, layer_updates: as in `Decision`.
         """
         self.workload = workload
         self.builder = builder
-        self.speculative, self.saves, self.layer_updates = speculative, saves, layer_updates
+        self.speculative, self.layer_updates = speculative, layer_updates
+        self.saves = workload.num_levels > 0  # layers may save more than their input
         layers = [size.num_trained for size in workload.sizes if isinstance(size.unit, int)]
         groups = ceil(max(size.num_trained for size in workload.sizes) / max([1, *layers]))
         self.ends = ENDS + groups  # a unit that is updated in groups takes a stage more for each
@@ -113,12 +108,13 @@ class Counted:
         self.lengths = _lengths(workload, self.ends)
         self._known: dict[tuple[float, int], Readings] = {}
 
-    def is_of(self, workload: Workload) -> bool:
-        """Whether a workload is of the same model, at whatever micro-batch size."""
-        mine, other = (
-            (each.sizes, each.shape, *map(in_parts, each.activations.values())) for each in (self.workload, workload)
-        )
-        return mine == other
+    @property
+    def key(self) -> Hashable:
+        """What readings follow from; the micro-batch size and the costs of code are none of it."""
+        workload, activations = self.workload, self.workload.activations
+        layout = self.builder.laid_out(levels=(), **dict.fromkeys(activations, ())).layout
+        settings = layout, self.speculative, self.saves, self.layer_updates, self.lengths
+        return settings, workload.sizes, workload.shape, tuple(map(in_parts, activations.values()))
 
     def readings(self, alpha: float, number: int) -> Readings:
         """For one alpha and a number of micro-batches."""

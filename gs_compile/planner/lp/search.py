@@ -30,8 +30,8 @@ from gs_compile.options import Ratios
 from gs_compile.placement.workload import beside_slab
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Array, anchors
-from gs_compile.planner.lp.solve import FEASIBLE, Solution, System, short
-from gs_compile.planner.request import Budgets, Request, several
+from gs_compile.planner.lp.solve import FEASIBLE, Given, Solution, System, short
+from gs_compile.planner.request import Request, several
 
 GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
 PART = 0.1  # of a part of micro-batches, that throughput has to grow by
@@ -51,38 +51,30 @@ class Search:
     history: tuple[tuple[int, Solution | None], ...]
 
 
-def search(
-    formulas: Formulas,
-    budgets: Budgets,
-    request: Request,
-    *,
-    num_micro_batches: int | None = None,
-) -> Search:
+def search(given: Given, num_micro_batches: int | None = None) -> Search:
     """The smallest number of micro-batches with saturated throughput, or the one given, and the best plan for it.
 
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
-    check(formulas)
-    found = _Tries(formulas, budgets, request)
+    check(given.formulas)
+    found, saturation = _Tries(given), given.request.saturation
     if num_micro_batches is not None:
         best = found.at(num_micro_batches)
     else:
-        best = (_relative if request.saturation == "relative" else _paper)(found, MOST[request.saturation])
+        best = (_relative if saturation == "relative" else _paper)(found, MOST[saturation])
     if best is None:
-        raise NoFitError(shortfall(formulas, budgets, request, num_micro_batches=num_micro_batches or 1))
+        raise NoFitError(shortfall(given, num_micro_batches or 1))
     return Search(best, tuple(sorted(found.known.items())))
 
 
-def best_for(formulas: Formulas, num_micro_batches: int, budgets: Budgets, request: Request) -> Solution | None:
-    """The best for one number of micro-batches, whatever alpha may be chosen; None where nothing fits."""
-    return _Tries(formulas, budgets, request).at(num_micro_batches)
+def best_for(given: Given, num_micro_batches: int, alphas: Sequence[float] = ()) -> Solution | None:
+    """The best for one number of micro-batches, with one of these alphas, or of the request's; None: nothing fits."""
+    return _Tries(given, alphas).at(num_micro_batches)
 
 
-def fits(
-    formulas: Formulas, num_micro_batches: int, budgets: Budgets, request: Request, alphas: Sequence[float] = ()
-) -> bool:
+def has_solution(given: Given, num_micro_batches: int, alphas: Sequence[float] = ()) -> bool:
     """Whether a step fits with one of these alphas, or of the request's; which is best is not looked for."""
-    return _Tries(formulas, budgets, request, alphas).fits(num_micro_batches)
+    return _Tries(given, alphas).fits(num_micro_batches)
 
 
 # The number of micro-batches ------------------------------------------------------------------------------------------
@@ -124,10 +116,10 @@ def _is_enough(found: _Tries, number: int, most: int) -> bool:
 class _Tries:
     """The best solution of each number of micro-batches that was asked for."""
 
-    def __init__(self, formulas: Formulas, budgets: Budgets, request: Request, alphas: Sequence[float] = ()) -> None:
-        self.formulas, self.budgets, self.request = formulas, budgets, request
+    def __init__(self, given: Given, alphas: Sequence[float] = ()) -> None:
+        self.given = given
         self.known: dict[int, Solution | None] = {}
-        self.most = dict.fromkeys(alphas or request.alphas, inf)  # by alpha, from where on nothing fits
+        self.most = dict.fromkeys(alphas or given.request.alphas, inf)  # by alpha, from where on nothing fits
         self.multipliers: dict[tuple[tuple[float, ...], bool], list[Array]] = {}  # by what has the same rows
 
     def at(self, number: int) -> Solution | None:
@@ -165,7 +157,7 @@ class _Tries:
         return found
 
     def _systems(self, number: int) -> Systems:
-        return cache(lambda alpha: System(self.formulas, number, alpha, self.budgets, self.request))
+        return cache(lambda alpha: System(self.given, number, alpha))
 
     def _left(self, number: int) -> list[float]:
         """The alphas of which it is not known that nothing fits."""
@@ -223,20 +215,14 @@ def check(formulas: Formulas) -> None:
         )
 
 
-def shortfall(
-    formulas: Formulas,
-    budgets: Budgets,
-    request: Request,
-    *,
-    num_micro_batches: int = 1,
-    lacking: Mapping[str, int] | None = None,
-) -> str:
+def shortfall(given: Given, num_micro_batches: int = 1, lacking: Mapping[str, int] | None = None) -> str:
     """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two.
 
     lacking: by tier, the bytes that the program of the first alpha lacks; None: those that the linear program does.
     """
+    formulas, budgets, request = given
     alphas = request.alphas if lacking is None else request.alphas[:1]
-    needed = {each: lacking or short(formulas, num_micro_batches, each, budgets, request) for each in alphas}
+    needed = {each: lacking or short(given, num_micro_batches, each) for each in alphas}
     alpha = min(needed, key=lambda each: sum(n / budgets.of(tier) for tier, n in needed[each].items()))
     workload = formulas.workload
     beside = {"host": beside_slab(workload.sizes)}  # which the budget is without
@@ -249,7 +235,7 @@ def shortfall(
         f"{format_bytes(nbytes)} more than it may use"
         for tier, nbytes in needed[alpha].items()
     )
-    near = list(_nearest(formulas, budgets, request, num_micro_batches))
+    near = list(_nearest(given, num_micro_batches))
     smaller = ", or make micro_batch_size smaller" if workload.micro_batch_size > 1 else ""
     remedy = f"What would fit: {', or '.join(near)}" if near else f"Give it more{smaller}"
     return (
@@ -258,13 +244,13 @@ def shortfall(
     )
 
 
-def _nearest(formulas: Formulas, budgets: Budgets, request: Request, num_micro_batches: int) -> Iterator[str]:
+def _nearest(given: Given, num_micro_batches: int) -> Iterator[str]:
     """Settings that fit, each with one thing changed."""
 
     def does(number: int, alphas: Sequence[float], request: Request) -> bool:
-        return fits(formulas, number, budgets, request, alphas)
+        return has_solution(given._replace(request=request), number, alphas)
 
-    alphas, ratios = request.alphas, request.ratios.given()
+    request, alphas, ratios = given.request, given.request.alphas, given.request.ratios.given()
     most = 0.0 if request.late else request.alpha or 0.0  # of late updates there is one alpha
     below = (each for each in range(99, -1, -1) if each / 100 < most)
     if (smaller := next((n for n in below if does(num_micro_batches, [n / 100], request)), None)) is not None:

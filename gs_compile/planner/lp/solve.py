@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,26 +102,30 @@ class Solution:
         return self.num_micro_batches / self.seconds
 
 
-def short(
-    formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, request: Request
-) -> dict[str, int]:
+class Given(NamedTuple):
+    """What the linear programs of all alphas and all numbers of micro-batches have in common."""
+
+    formulas: Formulas
+    budgets: Budgets
+    request: Request
+
+
+def short(given: Given, num_micro_batches: int, alpha: float) -> dict[str, int]:
     """The bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
-    found = System(formulas, num_micro_batches, alpha, budgets, request).optimum(elastic=True)
+    found = System(given, num_micro_batches, alpha).optimum(elastic=True)
     assert found is not None, "there is a point that exceeds the budgets by enough"
     parts = dict(zip(TIERS, found[1].tolist(), strict=True))
-    return {tier: int(np.ceil(part * budgets.of(tier))) for tier, part in parts.items() if part > FEASIBLE}
+    return {tier: int(np.ceil(part * given.budgets.of(tier))) for tier, part in parts.items() if part > FEASIBLE}
 
 
 class System:
     """The rows of one alpha: affine functions of the ratios, in seconds or in parts of a budget, and their limits."""
 
-    def __init__(
-        self, formulas: Formulas, num_micro_batches: int, alpha: float, budgets: Budgets, request: Request
-    ) -> None:
-        self.formulas, self.num_micro_batches, self.alpha, self.budgets = formulas, num_micro_batches, alpha, budgets
+    def __init__(self, given: Given, num_micro_batches: int, alpha: float) -> None:
+        formulas, self.budgets, self.request = given
+        self.formulas, self.num_micro_batches, self.alpha = formulas, num_micro_batches, alpha
         self.numbers = formulas.of(alpha, num_micro_batches)
-        self.request = request
-        self.lower, self.upper = _bounds(formulas, request)
+        self.lower, self.upper = _bounds(formulas, self.request)
         speeds = formulas.profile.speeds()
         seconds = self.numbers.seconds
         self.times = [(i, each) for i, phase in enumerate(PHASES) for each in _times(phase, seconds, speeds)]

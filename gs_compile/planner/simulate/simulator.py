@@ -172,8 +172,22 @@ class Simulation:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most bytes alive at a time on each tier. Above the planned ones where lanes lag behind the issue loop."""
+        """The most bytes alive at a time on each tier. Above the planned ones where lanes lag behind the issue loop, as
+        far as the step has room (`room`).
+        """
         return {tier: max(nbytes for _, nbytes in curve) for tier, curve in self.memory.items()}
+
+    @property
+    def room(self) -> dict[str, int]:
+        """The bytes of each tier that the step has, which its peaks keep: on the device what it may have there, in host
+        memory its slab, and on SSD a file of each value.
+        """
+        program = self.program
+        found = dict(program.peaks) | {"host": program.slab_nbytes}
+        if program.device is not None:
+            found["device"] = program.device.nbytes
+        on_ssd = (live.slot for live in live_ranges(program.ops, self.placed) if live.slot.tier == "ssd")
+        return found | {"ssd": sum({slot.key: slot.nbytes for slot in on_ssd}.values())}
 
     @property
     def moved_nbytes(self) -> int:
