@@ -168,13 +168,7 @@ def listing(runs: Sequence[Found]) -> str:
         model = f"{facts['parameters']:,} parameters, {made.optimizer}{rank}" if made else ""
         step = (made.run, str(made.step), made.written, format_bytes(made.nbytes), model) if made else ("",) * 5
         garbage = format_bytes(sum(facts["garbage"].values())) if facts["garbage"] else ""
-        state = (
-            f"in use by {each.user}"
-            if each.user
-            else facts["problem"] or ""
-            if made
-            else facts["problem"] or "no commit"
-        )
+        state = f"in use by {each.user}" if each.user else facts["problem"] or ("" if made else "no commit")
         rows.append((str(each.folder), *step, garbage, state))
     return table(
         ("folder", "run", "step", "written", "size", "model", "garbage", "state"), rows, right=("step", "size")
