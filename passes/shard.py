@@ -33,7 +33,7 @@ def _ops(program: Program, placement: Placement) -> Iterator[Op]:
     for op in program.ops:
         unit = placement.unit_of(op)
         if unit is not None and op.verb == "gather":
-            yield from _gather(op, unit, placement)
+            yield from _gather(op, unit)
         elif unit is not None and op.verb == "norm":
             shared[op.reads[0]] = share = Value("dshard", unit.unit)
             yield Op("reduce_scatter", op.reads, op.stage, (share, *op.results), op.into)
@@ -43,7 +43,7 @@ def _ops(program: Program, placement: Placement) -> Iterator[Op]:
             yield replace(op, reads=tuple(shared.get(value, value) for value in op.reads))
 
 
-def _gather(op: Op, unit: UnitPlacement, placement: Placement) -> Iterator[Op]:
+def _gather(op: Op, unit: UnitPlacement) -> Iterator[Op]:
     """A piece is gathered from where this rank has it: the device, to which it has come or where it lives, or host
     memory that the device reads.
     """

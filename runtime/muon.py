@@ -5,7 +5,7 @@
     descent, elementwise       w = (1 - lr decay) w - lr ratio o                                           host memory
 
 Elementwise parts are rules of `kernels`, the same bits for every cut. Newton-Schulz needs all of a matrix: its elements
-are updated together (`UnitSize.matrices`). On a device with memory of its own it goes there and back in bfloat16, which
+are updated together (`UnitSize.products`). On a device with memory of its own it goes there and back in bfloat16, which
 it is computed in, on a stream beside the one that computes; so 2 + 2 bytes of an element are moved, and no state.
 """
 

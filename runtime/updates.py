@@ -74,7 +74,7 @@ class Update:
     def __init__(
         self, setting: Setting, recipe: Recipe, op: Op, reads: Sequence[Any], targets: Sequence[Tensor]
     ) -> None:
-        self._setting, self._recipe = setting, recipe
+        self._recipe = recipe
         self._unit: UnitPlacement = setting.unit(op.into[0])
         self._group = self._unit.group_of(op.into[0])
         self._types = setting.types[self._unit.unit]

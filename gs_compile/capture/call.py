@@ -53,11 +53,15 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
     except BackendCompilerFailed as error:
         raise error.inner_exception from None
     except TorchDynamoException as error:
-        reason = next((line.strip() for line in str(error).splitlines() if "got " in line), str(error))
-        raise InspectionError(
-            f"Dynamo cannot capture this model without weights: {shorten(reason.rpartition('got ')[2], 300)}"
-        ) from error
+        raise no_capture(error) from error
     raise InspectionError(f"Dynamo made no graph of {type(model).__name__}: its forward computes nothing")
+
+
+def no_capture(error: TorchDynamoException, instead: str = "") -> InspectionError:
+    """What a user reads of the reason for which Dynamo cannot capture a model; instead: what else to do."""
+    reason = next((line.strip() for line in str(error).splitlines() if "got " in line), str(error))
+    words = shorten(reason.rpartition("got ")[2], 300)
+    return InspectionError(f"Dynamo cannot capture this model without weights: {words}{instead}")
 
 
 def _fresh(forward: Callable[..., Any]) -> Callable[..., Any]:

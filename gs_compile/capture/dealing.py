@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import TensorSpec, at_line
+from gs_compile.capture.graph import TensorSpec, at_line, origin
 from gs_compile.capture.in_place import in_memory_of
 from gs_compile.capture.operations import is_free, operation, tensor_spec
 from gs_compile.errors import CaptureError, SeparationError
@@ -54,12 +54,8 @@ IS_EXACT = "is_exact"  # in the meta of a ``masked_scatter`` that has as many pl
 
 def operands(scatter: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Target, mask and source of a ``masked_scatter``."""
-    given = {**dict(zip(("input", "mask", "source"), scatter.args, strict=False)), **scatter.kwargs}
-    target, mask, source = given["input"], given["mask"], given["source"]
-    assert isinstance(target, fx.Node)
-    assert isinstance(mask, fx.Node)
-    assert isinstance(source, fx.Node)
-    return target, mask, source
+    given: dict[str, Any] = {**dict(zip(("input", "mask", "source"), scatter.args, strict=False)), **scatter.kwargs}
+    return given["input"], given["mask"], given["source"]
 
 
 def masks_of(graph: fx.Graph) -> set[fx.Node]:
@@ -100,10 +96,9 @@ def deal_by_index(graph: fx.Graph) -> list[fx.Node]:
         with graph.inserting_before(node):
             wide = graph.call_function(operator.getitem, (mask, widening))
             scatter = graph.call_method("masked_scatter", (target, wide, rows))
-        at = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         spec = replace(places, shape=(*places.shape, *ones), stride=(*places.stride, *ones))
-        wide.meta = {**mask.meta, **at, "spec": spec}
-        scatter.meta = {**target.meta, **at, "batch_numbers": {}, IS_EXACT: True}
+        wide.meta = {**mask.meta, **origin(node), "spec": spec}
+        scatter.meta = {**target.meta, **origin(node), "batch_numbers": {}, IS_EXACT: True}
         for user in [user for user in target.users if node < user]:
             user.replace_input_with(target, scatter)
         graph.erase_node(node)

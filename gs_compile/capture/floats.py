@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
+from gs_compile.capture.graph import origin
+
 # Of a tensor and a number torch computes these in the tensor's dtype, or in fp32 where that is narrower. What divides
 # a number is left out: torch multiplies the reciprocal by the number.
 _FUNCTIONS = {
@@ -100,7 +102,7 @@ def _made(user: fx.Node, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = user.graph.call_function(function, args, kwargs)
     given = fx.node.map_arg((args, kwargs), lambda each: each.meta["example_value"])
     mode = user.meta["example_value"].fake_mode
-    node.meta = {key: user.meta[key] for key in ("nn_module_stack", "stack_trace") if key in user.meta}
+    node.meta = origin(user)
     with mode:
         node.meta["example_value"] = function(*given[0], **given[1])
     return node

@@ -360,6 +360,11 @@ def source_lines(node: fx.Node) -> list[str]:
     return [f"{file}:{number}: {line.strip()}" for file, number, line in found]
 
 
+def origin(node: fx.Node) -> dict[str, Any]:
+    """Where a node is from, as its meta says: its module of the model, and its line."""
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+
+
 def block_of(node: fx.Node) -> Block | None:
     """The first numbered module around `node`: ("transformer.h", 3) for a node in transformer.h.3.attn."""
     stack = node.meta.get("nn_module_stack")

@@ -122,7 +122,7 @@ class Made:
         read = read[: 1 if _picks(name) else None]
         is_whole = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
         is_counted = has_samples(node) and any(map(self.is_count, read))
-        if (is_whole and (is_counted or not self.ranks.isdisjoint(read))) or _is_order(node, name):
+        if (is_whole and (is_counted or not self.ranks.isdisjoint(read))) or _is_order(node):
             self.ranks.add(node)
 
     def _is_number(self, node: fx.Node, name: str) -> bool:
@@ -298,7 +298,7 @@ def _why_it_picks(node: fx.Node, name: str, made: Made) -> str:
     return "picks among the samples by indices that none of them decides" if is_fixed else ""
 
 
-def _is_order(node: fx.Node, name: str) -> bool:
+def _is_order(node: fx.Node) -> bool:
     """Whether a node says where entries of several samples are, once they are in order or as they stand."""
     maker = maker_of(node)
     kind, spec = operation(maker), next(filter(None, map(tensor_spec, maker.all_input_nodes)), None)

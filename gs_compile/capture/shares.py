@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from gs_compile.capture.dealing import IS_EXACT, ONE_PLACE_EACH, operands
-from gs_compile.capture.graph import LossTerm, Source, TensorSpec, at_line, source_line
+from gs_compile.capture.graph import LossTerm, Source, TensorSpec, at_line, origin, source_line
 from gs_compile.capture.operations import WEIGHTED_LOSSES, operation
 from gs_compile.capture.whole_batch import of_whole_batch
 
@@ -109,7 +109,7 @@ class Shares:
         """`value` read through a check of the model, behind which it is."""
         with self.graph.inserting_before(check):
             checked = self._new(operation, (value, check.args[0], self._fraction(value), words), like=value)
-        checked.meta |= {key: check.meta[key] for key in ("nn_module_stack", "stack_trace") if key in check.meta}
+        checked.meta |= origin(check)
         checked.meta |= {"spec": value.meta["spec"].contiguous, "storage": None}
         return checked
 

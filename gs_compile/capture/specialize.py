@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_line, graph_module
+from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_line, graph_module, origin
 from gs_compile.capture.in_place import mutated
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import CHOOSING, operation
@@ -216,8 +216,7 @@ class _Copy:
         if operation(node) == "squeeze":
             args, kwargs = args[:1], {**kwargs, "dim": _of_one(node)}
         copied = self.graph.create_node(node.op, target, args, kwargs, node.name, node.type)
-        copied.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-        copied.meta |= {
+        copied.meta = origin(node) | {
             "spec": self.fold.spec(example),
             "batch_numbers": {size.number: size.is_proportional for size in read if size.is_of_batch},
             "uneven": self.fold.is_uneven(example),
@@ -277,8 +276,7 @@ class _Copy:
         for source in tracked:
             with self.graph.inserting_before(node):
                 detached = self.graph.call_method("detach", (source,))
-            at = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-            detached.meta = source.meta | at | {"spec": replace(source.meta["spec"], requires_grad=False)}
+            detached.meta = source.meta | origin(node) | {"spec": replace(source.meta["spec"], requires_grad=False)}
             node.replace_input_with(source, detached)
         same = [each for each in changed if each.meta["storage"] == node.meta["storage"] is not None]
         return same[0] if same else node

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import fx, nn
 from typer import BadParameter
 
+from gs_compile.capture.call import no_capture
 from gs_compile.capture.dynamo import TorchDynamoException
 from gs_compile.cli.requests import InspectRequest
-from gs_compile.errors import InspectionError
 from gs_compile.model.backend import greedysnake
 from gs_compile.model.inspection import Inspection, UnitClass, inspect
 from gs_compile.passes.lower import StepSpec, lower
@@ -44,11 +43,8 @@ def _inspect(request: InspectRequest) -> Inspection:
     try:
         module(input_ids=token_ids, labels=token_ids)
     except TorchDynamoException as error:
-        reason = next((line.strip() for line in str(error).splitlines() if "got " in line), str(error))
-        raise InspectionError(
-            f"Dynamo cannot capture this model without weights: {shorten(reason.rpartition('got ')[2], 300)}. Build it "
-            "with weights in a script, call it once, and print(gs_compile.inspect(model))"
-        ) from error
+        instead = ". Build it with weights in a script, call it once, and print(gs_compile.inspect(model))"
+        raise no_capture(error, instead) from error
     return inspect(module)
 
 

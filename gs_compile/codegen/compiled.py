@@ -77,7 +77,7 @@ class SpecializedModel:
         """The code whose costs are counted: of a model on the meta device as if it were on a CPU."""
         if not any(unit.is_meta for unit in self.split.units):
             return self.codes
-        as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
+        as_traced = _with_expert(self.options, compiler="eager")
         codes = codes_of(list(map(off_meta, self.split.units)), self.uniform.keys, as_traced)
         for unit, code in codes.items():
             code.costs = code.costs or self.costs.setdefault(unit, AllSizes()).of(code.unit, self.micro_batch_size)
@@ -88,8 +88,8 @@ class SpecializedModel:
         if num_tokens is None:
             return self
         if num_tokens not in self._in_pieces:
-            expert = replace(self.options.expert, layer_tokens=num_tokens)
-            self._in_pieces[num_tokens] = replace(self, options=replace(self.options, expert=expert))
+            options = _with_expert(self.options, layer_tokens=num_tokens)
+            self._in_pieces[num_tokens] = replace(self, options=options)
         return self._in_pieces[num_tokens]
 
     @cached_property
@@ -262,8 +262,7 @@ class Compilation:
         key = self._key(model.sizes, num_samples)
         if key not in self.wholes:
             unit = model.split.whole.graph(specialize(self.captured, num_samples, model.sizes))
-            as_traced = replace(self.options, expert=replace(self.options.expert, compiler="eager"))
-            self.wholes[key] = unit, code_of(unit, structure(unit), as_traced)
+            self.wholes[key] = unit, code_of(unit, structure(unit), _with_expert(self.options, compiler="eager"))
             let_oldest_go(self.wholes, MOST_MODELS)
         return self.wholes[key]
 
@@ -332,6 +331,10 @@ class Compilation:
                 UniformityWarning,
                 stacklevel=2,
             )
+
+
+def _with_expert(options: Options, **changes: Any) -> Options:
+    return replace(options, expert=replace(options.expert, **changes))
 
 
 def levels_of(models: Sequence[SpecializedModel]) -> tuple[tuple[Level, ...], ...]:

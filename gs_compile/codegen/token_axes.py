@@ -1,4 +1,4 @@
-"""axes: where the values of a unit's graph have tokens (`codegen.token_forms`), and where when their dimensions move.
+"""token_axes: where values of a unit's graph have tokens (`codegen.token_forms`), and where when their dimensions move.
 
 A value that holds several rows for each token, as one for each expert that is to see it, has them along one axis, those
 of a token beside each other: row r is of token r // each. Of what a sort along that axis gives, and of all that is

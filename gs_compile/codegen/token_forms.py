@@ -1,4 +1,4 @@
-"""forms: where the values of a unit's graph have tokens, and which operations act on these one by one.
+"""token_forms: where the values of a unit's graph have tokens, and which operations act on these one by one.
 
 A value has a *form* where it holds something of each token: the axes along which the tokens are. Forms follow from the
 operations, from the unit's input x [samples, tokens, ...] on: an operation keeps the form where what it gives of one

@@ -1,4 +1,4 @@
-"""rows: tokens that a layer sorts, as by the expert that is to see them, and brings back to their order.
+"""token_rows: tokens that a layer sorts, as by the expert that is to see them, and brings back to their order.
 
     ids     = topk(scores)                 [tokens, each]: of tokens; as [tokens * each] `each` rows of a token
     sorted, perm = sort(ids)               rows in the order of the sort; places of rows in the order of the tokens

@@ -141,7 +141,7 @@ class FirstStep:
         optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
         try:
             prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes)
-        except MemoryBudgetError:
+        except BaseException:
             optimizer.accumulates, optimizer.num_calls = before
             raise
         words = ["updates wait for step(), as several backwards or settings come before it"] if accumulates else []

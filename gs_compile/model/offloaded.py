@@ -46,34 +46,17 @@ REPLICATED = (
 
 
 class Place(Protocol):
-    """Where the value of an offloaded parameter is."""
+    """Where the value of an offloaded parameter is (`residency.Residency`)."""
 
-    def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor:
-        """The value on a device, in the parameter's dtype: the same tensor again while it is in use and true."""
-
-    def is_shown(self, values: Tensor) -> bool:
-        """Whether a tensor of `shown_value`, or a view of it, still has the value."""
-
-    def forget(self, values: Tensor) -> None:
-        """A tensor of `shown_value` has no memory of its own from now on."""
-
-    def rows(self, parameter: Tensor) -> Tensor:
-        """The value as state dicts have it."""
-
-    def copied(self, parameter: Tensor) -> torch.nn.Parameter | None:
-        """Another parameter with the value, before the model's first call; None after it."""
-
-    def take(self, parameter: Tensor, values: Tensor) -> None:
-        """Give the parameter values of another dtype, and that dtype, before the model's first call."""
-
-    def write(self, parameter: Tensor, values: Tensor) -> None:
-        """Give the parameter another value, of its shape."""
-
-    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Have the next update use a gradient that a backward outside of the compiled model has come to, too."""
-
-    def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        """Have the model compute with the parameter in another dtype or on another device."""
+    def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor: ...
+    def is_shown(self, values: Tensor) -> bool: ...
+    def forget(self, values: Tensor) -> None: ...
+    def rows(self, parameter: Tensor) -> Tensor: ...
+    def copied(self, parameter: Tensor) -> torch.nn.Parameter | None: ...
+    def take(self, parameter: Tensor, values: Tensor) -> None: ...
+    def write(self, parameter: Tensor, values: Tensor) -> None: ...
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None: ...
+    def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None: ...
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -203,10 +203,6 @@ class Workload:
         return sum(size.num_trained for size in self.sizes)
 
     @cached_property
-    def parameters_nbytes(self) -> int:
-        return sum(size.numel * size.itemsize for size in self.sizes)
-
-    @cached_property
     def states_nbytes(self) -> int:
         return int(sum(size.num_trained * size.state_itemsize for size in self.sizes))
 

@@ -69,9 +69,9 @@ class Drive:
             try:
                 if nbytes:
                     system.fallocate(fd, rounded(nbytes))
-            except OSError as error:
+            except BaseException as error:  # also where the user interrupts it
                 self._discard(fd, name)
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise self._full(nbytes, error.errno) from error
                 raise
         grid = Grid.of(nbytes, chunk)

@@ -11,7 +11,7 @@ from functools import partial
 
 import command_line
 import pytest
-from stored_run import RUN, save
+from stored_run import RUN, name_of, save, stored_folders, stored_run
 
 from gs_compile.cli.stored import runs
 from gs_compile.runtime.storage import system
@@ -90,7 +90,7 @@ def test_ls_of_a_run_that_removes_files_meanwhile(folders, commit, monkeypatch):
     monkeypatch.setattr(runs, "is_made", is_made)
     assert RUN in printed("ls", folders[0].parent)
     assert len(looked) > 1
-    monkeypatch.setattr(runs, "_look", lambda folder: (shutil.rmtree(folder), runs.Found(folder))[1])
+    monkeypatch.setattr(runs, "look", lambda folder: (shutil.rmtree(folder), runs.Found(folder))[1])
     assert "no commit" in printed("ls", folders[0].parent)
 
 
@@ -174,6 +174,27 @@ def test_gc_that_is_killed_leaves_no_commit_of_files_that_are_gone(folders, comm
     monkeypatch.setattr(system, "unlink", unlink_some)
     refused(5, "removal of", "gc", folders[0].parent, "--all")
     assert gone == [NAME]
+
+
+def test_gc_keeps_what_a_run_has_committed_since_it_was_found(tmp_path):
+    (folder,) = stored_folders(tmp_path, "one")
+    save(folder, stored_run(folder))
+    (found,) = runs.found_in(folder.parent)
+    save(folder, stored_run(folder, run="89abcdef"))
+    before = names(folder)
+    runs.collect(found)
+    assert names(folder) == [name for name in before if not name.startswith(RUN)]
+
+
+def test_gc_keeps_what_a_run_has_committed_to_another_directory_since(folders):
+    save(folders[0], stored_run(folders[0]))
+    (found,) = runs.found_in(folders[0].parent)
+    commit = stored_run(*folders, run="89abcdef")
+    for folder in folders:
+        save(folder, commit)
+    runs.collect(found)
+    for folder in folders:
+        assert names(folder) == sorted([NAME, *(name_of(part.value, run="89abcdef") for part in commit.parts)])
 
 
 def test_gc_leaves_the_run_alone_that_another_names_as_its_own(folders, commit):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from stored_run import name_of, save, stored_run, values
 from test_store_command import names, printed, refused, run
 
+from gs_compile.cli.stored import verify
 from gs_compile.errors import ManifestError
 from gs_compile.runtime.storage.manifest import NAME, NEXT, read
 from gs_compile.runtime.storage.store import Store
@@ -91,6 +92,23 @@ def test_a_sound_run_without_one_of_its_manifests_is_read_and_goes_on_after_a_da
     assert report["bad"] == []
     with Store([folder.parent for folder in folders], durable=True, resume=(), weights=(1, 1)) as store:
         assert store.former == commit
+
+
+def test_a_run_that_goes_on_while_another_is_read_is_verified_as_it_is_then(folders, commit, monkeypatch):
+    other = folders[0].with_name(f"{folders[0].name}.2")
+    other.mkdir(mode=0o700)
+    save(other, stored_run(other, run="ffffffff"))
+    real = verify.bad_blocks
+
+    def go_on(values):
+        for path in [] if values.commit.run == "89abcdef" else other.iterdir():
+            path.unlink()
+        save(other, stored_run(other, run="89abcdef"))
+        return real(values)
+
+    monkeypatch.setattr(verify, "bad_blocks", go_on)
+    found = verify.verify(folders[0].parent)
+    assert [(each["run"], each["bad"]) for each in found] == [(commit.run, []), ("89abcdef", [])]
 
 
 # export ---------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,20 @@ import pytest
 import torch
 from learner import same_tensors
 from test_step import Counted
-from tiered import Harness, adamw, another_run, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
+from tiered import (
+    Harness,
+    adamw,
+    another_run,
+    files_in,
+    gpt2,
+    loss_of,
+    options,
+    our_threads,
+    outcome,
+    step,
+    tokens,
+    two_groups,
+)
 
 import gs_compile
 from gs_compile.errors import (
@@ -45,13 +58,13 @@ def assert_goes_on(harness, optimizer, reference):
     assert not outcome(harness.model, optimizer, losses, norms).differences(reference)
 
 
-def full(patched, directory, num_files=1):
+def full(patched, directory, num_files=1, error=None):
     """A disk that has room for as many files."""
     calls = count()
 
     def fallocate(fd, nbytes):
         if next(calls) >= num_files:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, nbytes)
 
     patched.setattr(system, "fallocate", fallocate)
@@ -82,6 +95,7 @@ OBSTACLES = {
     "a failing drive": (partial(failing, index=2), StorageError, r"write of [wts]"),
     "a drive that fails late": (partial(failing, index=12), StorageError, r"write of [wts]"),
     "the user": (interrupted, KeyboardInterrupt, "^$"),
+    "the user, as room is reserved": (partial(full, error=KeyboardInterrupt()), KeyboardInterrupt, "^$"),
     "another run": (lambda _, directory: another_run(directory), StorageLockedError, "pid 1, started"),
 }
 
@@ -133,6 +147,22 @@ def test_a_first_call_that_is_interrupted_goes_on_with_no_part_of_the_states(har
         assert optimizer.engine.closed
         assert our_threads() == []
         same_tensors(harness.model.state_dict(), before)
+
+
+def test_planning_that_is_interrupted_as_the_first_step_begins_again_changes_nothing(harness, monkeypatch, tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        loss_of(harness.model, tokens(0)).backward()
+        with monkeypatch.context() as patched:
+            patched.setattr("gs_compile.model.first_step.plan_tiers", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(harness.model, tokens(1))
+        assert not optimizer.accumulates
+        loss_of(harness.model, tokens(1)).backward()
+        optimizer.step()
+        assert optimizer.accumulates
 
 
 PLACES = {

@@ -34,7 +34,7 @@ def test_homes_hold_everything_once(toy, shares, alpha, separate):
     def total(kind):
         return sum(nbytes for (each, _), nbytes in homes.items() if each == kind)
 
-    assert total("w") == workload.parameters_nbytes
+    assert total("w") == sum(size.numel * size.itemsize for size in workload.sizes)
     assert total("s") == workload.states_nbytes
     assert total("x") == number * boundaries.total(workload.x_nbytes, workload.num_layers)
     assert {kind for kind, _ in homes} <= {"w", "s", "x", "dw"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ class Found:
     def ahead(self) -> Manifest | None:
         """The newest that is prepared."""
         return max(self.prepared.values(), key=order, default=None)
+
+    @property
+    def folders(self) -> Set[Path]:
+        """Those that have a commit of the run, and this one."""
+        return dict.fromkeys([self.folder, *self.commits, *self.prepared]).keys()
 
     @property
     def known(self) -> list[Manifest]:
@@ -87,10 +92,11 @@ def found_in(directory: Path) -> list[Found]:
     """The folders of runs in a directory, or the one that it is; raises StorageError where there is no directory."""
     with as_storage_error("listing", directory):
         paths = [directory] if FOLDERS.fullmatch(directory.name) else sorted(directory.iterdir())
-    return [_look(path.absolute()) for path in paths if FOLDERS.fullmatch(path.name)]
+    return [look(path.absolute()) for path in paths if FOLDERS.fullmatch(path.name)]
 
 
-def _look(folder: Path) -> Found:
+def look(folder: Path) -> Found:
+    """What a folder has now."""
     try:
         own, ahead, user = manifest.read(folder), manifest.read(folder, NEXT), holder(folder)
     except StorageError as error:
@@ -143,19 +149,25 @@ def locked(folders: Iterable[Path]) -> Iterator[dict[Path, Folder]]:
 def collect(found: Found, *, everything: bool = False) -> dict[str, int]:
     """Remove garbage of a run, or the run, from all folders that have its commit; the paths that are gone, and their
     bytes.
-
-    A manifest goes before the files that it names.
     """
+    with locked(found.folders) as taken:
+        now = look(found.folder)  # a run may have gone on since, and ended
+        if now.folders == found.folders:
+            return _removed(now, taken, everything=everything)
+    return collect(now, everything=everything)
+
+
+def _removed(found: Found, taken: Mapping[Path, Folder], *, everything: bool) -> dict[str, int]:
+    """A manifest goes before the files that it names."""
+    if found.problem is not None and not everything:
+        raise found.problem
     removed = {}
-    with locked([found.folder, *found.commits, *found.prepared]) as taken:
-        if found.problem is not None and not everything:
-            raise found.problem
-        for path, folder in taken.items():
-            garbage = found.garbage(path, everything=everything)
-            for name in sorted(garbage, key=lambda name: name != NAME):
-                with as_storage_error(f"removal of {name}", path):
-                    system.unlink(name, folder.fd)
-                removed[str(path / name)] = garbage[name]
+    for path, folder in taken.items():
+        garbage = found.garbage(path, everything=everything)
+        for name in sorted(garbage, key=lambda name: name != NAME):
+            with as_storage_error(f"removal of {name}", path):
+                system.unlink(name, folder.fd)
+            removed[str(path / name)] = garbage[name]
     return removed
 
 
@@ -168,13 +180,7 @@ def listing(runs: Sequence[Found]) -> str:
         model = f"{facts['parameters']:,} parameters, {made.optimizer}{rank}" if made else ""
         step = (made.run, str(made.step), made.written, format_bytes(made.nbytes), model) if made else ("",) * 5
         garbage = format_bytes(sum(facts["garbage"].values())) if facts["garbage"] else ""
-        state = (
-            f"in use by {each.user}"
-            if each.user
-            else facts["problem"] or ""
-            if made
-            else facts["problem"] or "no commit"
-        )
+        state = f"in use by {each.user}" if each.user else facts["problem"] or ("" if made else "no commit")
         rows.append((str(each.folder), *step, garbage, state))
     return table(
         ("folder", "run", "step", "written", "size", "model", "garbage", "state"), rows, right=("step", "size")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gs_compile.cli.stored.runs import Found, found_in
+from gs_compile.cli.stored.runs import Found, found_in, look
 from gs_compile.cli.stored.values import Values, opened
 from gs_compile.errors import CorruptionError, StorageError
 from gs_compile.machine import format_bytes
@@ -75,13 +75,17 @@ def verify(directory: Path) -> list[dict[str, Any]]:
 
     Raises StorageLockedError where a process has one, ManifestError where a commit cannot be read.
     """
-    runs: dict[str, Found] = {}
+    runs: dict[str, Path] = {}
     for each in found_in(directory):
-        if each.problem is not None:
-            raise each.problem
-        if each.known:
-            runs.setdefault(each.known[0].run, each)
-    return [_verified(commit) for found in runs.values() for commit in found.known]
+        for commit in _commits(each)[:1]:
+            runs.setdefault(commit.run, each.folder)
+    return [_verified(commit) for folder in runs.values() for commit in _commits(look(folder))]  # as it is by its turn
+
+
+def _commits(found: Found) -> list[Manifest]:
+    if found.problem is not None:
+        raise found.problem
+    return found.known
 
 
 def _verified(commit: Manifest) -> dict[str, Any]:
