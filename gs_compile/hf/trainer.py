@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 
 _Trainer: Any = object  # of transformers: the other base of whoever has the class
 _EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
-# TrainingArguments.optim of bitsandbytes, which need not be installed: pages are what the tiers are for.
-_OF_BITSANDBYTES = {"lion_32bit": Lion, "paged_lion_32bit": Lion, "paged_adamw_32bit": AdamW}
+# TrainingArguments.optim of bitsandbytes and torchao, which need not be installed: pages are what the tiers are for.
+_LIONS = dict.fromkeys(("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit"), Lion)
+_ADAMWS = ("paged_adamw_32bit", "paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit")
+_OF_OTHERS: dict[str, type[TieredOptimizer]] = _LIONS | dict.fromkeys(_ADAMWS, AdamW)
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
 _PARAMETERS = ("params", "model", "optimizer_dict")  # which Trainer takes out of an optimizer's settings
 
@@ -209,22 +211,24 @@ class TrainerMixin(DurableTrainer):
     def _equivalent(self) -> tuple[type[TieredOptimizer], dict[str, Any]]:
         """This package's optimizer for what the arguments ask for, and its settings."""
         args, name = self.args, str(getattr(self.args.optim, "value", self.args.optim))
-        kind = _OF_BITSANDBYTES.get(name) if self.optimizer_cls_and_kwargs is None else None
+        kind = _OF_OTHERS.get(name) if self.optimizer_cls_and_kwargs is None else None
+        given: tuple[Any, dict[str, Any]]
         if kind is not None:
-            eps = {"eps": args.adam_epsilon} if kind is AdamW else {}
-            given = kind, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), **eps}
+            more: dict[str, Any] = {"eps": args.adam_epsilon} if kind is AdamW else {}
+            more |= {"state_dtype": "8bit"} if name.endswith("_8bit") else {}
+            given = kind, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), **more}
         else:
             given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, self.model)
         found = _EQUIVALENT.get(given[0], given[0])
         if not (isinstance(found, type) and issubclass(found, TieredOptimizer)):
             raise OptionError(
-                f"optim={name!r} has no equivalent here: choose adamw_torch, adamw_torch_fused, paged_adamw_32bit, sgd "
-                "or lion_32bit, or make one of gs_compile, as AdamW(parameters, state_dtype='8bit') or Muon, and "
-                "give the Trainer optimizers=(optimizer, None)"
+                f"optim={name!r} has no equivalent here: choose adamw_torch, adamw_torch_fused, adamw_8bit, sgd, "
+                "lion_32bit or lion_8bit, or make one of gs_compile, as Muon, and give the Trainer "
+                "optimizers=(optimizer, None)"
             )
         refuse_other_rules(name, given[1])
-        settings = {key: value for key, value in given[1].items() if key in _SETTINGS + _PARAMETERS}
-        return found, {"max_grad_norm": _bound(args), **settings}
+        known = given[1].keys() if found is given[0] else {*_SETTINGS, *_PARAMETERS}
+        return found, {"max_grad_norm": _bound(args), **{key: given[1][key] for key in given[1].keys() & known}}
 
     def _in_place_of(self, optimizer: Any) -> TieredOptimizer:
         """This package's equivalent of an optimizer that a `create_optimizer` of the user's own has made."""

@@ -37,6 +37,7 @@ from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import ENVIRONMENT, named
 from gs_compile.planner.problem import Problem
+from gs_compile.planner.reasons import STORES_GRADIENTS
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS, as_before, facts_of, fingerprint
 from gs_compile.planner.simulate.prices import with_products
@@ -306,7 +307,12 @@ class RunPlanner:
         return found
 
     def _decided(self) -> Planned:
-        plan = decide(self.problem(self.masters), self.request)
+        try:
+            plan = decide(self.problem(self.masters), self.request)
+        except MemoryBudgetError:
+            plan = self._storing_gradients()
+            if plan is None:
+                raise
         masters = plan.problem.masters or self.masters
         facts: dict[str, Any] = {ACCUMULATES: self.request.accumulate, NUM_CALLS: self.num_calls}
         values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
@@ -316,6 +322,22 @@ class RunPlanner:
             facts |= facts_of(plan, made_for, self.whole_nbytes, values_nbytes)
         placement = plan.placement
         return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, facts=facts)
+
+    def _storing_gradients(self) -> StepPlan | None:
+        """The plan where gradients that wait for the norm are on SSD too; None: that is not free, or does not fit."""
+        before, request = self.request, self.request.storing_gradients
+        if request is None or self.ranks is not None:
+            return None
+        self.request = request
+        self.problem.cache_clear()
+        try:
+            found = decide(self.problem(self.masters), request)
+        except (MemoryBudgetError, NoFitError):
+            self.request = before
+            self.problem.cache_clear()
+            return None
+        log.warning("%s", STORES_GRADIENTS)
+        return found
 
     def _together(self, ranks: Ranks) -> Planned:
         """The first rank's; what has to be measured for it is measured by all."""

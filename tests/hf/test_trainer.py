@@ -341,11 +341,17 @@ def test_an_optimizer_of_this_package_gets_the_bound(tmp_path):
     assert found.optimizer_cls_and_kwargs == (
         gs_compile.Lion, {"max_grad_norm": 0.3, "lr": 1e-2, "betas": (0.9, 0.999)}
     )  # fmt: skip
-    found = trainer(tmp_path, optim="paged_adamw_32bit", max_grad_norm=0.3, adam_epsilon=1e-6)
+    for name, states in {"paged_adamw_32bit": {}, "adamw_8bit": {"state_dtype": "8bit"}}.items():
+        found = trainer(tmp_path, optim=name, max_grad_norm=0.3, adam_epsilon=1e-6)
+        gs_compile.hf.attach(found)
+        assert found.optimizer_cls_and_kwargs == (
+            gs_compile.AdamW, {"max_grad_norm": 0.3, "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, **states}
+        )  # fmt: skip
+    settings = {"lr": 1e-3, "state_dtype": "8bit", "eps": 1e-6}
+    found = trainer(tmp_path, max_grad_norm=0.3)
+    found.optimizer_cls_and_kwargs = gs_compile.AdamW, settings
     gs_compile.hf.attach(found)
-    assert found.optimizer_cls_and_kwargs == (
-        gs_compile.AdamW, {"max_grad_norm": 0.3, "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6}
-    )  # fmt: skip
+    assert found.optimizer_cls_and_kwargs == (gs_compile.AdamW, {"max_grad_norm": 0.3, **settings})
     found = trainer(tmp_path, max_grad_norm=0.3)
     found.optimizer = gs_compile.AdamW(found.model.parameters())
     gs_compile.hf.attach(found)
