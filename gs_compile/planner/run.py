@@ -307,12 +307,7 @@ class RunPlanner:
         return found
 
     def _decided(self) -> Planned:
-        try:
-            plan = decide(self.problem(self.masters), self.request)
-        except MemoryBudgetError:
-            plan = self._storing_gradients()
-            if plan is None:
-                raise
+        plan = self._decide()
         masters = plan.problem.masters or self.masters
         facts: dict[str, Any] = {ACCUMULATES: self.request.accumulate, NUM_CALLS: self.num_calls}
         values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
@@ -323,21 +318,23 @@ class RunPlanner:
         placement = plan.placement
         return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, facts=facts)
 
-    def _storing_gradients(self) -> StepPlan | None:
-        """The plan where gradients that wait for the norm are on SSD too; None: that is not free, or does not fit."""
-        before, request = self.request, self.request.storing_gradients
-        if request is None or self.ranks is not None:
-            return None
-        self.request = request
-        self.problem.cache_clear()
+    def _decide(self) -> StepPlan:
+        """The plan of what is asked for, or of `Request.storing_gradients` where that alone fits."""
+        asked, other = self.request, self.request.storing_gradients
         try:
-            found = decide(self.problem(self.masters), request)
-        except (MemoryBudgetError, NoFitError):
-            self.request = before
+            return decide(self.problem(self.masters), asked)
+        except MemoryBudgetError:
+            if other is None or self.ranks is not None:
+                raise
+            self.request = other
             self.problem.cache_clear()
-            return None
-        log.warning("%s", STORES_GRADIENTS)
-        return found
+            with suppress(MemoryBudgetError, NoFitError):
+                found = decide(self.problem(self.masters), other)
+                log.warning("%s", STORES_GRADIENTS)
+                return found
+            self.request = asked
+            self.problem.cache_clear()
+            raise
 
     def _together(self, ranks: Ranks) -> Planned:
         """The first rank's; what has to be measured for it is measured by all."""
