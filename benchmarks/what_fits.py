@@ -37,8 +37,9 @@ machine's rate.
 
 Nothing here was run. The figures are upper bounds of the linear program, from the models' configs and the machines'
 figures in `gs_compile/planner/measure/machines`, which name their sources. A simulated step is up to an eighth slower:
-`greedysnake plan` simulates one. `greedysnake fit --model ... --machine ...` prints the details of one cell: hours,
-memory, bytes written, and days that the drives last.
+`greedysnake plan` simulates one. `greedysnake fit --model Qwen/Qwen3-14B --machine rtx4090`, with an id of the hub or a
+config, prints the details of one cell: hours, memory, bytes written, and days that the drives last. Gradients are not
+clipped here; `--clip` does that.
 
 Made on {date} by `python -m benchmarks.what_fits --output docs/what_fits.md`, from the configs in `benchmarks/models`
 and the models that the planner knows by name. `--models` and `--machines` make a part of it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import tempfile
 import time
 import warnings
@@ -76,9 +75,10 @@ def _with_torch(storage: Sequence[Path]) -> Iterator[Check]:
 
 
 def torch_version() -> Check:
-    """Whether torch can be imported, has what the capture rests on, and is one that the tests have run with."""
+    """Whether torch can be imported, has what training rests on, and is one that the tests have run with."""
     try:
         found = str(import_module("torch").__version__)
+        import_module("gs_compile.model")
         import_module("gs_compile.capture.dynamo")
     except VersionError as error:
         words, _, advice = error.message.partition("; ")
@@ -102,6 +102,8 @@ def memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> Check:
 
 def cuda(*, proc: Path = PROC) -> Check:
     """The devices that torch sees, how it takes their memory, and whether the host's is pinned beyond its limit."""
+    import resource  # of POSIX alone
+
     from gs_compile.runtime.stream import accelerators, pinned_block
 
     devices = ", ".join(f"{name} with {format_bytes(nbytes)}" for name, nbytes in accelerators())
@@ -215,7 +217,7 @@ def run_folder(directory: Path) -> Check:
     except ManifestError:
         return Check(f"{folder} has a damaged commit", f"greedysnake store ls {directory} shows more", is_bad=True)
     except StorageError as error:
-        return Check(error.message, f"delete {folder}, or name another directory", is_bad=True)
+        return Check(error.message, "do what this says, or name another directory: --storage", is_bad=True)
     return Check(f"{folder}: {found}; the next run removes them" if found else "none")
 
 

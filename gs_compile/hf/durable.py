@@ -61,7 +61,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
 
     def _later(self, given: Any, folder: Path, options: Options) -> Any:
         """The checkpoint that Trainer is to go on from: its own, or one in `folder` that stands for the commit."""
-        from transformers.trainer import TRAINER_STATE_NAME
+        from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
         from transformers.trainer_utils import get_last_checkpoint
 
         commit = last_of(options)
@@ -80,9 +80,9 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
             raise ResumeError(f"{words} has no state of a Trainer: choose another storage=, or delete it: {delete}")
         state = commit.states[_NAME]["state"]
         own = (get_last_checkpoint(self.args.output_dir) if given is True else given) or None
-        path = Path(own, TRAINER_STATE_NAME) if own else None  # Trainer writes it last: without it nothing is whole
-        if path is not None and path.is_file():
-            step = json.loads(path.read_bytes())["global_step"]
+        # Trainer writes its state last: without it nothing is whole, nor with `save_only_model`.
+        if own and all(Path(own, name).is_file() for name in (TRAINER_STATE_NAME, OPTIMIZER_NAME)):
+            step = json.loads(Path(own, TRAINER_STATE_NAME).read_bytes())["global_step"]
             if step >= state["global_step"]:
                 log.info("training goes on from %s: it is not older than the commit, %s", own, words)
                 self._begins_anew = True

@@ -19,6 +19,7 @@ from gs_compile.hf.weights import options_of
 from gs_compile.model.loss_scale import LossScaler
 from gs_compile.model.materialize import streaming, whole_states
 from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.groups import num_processes
 
@@ -37,6 +38,7 @@ def fit(accelerator: Any, model: nn.Module, size: int, given: Mapping[str, Any])
         take_over(model, checked)
     _fit_for_capture(model)
     _share_among_ranks(accelerator, model, chosen)
+    _leave_states(accelerator)
     if isinstance(accelerator.scaler, torch.amp.GradScaler):  # of fp16: this package's scale takes its place
         accelerator.scaler = LossScaler.like(accelerator.scaler)
     return chosen, checked
@@ -96,6 +98,17 @@ def _is_read_by_all(model: nn.Module) -> bool:
     meshes = (residency_of(each).mesh for each in model.parameters() if is_offloaded(each))
     mesh = next((each for each in meshes if each is not None), None)
     return mesh is not None and mesh.size() == dist.get_world_size()
+
+
+def _leave_states(accelerator: Any) -> None:
+    """Have Accelerate leave the states of our optimizers where they are: it takes all of them to the device at once."""
+    ordinary = accelerator.prepare_optimizer
+
+    def prepare_optimizer(optimizer: Any, device_placement: bool | None = None) -> Any:
+        is_stored = isinstance(optimizer, TieredOptimizer)
+        return ordinary(optimizer, device_placement=False if is_stored else device_placement)
+
+    accelerator.prepare_optimizer = prepare_optimizer
 
 
 def _share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str, Any]) -> None:

@@ -34,10 +34,9 @@ log = logging.getLogger(__name__)
 _Trainer: Any = object  # of transformers: the other base of whoever has the class
 _EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
 # TrainingArguments.optim of bitsandbytes and torchao, which need not be installed: pages are what the tiers are for.
-_WITH_8_BITS = dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), AdamW)
-_OF_OTHERS: dict[str, type[TieredOptimizer]] = {
-    "lion_32bit": Lion, "paged_lion_32bit": Lion, "paged_adamw_32bit": AdamW, **_WITH_8_BITS
-}  # fmt: skip
+_LIONS = dict.fromkeys(("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit"), Lion)
+_ADAMWS = ("paged_adamw_32bit", "paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit")
+_OF_OTHERS: dict[str, type[TieredOptimizer]] = _LIONS | dict.fromkeys(_ADAMWS, AdamW)
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
 _PARAMETERS = ("params", "model", "optimizer_dict")  # which Trainer takes out of an optimizer's settings
 
@@ -216,15 +215,15 @@ class TrainerMixin(DurableTrainer):
         if kind is not None:
             settings: dict[str, Any] = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
             settings |= {"eps": args.adam_epsilon} if kind is AdamW else {}
-            settings |= {"state_dtype": "8bit"} if name in _WITH_8_BITS else {}
+            settings |= {"state_dtype": "8bit"} if name.endswith("_8bit") else {}
         else:
             kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, self.model)
         found = _EQUIVALENT.get(kind, kind)
         if not (isinstance(found, type) and issubclass(found, TieredOptimizer)):
             raise OptionError(
                 f"optim={name!r} has no equivalent here: choose adamw_torch, adamw_torch_fused, adamw_8bit, sgd, "
-                "paged_adamw_32bit or lion_32bit, or make one of gs_compile, such as Muon, and give the Trainer "
-                "optimizers=(optimizer, None)"
+                "paged_adamw_32bit, lion_32bit or lion_8bit, or make one of gs_compile, such as Muon, and give the "
+                "Trainer optimizers=(optimizer, None)"
             )
         refuse_other_rules(name, settings)
         if found is not kind:  # without what says how torch computes

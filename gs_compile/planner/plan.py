@@ -97,6 +97,16 @@ class Planner:
     counts: dict[Hashable, Counted] = field(default_factory=dict, compare=False, repr=False)
 
     def plan(self) -> StepPlan:
+        """The plan of what is asked for, or of `Request.storing_gradients` where that alone fits."""
+        try:
+            return self._plan()
+        except (NoFitError, MemoryBudgetError):
+            if self.request.storing_gradients is not None:
+                with suppress(NoFitError, MemoryBudgetError):
+                    return self.asked(accumulate=True)._plan()
+            raise
+
+    def _plan(self) -> StepPlan:
         """The plan of the request's schedule, for the batch that is given or that another schedule would take."""
         request, spec = self.request, self.request.spec
         if spec.batch_like is None:

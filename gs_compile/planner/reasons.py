@@ -28,6 +28,9 @@ FASTER_DEVICE = 0.1
 MOST_DAYS = 3 * 365.0  # of training, that drives last: for longer, nobody asks
 MOST_TIMES = 8  # as many micro-batches, for drives to last longer
 PARTS = 16  # of the batch: a larger one is told no finer
+STORES_GRADIENTS = (
+    "host memory has no room for all gradients, which wait for their norm: each step writes and reads the rest on SSD"
+)
 ADAPTERS = "adapters alone (LoRA) write far less: `greedysnake fit` says for how long the drives last with them"
 
 Narrower = Iterable[tuple[States, Problem]]
@@ -101,6 +104,8 @@ def notes(plan: StepPlan) -> Iterator[str]:
     """What a reader should know before spending time on this."""
     if plan.num_micro_batches == 1 and plan.schedule == "vertical":
         yield f"one micro-batch: the {BASELINE} order is the same step"
+    if plan.placement.accumulates and plan.placement.layout.clip and plan.ratios.get("gradient", 1.0) < 1.0:
+        yield STORES_GRADIENTS
     if plan.placement.layer_updates > 1:
         yield "host memory is scarce: layers are updated in pieces, and less is read ahead"
     if not any(tier == "ssd" for _, tier in plan.homes):

@@ -176,6 +176,15 @@ class Request:
         return (self.clip and not self.speculative) or self.accumulate
 
     @property
+    def storing_gradients(self) -> Request | None:
+        """The same, with gradients that wait for the norm on SSD too, as those of several backwards; None: not free to.
+
+        It takes less host memory, and each step writes and reads all gradients.
+        """
+        is_free = self.clipping is None and self.alpha is None and self.schedule == "vertical" and self.ranks == 1
+        return replace(self, accumulate=True) if self.clip and is_free and not self.accumulate else None
+
+    @property
     def alphas(self) -> tuple[float, ...]:
         """Those that may be chosen. A schedule as others publish it delays nothing that nobody asks to delay."""
         if self.late:

@@ -37,6 +37,7 @@ from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import ENVIRONMENT, named
 from gs_compile.planner.problem import Problem
+from gs_compile.planner.reasons import STORES_GRADIENTS
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS, as_before, facts_of, fingerprint
 from gs_compile.planner.simulate.prices import with_products
@@ -303,7 +304,7 @@ class RunPlanner:
         return found
 
     def _decided(self) -> Planned:
-        plan = decide(self.problem(self.masters))
+        plan = self._decide()
         masters = plan.problem.masters or self.masters
         facts: dict[str, Any] = {ACCUMULATES: self.request.accumulate, NUM_CALLS: self.num_calls}
         values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
@@ -313,6 +314,24 @@ class RunPlanner:
             facts |= facts_of(plan, made_for, self.whole_nbytes, values_nbytes)
         placement = plan.placement
         return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, facts=facts)
+
+    def _decide(self) -> StepPlan:
+        """The plan of what is asked for, or of `Request.storing_gradients` where that alone fits."""
+        asked, other = self.request, self.request.storing_gradients
+        try:
+            return decide(self.problem(self.masters))
+        except MemoryBudgetError:
+            if other is None or self.ranks is not None:
+                raise
+            self.request = other
+            self.problem.cache_clear()
+            with suppress(MemoryBudgetError, NoFitError):
+                found = decide(self.problem(self.masters))
+                log.warning("%s", STORES_GRADIENTS)
+                return found
+            self.request = asked
+            self.problem.cache_clear()
+            raise
 
     def _together(self, ranks: Ranks) -> Planned:
         """The first rank's; what has to be measured for it is measured by all."""

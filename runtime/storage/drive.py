@@ -29,6 +29,7 @@ from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.storage.folder import PROBE, TO_BE, Folder, as_storage_error
 from gs_compile.runtime.storage.grid import PAGE, Grid
+from gs_compile.runtime.storage.manifest import AFTER_A_COPY
 from gs_compile.runtime.storage.ssd import File, Memory, Sums, Transfer, Verb
 from gs_compile.runtime.storage.stored import FOLDERS
 
@@ -88,7 +89,8 @@ class Drive:
             found, path = os.fstat(fd), str(self.folder / name)
             is_own = found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o600 and found.st_nlink == 1
             if not (stat.S_ISREG(found.st_mode) and is_own):
-                raise StorageError(errno.EPERM, "other users can access this file, so it cannot be trusted", path)
+                what = f"other users can access this file, so it cannot be trusted: {AFTER_A_COPY} {self.folder}"
+                raise StorageError(errno.EPERM, what, path)
             if found.st_size != rounded(nbytes):
                 what = f"{found.st_size} bytes, and the run that has left this file wrote {nbytes}"
                 raise CorruptionError(errno.EBADMSG, what, path)

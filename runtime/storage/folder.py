@@ -71,8 +71,8 @@ class Folder:
                 owner = os.fstat(fd)
                 if owner.st_uid != os.geteuid() or owner.st_mode & 0o077:
                     what = (
-                        "other users can access this folder, but storage holds weights: delete it or choose another "
-                        "storage="
+                        f"other users can access this folder, but storage holds weights: {manifest.AFTER_A_COPY} "
+                        f"{path}, or choose another storage="
                     )
                     raise StorageError(errno.EPERM, what, str(path))
                 try:

@@ -49,6 +49,7 @@ MAX_KEYS = 10_000  # of an object
 MAX_DIGITS = 50  # of a number: 128 bits have 39
 LARGEST = 10 ** (MAX_DIGITS - 1)
 MAX_WORDS = 300  # letters of a file's own that an error shows
+AFTER_A_COPY = "if you have copied it here, which may change modes, chmod -R go="
 
 
 # Written --------------------------------------------------------------------------------------------------------------
@@ -194,7 +195,10 @@ def _data(folder: Path, name: str) -> bytearray:
         for each, is_kind in ((folder_fd, stat.S_ISDIR), (fd, stat.S_ISREG)):
             found = os.fstat(each)
             if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                what = "this is not a file that only its owner can access, so its contents cannot be trusted"
+                what = (
+                    "this is not a file that only its owner can access, so its contents cannot be trusted: "
+                    f"{AFTER_A_COPY} {folder}"
+                )
                 raise ManifestError(errno.EPERM, what, str(folder / name))
         nbytes = min(os.fstat(fd).st_size, MAX_NBYTES + 1)  # that much is too much
         data, done = bytearray(nbytes), 0

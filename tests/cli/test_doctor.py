@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import resource
-from importlib import metadata
+import sys
+from importlib import import_module, metadata, reload
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +87,14 @@ def test_a_torch_that_the_capture_does_not_know(monkeypatch):
 
     monkeypatch.setattr(doctor, "import_module", load)
     assert doctor.torch_version() == Check("torch 3 moved a hook", "install torch==2.13.0", is_bad=True)
+
+
+def test_another_system_than_linux(monkeypatch):
+    """Before what only Linux has is imported."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(doctor, "import_module", lambda name: reload(import_module(name)) if "model" in name else torch)
+    found = Check("training needs Linux, and this is win32", "on Windows, install it in WSL2", is_bad=True)
+    assert doctor.torch_version() == found
 
 
 @pytest.mark.parametrize(
@@ -222,6 +231,7 @@ def test_a_directory_with_runs(tmp_path):
     check = doctor.run_folder(tmp_path)
     assert check.state == "bad"
     assert "other users can access this folder" in check.found
+    assert f"chmod -R go= {folder}, or choose another" in check.found
 
 
 def test_a_directory_with_durable_runs(tmp_path):

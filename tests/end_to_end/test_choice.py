@@ -14,7 +14,7 @@ from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
 
 import gs_compile
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
-from gs_compile.planner import decide, run
+from gs_compile.planner import decide, reasons, run
 from gs_compile.planner.builder import peak
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
@@ -110,8 +110,9 @@ def test_too_little_memory_is_refused_before_anything_is_measured(harness, stora
 
 def test_too_little_memory_for_clipping_says_what_would_fit_without(harness, storage, unasked):
     make = partial(adamw, max_grad_norm=0.5)
+    budget = least(harness, storage, make, clip="delayed") - 1
     with (
-        harness.fresh(make, given(storage, host_memory=least(harness, storage, make) - 1)) as optimizer,
+        harness.fresh(make, given(storage, host_memory=budget, clip="delayed")) as optimizer,
         pytest.raises(MemoryBudgetError, match=r"the largest alpha possible here is 0\.\d\d, not 1 \(max_grad_norm"),
     ):
         step(harness.model, optimizer, tokens(0))
@@ -169,6 +170,22 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(harness, storage, budg
     changes["clip"] = "delayed"
     in_memory = options(storage, ratios=EVERYTHING, alpha=float(clip is not None), **changes)
     assert found.differences(replace(harness.train(make, in_memory, num_steps=4), losses=[], norms=[])) == []
+
+
+def test_gradients_that_wait_for_the_norm_go_to_ssd_where_host_memory_has_no_room(harness, storage, caplog):
+    """Unless somebody has said how updates are to run."""
+    make = partial(adamw, max_grad_norm=0.5)
+    budget = least(harness, storage, make) - 1
+    with harness.fresh(make, given(storage, host_memory=budget)) as optimizer:
+        losses = [step(harness.model, optimizer, tokens(number)) for number in range(3)]
+        engine = optimizer.engine
+        assert engine.placement.accumulates
+        assert engine.planning.planned.facts["accumulates"]
+        found = outcome(harness.model, optimizer, losses, [])
+        assert engine.tiers.slab.nbytes <= budget
+    assert reasons.STORES_GRADIENTS in caplog.messages
+    in_memory = options(storage, ratios=EVERYTHING, clip="delayed")
+    assert found.differences(replace(harness.train(make, in_memory, num_steps=3), norms=[])) == []
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def a_limit_of_open_files(setup):
 
 
 @refused(
-    errors.StorageError, "other users can access this folder, but storage holds weights: delete it or choose another"
+    errors.StorageError, "other users can access this folder, but storage holds weights: .*chmod -R go= .* or choose"
 )
 def a_folder_of_others(setup):
     setup.made("w0", mode=0o777)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import command_line
 import pytest
+import trl
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,6 +66,13 @@ def test_the_example_learns_and_goes_on(tmp_path, monkeypatch, goes_on):
     )  # fmt: skip
     assert second.exit_code == 0, second.stderr
     assert AutoModelForCausalLM.from_pretrained(f"{tmp_path}/second").peft_config["default"].r == 2
+
+
+def test_the_run_of_the_page_has_known_entries():
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "huggingface.md").read_text(), re.DOTALL)
+    recipe = Recipe.of(_parsed(text))
+    assert recipe.args["learning_rate"] == 1e-5
+    assert recipe.args.keys() <= {each.name for each in fields(trl.SFTConfig)}
 
 
 @pytest.mark.parametrize(

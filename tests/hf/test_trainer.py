@@ -352,6 +352,7 @@ def test_an_optimizer_of_this_package_gets_the_bound(tmp_path):
     found.optimizer_cls_and_kwargs = gs_compile.Muon, given
     gs_compile.hf.attach(found)
     assert found.optimizer_cls_and_kwargs == (gs_compile.Muon, given)
+    assert not found.accelerator.prepare(found.create_optimizer()).device_placement  # of all states, before a step
     found = trainer(tmp_path, max_grad_norm=0.3)
     found.optimizer = gs_compile.AdamW(found.model.parameters())
     gs_compile.hf.attach(found)

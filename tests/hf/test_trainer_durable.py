@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from transformers import TrainerCallback
 
 import gs_compile.hf
 from gs_compile.errors import LeftoverError, ResumeError
+from gs_compile.hf.durable import DurableTrainer
 from gs_compile.model.resume import last_of
+from gs_compile.options import Options
 from gs_compile.runtime.storage.manifest import NAME
 
 SETTINGS = {"gradient_accumulation_steps": 2, "data": samples(12)}  # three steps an epoch, in an order of their own
@@ -137,6 +140,21 @@ def test_its_checkpoint_is_as_new(whole, tmp_path, caplog):
     last.train(resume_from_checkpoint=True)
     assert "checkpoint-4 is not whole" in caplog.text
     assert_same(last, whole)
+
+
+def test_its_checkpoint_has_weights_alone(tmp_path, monkeypatch, caplog):
+    """Which Trainer would go on from with an optimizer that begins new."""
+    weights = tmp_path / "checkpoint-4"
+    weights.mkdir()
+    (weights / "trainer_state.json").write_text('{"global_step": 4}')
+    commit = SimpleNamespace(run="7", step=4, written="now", states={"trainer": {"state": {"global_step": 4}}})
+    monkeypatch.setattr("gs_compile.hf.durable.last_of", lambda _: commit)
+    (tmp_path / "commit").mkdir()
+    mine, options = DurableTrainer(), Options(storage=tmp_path, durability=1)
+    assert mine._later(str(weights), tmp_path / "commit", options) == str(tmp_path / "commit")
+    assert "checkpoint-4 is not whole" in caplog.text
+    (weights / "optimizer.pt").touch()
+    assert mine._later(str(weights), tmp_path / "commit", options) == str(weights)
 
 
 @pytest.mark.slow

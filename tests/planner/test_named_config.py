@@ -71,7 +71,11 @@ def test_a_model_without_weights():
     ("name", "message"),
     [
         ("gpt-64b", r"^gpt-64b is neither the name of a model nor the path of a config\.json; did you mean gpt-65b"),
-        ("#", r"known are gpt-30b, .*, llama-405b, gpt-oss-20b, gpt-oss-120b and HuggingFace's types"),
+        ("qwen3-14b", r"did you mean qwen3.*, or an id of the hub, such as Qwen/Qwen3-14B\?"),
+        (
+            "#",
+            r"known are gpt-30b, .*, llama-405b, gpt-oss-20b, gpt-oss-120b, HuggingFace's types, and an id of the hub",
+        ),
     ],
 )
 def test_a_name_that_nothing_has(name, message):

@@ -7,6 +7,7 @@ from planned import gpt
 
 from gs_compile.errors import NoFitError, PlanError
 from gs_compile.planner.plan import plan
+from gs_compile.planner.reasons import STORES_GRADIENTS
 from gs_compile.planner.request import Request
 
 GIVEN = {"machine": "a100", "micro_batch_size": 1, "num_micro_batches": 4, "recompute": "all", "host_memory": "700MiB"}
@@ -15,11 +16,12 @@ WORKLOAD = gpt(12, 1024, vocabulary=5000)  # whose sums take 604 MiB
 
 @pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sums_go_to_ssd_where_host_memory_has_no_room(clip):
-    """Delayed clipping alone would not fit."""
+    """Delayed clipping alone would not fit, so where nobody asks for it a step with clipping is planned so too."""
     one = plan(WORKLOAD, **GIVEN)
     with pytest.raises(NoFitError, match="of host memory"):
-        plan(WORKLOAD, **GIVEN, clip=True)
-    found = plan(WORKLOAD, **GIVEN, accumulate=True, clip=clip)
+        plan(WORKLOAD, **GIVEN, clip=True, clipping="delayed")
+    found = plan(WORKLOAD, **GIVEN, accumulate=not clip, clip=clip)
+    assert (STORES_GRADIENTS in found.notes) == clip
     assert (found.alpha, found.placement.clip, found.placement.speculative) == (1.0, clip, False)
     assert 0 < found.ratios["gradient"] < 0.9
     assert found.seconds > one.seconds

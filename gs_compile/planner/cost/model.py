@@ -43,6 +43,7 @@ LLAMAS = {
 # Layers and experts of arXiv 2508.10925, table 1; all else is as transformers has it.
 GPT_OSSES = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
 KNOWN = (*GPTS, *LLAMAS, *GPT_OSSES)
+OF_HUB = "an id of the hub, such as Qwen/Qwen3-14B"
 POSITIONS = 2048
 VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
 
@@ -74,7 +75,9 @@ def named_config(model: str, **changes: Any) -> PretrainedConfig:
     if model_type not in mapping:
         close = get_close_matches(model_type, [*KNOWN, *mapping.keys()], n=3)
         hint = (
-            f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(KNOWN)} and HuggingFace's types"
+            f"did you mean {' or '.join(close)}, or {OF_HUB}?"
+            if close
+            else f"known are {', '.join(KNOWN)}, HuggingFace's types, and {OF_HUB}"
         )
         raise PlanError(f"{model_type} is neither the name of a model nor the path of a config.json; {hint}")
     with _refused(model_type):
