@@ -35,8 +35,16 @@ WHERE = (
 )
 
 
-@pytest.mark.parametrize("micro_batch_size", [2, 4], ids=["of two", "whole"])
-@pytest.mark.parametrize("where", WHERE)
+COUNTED = ("of a count", "of the loss")  # what a batch of one micro-batch computes otherwise
+
+
+@pytest.mark.parametrize(
+    ("where", "micro_batch_size"),
+    [
+        *((where, 2) for where in WHERE),
+        *(pytest.param(where, 4, marks=[pytest.mark.slow] * (where not in COUNTED)) for where in WHERE),
+    ],
+)
 def test_a_check_of_values_is_made_as_the_model_runs(tmp_path, where, micro_batch_size):
     torch.manual_seed(0)
     model = Careful(where)

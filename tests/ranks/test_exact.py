@@ -13,7 +13,7 @@ import torch.distributed as dist
 import zoo
 from launch import Fleet
 from learner import distance
-from tiered import Harness, adamw, gpt2, muon, options, outcome, tokens, two_groups
+from tiered import Harness, adamw, gpt2, muon, options, outcome, shared, tokens, two_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import T5Config, T5ForConditionalGeneration
@@ -246,7 +246,7 @@ UPDATES = {
 
 
 def spoils(info, tmp_path):
-    harness, first = Harness(gpt2), None
+    harness, first = shared(), None
     found = {}
     for name, (bound, given) in UPDATES.items():
         one, skipped, words = run(info, harness, options(tmp_path, **given), bound, SPOILED)
