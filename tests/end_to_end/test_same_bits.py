@@ -285,7 +285,10 @@ FAST_TASKS = {task_of(row) for row in ROWS[:NUM_FAST]}  # others' references are
 
 @pytest.mark.parametrize(
     "task",
-    [pytest.param(task, marks=[pytest.mark.slow] * (task not in FAST_TASKS)) for task in (Task(**each) for each in TASKS)],
+    [
+        pytest.param(task, marks=[pytest.mark.slow] * (task not in FAST_TASKS))
+        for task in (Task(**each) for each in TASKS)
+    ],
     ids=str,
 )
 def test_the_references_learn(reference, task):

@@ -202,7 +202,9 @@ def host_memory(harness, tmp_path_factory):
     return int(re.findall(r"\((\d+) bytes\) of it at least", str(refusal.value))[0])
 
 
-@pytest.mark.parametrize("mutation", [pytest.param(each, marks=[pytest.mark.slow] * (each in BY_LINES)) for each in MUTATIONS])
+@pytest.mark.parametrize(
+    "mutation", [pytest.param(each, marks=[pytest.mark.slow] * (each in BY_LINES)) for each in MUTATIONS]
+)
 def test_without_it_something_is_not_ordered(harness, host_memory, tmp_path, monkeypatch, mutation):
     owner, name, changed = MUTATIONS[mutation]
     monkeypatch.setattr(owner, name, without(owner, name, changed) if isinstance(changed, str) else changed)
