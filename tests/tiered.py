@@ -384,7 +384,6 @@ def collect_seldom() -> None:
     Those that Python makes by itself come seldom: captures make many objects, and looking for circles among them would
     take a fifth of the time of the tests.
     """
-    gc.enable()
     gc.set_threshold(50_000, 20, 50)
     gc.collect()
     gc.freeze()

@@ -310,18 +310,19 @@ KEEPS = {
 }  # fmt: skip
 
 
+def made(function):
+    return function() if isinstance(function, partial | type) else Block(function)
+
+
 class Each(nn.Module):
-    """Functions of one hidden state, and blocks, beside each other, with an output each."""
+    """Blocks beside each other, with an output each."""
 
     def __init__(self, functions):
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.functions = [each() if isinstance(each, partial | type) else each for each in functions]
-        self.blocks = nn.ModuleList(each for each in self.functions if isinstance(each, nn.Module))
+        self.blocks = nn.ModuleList(map(made, functions))
 
     def forward(self, x):
-        hidden = self.linear(x)
-        return [each(x) if isinstance(each, nn.Module) else x + each(hidden) for each in self.functions]
+        return [block(x) for block in self.blocks]
 
 
 @cache

@@ -188,23 +188,11 @@ LINES = [  # each by itself; of what only the computation is behind, which is sy
     (Orthogonalizer, "_on_device", "wait_for(event, device.check)"),
 ]
 MUTATIONS |= {f"{owner.__name__}.{name}: {line}": (owner, name, line) for owner, name, line in LINES}
-ELSEWHERE = {  # what runtime/test_mutations.py shows too: on the twin, and where a CPU computes
-    (Held, "keep"),
-    (issue, "join_all"),
-    (lanes, "join_all"),
-    (Lane, "_carry_out", "join_all(task.after, self._stream)"),
-    (TieredExecutor, "_compute", "join_all(self._awaited(op.reads, op.changes), stream)"),
-    (TieredExecutor, "_submit", "self._users(value).use(value, ticket)"),
-    (TieredExecutor, "_submit", "self._users(value).change(value, ticket)"),
-}
+ON_TWIN = {Held, issue, lanes, TieredExecutor}  # what is theirs runtime/test_mutations.py shows too, without a card
 
 
 @pytest.mark.parametrize(
-    "mutation",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * bool(ELSEWHERE & {change, change[:2]}))
-        for name, change in MUTATIONS.items()
-    ],
+    "mutation", [pytest.param(name, marks=[pytest.mark.slow] * (of[0] in ON_TWIN)) for name, of in MUTATIONS.items()]
 )
 def test_without_it_the_card_shows_it(learned, tmp_path, monkeypatch, mutation):
     """As other values, as poison or an error; where values are right, as a copy that is waited for, or as a touch.
