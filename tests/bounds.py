@@ -49,13 +49,19 @@ def parsed(source: str) -> ast.Module:
 
 
 @cache
+def walked(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a source: to find them takes longer than to look at them."""
+    return tuple(ast.walk(parsed(source)))
+
+
+@cache
 def code_lines(source: str) -> frozenset[int]:
     """The numbers of the lines that hold code: no docstrings, blank lines, comments or imports."""
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
             found.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(parsed(source)):
+    for node in walked(source):
         match node:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
                 found.difference_update(range(node.lineno, node.end_lineno + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from hypothesis import settings
@@ -16,4 +17,5 @@ settings.load_profile("any speed")
 def pytest_configure(config):
     """The process that deals tests out to workers, which wait for it, runs none."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # until all is imported and collected: it stays
         config.pluginmanager.import_plugin("every_test")

@@ -31,6 +31,7 @@ LEFT = 4_000_000  # blocks of memory that wait to be looked at together, dead or
 
 
 def pytest_collection_finish():
+    gc.enable()
     collect_seldom()
 
 

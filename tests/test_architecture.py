@@ -15,7 +15,7 @@ from typing import get_args
 
 import bounds
 import pytest
-from bounds import ROOT, beside, code_lines, hold, library, parsed
+from bounds import ROOT, beside, code_lines, hold, library, parsed, walked
 
 import gs_compile
 from gs_compile.schedules import Schedule
@@ -50,7 +50,7 @@ MUTABLE = {  # module-level state that changes, each with its reason in ARCHITEC
 
 def imports(module: str, source: str) -> Iterator[str]:
     """The modules that a file imports anywhere in it, by absolute name; a `from` that names a module gives this."""
-    for node in ast.walk(parsed(source)):
+    for node in walked(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -131,7 +131,7 @@ def with_many_parameters(sources: dict[str, str]) -> dict[str, int]:
 def touches(source: str) -> int:
     """How often a file asks for a device's type, uses `torch.cuda`, or uses what torch keeps private."""
     found = 0
-    for node in ast.walk(parsed(source)):
+    for node in walked(source):
         if isinstance(node, ast.Attribute):
             found += node.attr == "is_cuda" or node.attr in PRIVATE
             if node.attr in ("cuda", "type") or node.attr.startswith("_"):
@@ -149,7 +149,7 @@ def touches(source: str) -> int:
 
 def names_cuda(source: str) -> bool:
     """Whether a file uses `torch.cuda`; the runtime serves any accelerator."""
-    for node in ast.walk(parsed(source)):
+    for node in walked(source):
         if isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node) == "torch.cuda":
             return True
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -161,10 +161,9 @@ def names_cuda(source: str) -> bool:
 
 def schedules_named(source: str) -> list[str]:
     """The schedules to compare with that code names: as identifiers, in imports, or in strings; docstrings may."""
-    tree = parsed(source)
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docs = {id(node.value) for node in walked(source) if isinstance(node, ast.Expr)}
     found: list[str] = []
-    for node in ast.walk(tree):
+    for node in walked(source):
         words = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
         words += (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
         found += [word for word in words if word in COMPARED]
@@ -187,7 +186,7 @@ def mutable(source: str) -> Iterator[str]:
             of_weak_keys = isinstance(node.value, ast.Call) and "Weak" in ast.unparse(node.value.func)
             if is_object and (of_weak_keys or not is_constant):
                 yield name
-    yield from (name for node in ast.walk(parsed(source)) if isinstance(node, ast.Global) for name in node.names)
+    yield from (name for node in walked(source) if isinstance(node, ast.Global) for name in node.names)
 
 
 def test_imports_go_left():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from bounds import ROOT, library, parsed
+from bounds import ROOT, library, walked
 
 from gs_compile import errors
 from gs_compile.errors import GreedySnakeError, GreedySnakeWarning, name_of
@@ -43,7 +43,7 @@ def test_a_message_ends_with_its_name(name):
 @cache
 def strings() -> str:
     """All strings of the package, without the values that they are filled with."""
-    nodes = (node for source in library().values() for node in ast.walk(parsed(source)))
+    nodes = (node for source in library().values() for node in walked(source))
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 

@@ -1,4 +1,6 @@
-"""A training run that plans loads no module that only prints or draws, and leaves torch's functions as they are."""
+"""A training run that plans loads no module that only prints or draws, and leaves torch's functions as they are. The
+package loads nothing by itself: its names come when they are used.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import sys
 from bounds import ROOT, hold
 
 TRAINING = """
-import sys, tempfile, torch, gs_compile
+import sys, tempfile, gs_compile
+assert not {"torch", "transformers"} & sys.modules.keys()
+import torch
 from torch import nn
 from types import CellType, FunctionType
 
@@ -51,6 +55,11 @@ for name, module in [each for each in sys.modules.items() if each[0].split(".")[
                 print("patched", f"{name}.{key}.{below}".strip("."))
 print(*("loaded " + name for name in ("rich", "typer", "matplotlib", "transformers") if name in sys.modules), sep="\\n")
 assert "cvxpy" in sys.modules, "this run is to plan"
+import gs_compile.model.inspection
+assert gs_compile.inspect.__call__
+assert [name for name in gs_compile.__all__ if not hasattr(gs_compile, name)] == []
+assert gs_compile.hf.attach and gs_compile.hf.prepare and gs_compile.hf.TrainerMixin
+assert "transformers" not in sys.modules
 """
 
 

@@ -80,7 +80,7 @@ class Stages:
     """Stages are contiguous and in the schedule's order; each compute verb of one runs once per micro-batch."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
+        self.program, self.by_micro_batch = program, program.by_micro_batch
         self.now: Stage | None = None
         self.seen: set[Stage] = set()
         self.tracks: dict[object, tuple[_Place, Stage]] = {}  # the last place on each line of stages, and its stage
@@ -99,7 +99,7 @@ class Stages:
     def _begin(self, stage: Stage) -> Iterator[str]:
         if stage in self.seen:
             yield f"stage {stage} was left and comes again"
-        if stage.unit is not None and (stage.micro_batch is None) == self.program.by_micro_batch:
+        if stage.unit is not None and (stage.micro_batch is None) == self.by_micro_batch:
             yield f"stage {stage} is of all micro-batches, and others are of one each"
         for track, place in _places(stage).items():
             last, before = self.tracks.get(track, (place, stage))
@@ -124,7 +124,7 @@ class Stages:
         """Every unit runs forward, unless all there is are updates, if any; the head may do so in the backward."""
         if placement is not None and self.seen <= {FILL, DRAIN}:
             return
-        for j in range(self.program.num_micro_batches) if self.program.by_micro_batch else (None,):
+        for j in range(self.program.num_micro_batches) if self.by_micro_batch else (None,):
             for unit in (PROLOGUE, *range(self.program.num_layers)):
                 if Stage("forward", unit, j) not in self.seen:
                     yield Stage("forward", unit, j)

@@ -307,6 +307,9 @@ WEIGHTS = torch.arange(1.0, 6.0)
 
 
 @pytest.mark.usefixtures("freed")
+@pytest.mark.parametrize(  # what another trace knows is of graph inputs, which have no form
+    "freed", ["in the first trace", pytest.param("in another trace", marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.parametrize(
     ("read", "args", "kwargs"),
     [

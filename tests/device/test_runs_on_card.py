@@ -188,9 +188,12 @@ LINES = [  # each by itself; of what only the computation is behind, which is sy
     (Orthogonalizer, "_on_device", "wait_for(event, device.check)"),
 ]
 MUTATIONS |= {f"{owner.__name__}.{name}: {line}": (owner, name, line) for owner, name, line in LINES}
+ON_TWIN = {Held, issue, lanes, TieredExecutor}  # what is theirs runtime/test_mutations.py shows too, without a card
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize(
+    "mutation", [pytest.param(name, marks=[pytest.mark.slow] * (of[0] in ON_TWIN)) for name, of in MUTATIONS.items()]
+)
 def test_without_it_the_card_shows_it(learned, tmp_path, monkeypatch, mutation):
     """As other values, as poison or an error; where values are right, as a copy that is waited for, or as a touch.
 

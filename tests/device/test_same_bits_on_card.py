@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent / "end_to_end"))
 import test_same_bits as table
 
 KEEPS_CAPTURES = True
-EVERY = 16  # of the table's rows on a device of its own
+EVERY = 24  # of the table's rows on a device of its own
 ROWS = [row for row in table.ROWS if row["separate_device"]]
 
 

@@ -9,6 +9,7 @@ import random
 
 import pytest
 from children import NUM_STEPS, PLACES, POINTS, Server
+from tiered import files_in
 
 from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.folder import STATUS, folder_in
@@ -156,6 +157,13 @@ def ends(server, uninterrupted, directory, signals, **how):
     return ended, said
 
 
+def test_a_run_without_commits_that_is_asked_to_end_leaves_nothing(server, tmp_path):
+    ended = server.run(tmp_path, signals=[("SIGTERM", 0.3)], num_steps=10_000, durability=0)
+    assert (ended.code, ended.armed) == (143, True), server.said()
+    assert not {"Traceback", "Exception"} & {word.strip(":") for word in server.said().split()}
+    assert files_in(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     "count", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["some", "all"]
 )
@@ -168,7 +176,7 @@ def test_a_run_that_is_asked_to_end(server, uninterrupted, tmp_path, name, count
     numbers = random.Random(name if count < 10 else None)
     for number in range(count):
         directory = tmp_path / str(number)
-        begun = [name, numbers.uniform(0.05, 2.0)]
+        begun = [name, numbers.uniform(0.05, 0.8 if count < 10 else 2.0)]
         again = [[name, numbers.uniform(0, 0.1)]] if number % 3 == 2 else []
         ended, said = ends(server, uninterrupted, directory, [begun, *again], slow=0.02)
         if not again:

@@ -256,7 +256,7 @@ def test_hooks_that_take_the_gradient_away():
 # Without gradients, and the usual errors -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.slow)])
 def test_evaluation(mode):
     model = GPT(lambda: Block(dropout=0.5)).eval()
     reference = copy.deepcopy(model)

@@ -144,8 +144,12 @@ def around_all(model):
 
 @pytest.mark.parametrize(
     ("block", "use"),
-    [(Block, around_the_call), (Block, around_all), (Autocast, around_nothing), (Autocast, around_the_call)],
-    ids=["call", "all", "inside", "both"],
+    [
+        pytest.param(Block, around_the_call, id="call", marks=pytest.mark.slow),
+        pytest.param(Block, around_all, id="all"),
+        pytest.param(Autocast, around_nothing, id="inside"),
+        pytest.param(Autocast, around_the_call, id="both"),
+    ],
 )
 def test_autocast(block, use):
     """One micro-batch does the operations of eager."""

@@ -73,7 +73,7 @@ def test_saved_activations(tmp_path):
     ("place", "name", "skipped"),
     [
         ("ssd", "nf4", ()),
-        ("copied", "nf4", ()),
+        pytest.param("copied", "nf4", (), marks=pytest.mark.slow),  # the next has some of both
         ("copied", "nf4", ("up",)),
         ("copied", "mxfp4", ()),
         ("horizontal", "nf4", ()),
@@ -121,7 +121,7 @@ def test_values_are_read_and_written(tmp_path):
         assert torch.equal(own.model.state_dict()[name], codec.decode(codec.encode(given), given.shape, given.dtype))
 
 
-@pytest.mark.parametrize("parameter", [0.0, 0.5])
+@pytest.mark.parametrize("parameter", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_a_killed_run_goes_on_with_the_same_bits(parameter, tmp_path):
     """The bytes are moved as they are: a matrix that is encoded twice is another."""
     given = options(tmp_path / "run", frozen="nf4", durability="step")

@@ -66,11 +66,10 @@ def test_gradients_are_those_of_the_vertical_order(storage, batch_size, ratio, g
 @pytest.mark.parametrize(
     ("precision", "gradient", "separate", "n"),
     [
-        ("model", 0.0, True, 3),
         ("bf16", 0.0, True, 5),
         ("bf16", 1.0, True, 3),
         ("model", 1.0, False, 1),
-        ("bf16", 0.0, False, 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("model", 0.0, True, 3), ("bf16", 0.0, False, 2))),
     ],
 )
 def test_a_step_moves_what_the_paper_says(storage, precision, gradient, separate, n):
@@ -99,7 +98,7 @@ def moving(storage, schedule="lifetime", **others):
 
 @pytest.mark.parametrize(
     ("share", "separate"),
-    [(0.0, True), (0.4, False), pytest.param(1.0, False, marks=pytest.mark.slow), (1.0, True)],
+    [(0.4, False), (1.0, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.0, True), (1.0, False)))],
 )
 def test_moves_what_it_says_and_no_more_than_the_horizontal_order(storage, share, separate):
     """Within exactly the memory that is planned."""

@@ -45,8 +45,10 @@ def harness():
     return Harness(gpt2)
 
 
-@pytest.mark.parametrize("num_calls", [1, 2])
-@pytest.mark.parametrize("make", [sgd, clipped])
+@pytest.mark.parametrize(
+    ("make", "num_calls"),
+    [(sgd, 1), (clipped, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((sgd, 2), (clipped, 1)))],
+)
 def test_what_is_set_before_the_step_is_of_this_step(make, num_calls, harness, tmp_path):
     """Speculative updates too, that are rolled back; and where updates beside the backward have the run begin again."""
     places = [{"alpha": 0.5}, {"accumulate": True}] + [{"alpha": 0.5, "clip": "speculative"}] * (make is clipped)

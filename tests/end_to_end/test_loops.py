@@ -222,12 +222,12 @@ def all_outputs():
 @pytest.mark.parametrize(
     "loop", [pytest.param(loop, marks=[pytest.mark.slow] * (loop in (a_sum, one_after_the_other))) for loop in LOOPS]
 )
-def test_a_loop_learns_what_plain_pytorch_does_wherever_data_is(loop, harness, tmp_path):
+@pytest.mark.parametrize(  # all of them fast: `test_r_drop`, and `test_a_penalty_is_in_the_norm_that_is_clipped_by`
+    "places", [("on SSD", "on a device, mixed"), pytest.param((*PLACES,), marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_a_loop_learns_what_plain_pytorch_does_wherever_data_is(loop, places, harness, tmp_path):
     wanted = plainly_learned(plain_sgd, loop)
-    found = [
-        learned(harness, sgd, loop, options(tmp_path / f"{number}", **place))
-        for number, place in enumerate(PLACES.values())
-    ]
+    found = [learned(harness, sgd, loop, options(tmp_path / place, **PLACES[place])) for place in places]
     assert_alike(found[0], wanted)
     for each in found[1:]:
         assert_same(each, found[0])

@@ -128,7 +128,9 @@ def test_states_are_shown_and_come_back(harness, tmp_path, masters, state_dtype)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "trained"), [(torch.float64, True), (torch.float16, True), (torch.float8_e4m3fn, False)], ids=str
+    ("dtype", "trained"),
+    [pytest.param(torch.float64, True, marks=pytest.mark.slow), (torch.float16, True), (torch.float8_e4m3fn, False)],
+    ids=str,
 )
 def test_what_does_not_go_together_is_refused(tmp_path, dtype, trained):
     model = mixed()

@@ -46,7 +46,7 @@ def clipping(clips):
     return lambda groups: adamw(groups, **({"max_grad_norm": 0.05} if clips else {}))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param(each, marks=[pytest.mark.slow] * (each == "half")) for each in PLACES])
 def test_the_same_bits_wherever_data_is_stored(place, harness, storage, expected):
     clips = "clip" in PLACES[place]
     found = harness.train(clipping(clips), options(storage, piece_tokens=5, layer_tokens=5, **PLACES[place]), 3)

@@ -25,17 +25,22 @@ def exported(directory: Path, target: Path, **what: bool) -> dict[str, torch.Ten
     return {name: each for file in done["files"] for name, each in load_file(target / file).items()}
 
 
-@pytest.mark.parametrize("precision", ["model", "bf16"])
+PLACES = {
+    "on drives": {},
+    "in both": {"ratios": {"parameter": 0.5, "optimizer": 0.3}, "alpha": 0.3},
+    "in memory": {"ratios": {"parameter": 1.0, "optimizer": 1.0, "checkpoint": 1.0}},
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("place", "precision"),
     [
-        {},
-        {"ratios": {"parameter": 0.5, "optimizer": 0.3}, "alpha": 0.3},
-        {"ratios": {"parameter": 1.0, "optimizer": 1.0, "checkpoint": 1.0}},
+        *((place, "model") for place in PLACES),
+        *(pytest.param(place, "bf16", marks=[pytest.mark.slow] * (place != "in both")) for place in PLACES),
     ],
-    ids=["on drives", "in both", "in memory"],
 )
-def test_a_run_is_exported_bit_for_bit(tmp_path, precision, changes):
+def test_a_run_is_exported_bit_for_bit(tmp_path, place, precision):
+    changes = PLACES[place]
     storage = tmp_path / "one", tmp_path / "other"
     learned = shared(precision).train(adamw, {**options(storage, **changes), "durability": "step"}, NUM_STEPS)
     for directory in storage:

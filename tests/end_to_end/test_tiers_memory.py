@@ -93,8 +93,14 @@ def test_what_lanes_work_on_is_over_before_a_larger_step_is_mapped(storage, monk
     assert under_way == [bool(line)]
 
 
-@pytest.mark.parametrize("clip", [None, "speculative"])
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("alpha", "clip"),
+    [
+        (0.0, None),
+        (0.5, "speculative"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.5, None), (0.0, "speculative"))),
+    ],
+)
 def test_nothing_is_mapped_or_pinned_after_the_first_step(storage, monkeypatch, alpha, clip):
     """Whether there are late updates, in an evaluation, and when all updates are brought to an end."""
     harness, made = harness_of(), []

@@ -86,9 +86,10 @@ def test_a_process_that_ends_leaves_nothing(tmp_path, what):
     assert not [name for name in files_in(tmp_path) if "greedysnake-run" in name]
 
 
-@pytest.mark.parametrize(("what", "code"), [("SIGTERM", 128 + 15), pytest.param("SIGINT", -2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "code"), [("SIGTERM", 128 + 15), ("SIGINT", -2)])
 def test_a_run_that_is_asked_to_end_leaves_nothing(tmp_path, what, code):
-    """Fault 8: SIGTERM left its files."""
+    """Fault 8: SIGTERM left its files. durable/test_kills.py has a process that is forked, among the fast tests."""
     with run(tmp_path, what) as process:
         assert process.stdout.readline() == "trained\n"
         time.sleep(random.uniform(0, 0.5))

@@ -142,8 +142,15 @@ def read(folder, storage, **given):
     return gs_compile.from_pretrained(AutoModelForCausalLM, folder, storage=storage, **given)
 
 
-@pytest.mark.parametrize("frozen", [None, "nf4"])
-@pytest.mark.parametrize("form", [GPTQ, AWQ, compressed()], ids=lambda form: form["quant_method"])
+@pytest.mark.parametrize(  # what is encoded then has no form
+    ("form", "frozen"),
+    [
+        *((form, None) for form in (GPTQ, AWQ, compressed())),
+        (GPTQ, "nf4"),
+        *(pytest.param(form, "nf4", marks=pytest.mark.slow) for form in (AWQ, compressed())),
+    ],
+    ids=lambda each: each["quant_method"] if isinstance(each, dict) else each,
+)
 def test_weights_are_decoded_as_they_are_read(form, frozen, tmp_path):
     """And encoded then, where that is asked for."""
     wanted = saved(form, tmp_path / "saved")
@@ -159,7 +166,7 @@ def test_weights_are_decoded_as_they_are_read(form, frozen, tmp_path):
     assert not hasattr(model.config, "quantization_config")
 
 
-@pytest.mark.parametrize("frozen", [None, "nf4"])
+@pytest.mark.parametrize("frozen", [pytest.param(None, marks=pytest.mark.slow), "nf4"])  # None: as any bf16 on storage
 def test_what_was_decoded_is_trained(frozen, tmp_path):
     saved(GPTQ, tmp_path / "saved")
     model = read(tmp_path / "saved", tmp_path / "storage", frozen=frozen)

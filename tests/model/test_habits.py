@@ -39,13 +39,18 @@ def one(request, tmp_path_factory):
         yield found
 
 
-@pytest.fixture
-def pair(one):
-    """The model on the tiers, and a copy in memory; values on the tiers are what they were afterwards."""
+@pytest.fixture(scope="module")
+def memory(one):
+    """A copy in memory, which nothing changes."""
     with gs_compile.materialize(one.model):
-        memory = copy.deepcopy(one.model)
+        return copy.deepcopy(one.model)
+
+
+@pytest.fixture
+def pair(one, memory):
+    """The model on the tiers, and a copy in memory to change; values on the tiers are what they were afterwards."""
     before = {name: value.clone() for name, value in one.model.state_dict().items()}  # what is read is not kept
-    yield one.model, memory
+    yield one.model, copy.deepcopy(memory)
     assert all(is_offloaded(parameter) for parameter in one.model.parameters())
     one.model.load_state_dict(before)
 
@@ -147,9 +152,9 @@ READS = {
 
 
 @pytest.mark.parametrize("habit", READS)
-def test_values_are_read(habit, pair):
-    tiered, memory = ({"result": READS[habit](model)} for model in pair)
-    found, wanted = (torch.utils._pytree.tree_leaves(each) for each in (tiered, memory))
+def test_values_are_read(habit, one, memory):
+    found, wanted = (torch.utils._pytree.tree_leaves([READS[habit](model)]) for model in (one.model, memory))
+    assert all(is_offloaded(parameter) for parameter in one.model.parameters())
     assert len(found) == len(wanted)
     for mine, theirs in zip(found, wanted, strict=True):
         if isinstance(theirs, torch.Tensor):
@@ -249,12 +254,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("habit", REFUSED)
-def test_what_cannot_work_is_refused(habit, pair):
-    model, _ = pair
+def test_what_cannot_work_is_refused(habit, one):
+    model = one.model
     before = model.state_dict()
     change, message = REFUSED[habit]
     with pytest.raises(ReleasedParameterError, match=message):
         change(model)
+    assert all(is_offloaded(parameter) for parameter in model.parameters())
     same_tensors(model.state_dict(), before)
 
 

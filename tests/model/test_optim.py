@@ -31,7 +31,7 @@ KEEPS_CAPTURES = True
     ("ours", "theirs", "settings"),
     [
         (gs_compile.AdamW, torch.optim.AdamW, {"lr": 1e-3, "betas": (0.8, 0.95)}),
-        (gs_compile.Adam, torch.optim.Adam, {"lr": 1e-3}),
+        pytest.param(gs_compile.Adam, torch.optim.Adam, {"lr": 1e-3}, marks=pytest.mark.slow),
         (gs_compile.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
     ],
     ids=str,

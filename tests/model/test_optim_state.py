@@ -24,7 +24,8 @@ import gs_compile
 from gs_compile.errors import LaneError, MasterWarning, OptimizerError, ReleasedParameterError, StepOrderError
 
 KEEPS_CAPTURES = True
-EACH = [("AdamW", "model"), ("Lion", "model"), ("AdamW", "bf16"), ("Muon", "model"), ("Muon", "bf16")]
+EACH = [("Lion", "model"), ("AdamW", "bf16"), ("Muon", "bf16")]  # without masters, and with them
+EACH += [pytest.param(name, "model", marks=pytest.mark.slow) for name in ("AdamW", "Muon")]
 
 
 @pytest.mark.parametrize(("name", "precision"), EACH)
@@ -96,7 +97,7 @@ def test_a_state_that_waits_for_the_first_call_is_still_there():
     ("ours", "theirs", "chosen"),
     [
         (gs_compile.AdamW, torch.optim.AdamW, {"lr": 1e-3}),
-        (gs_compile.Adam, torch.optim.Adam, {"lr": 1e-3}),
+        pytest.param(gs_compile.Adam, torch.optim.Adam, {"lr": 1e-3}, marks=pytest.mark.slow),
         (gs_compile.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
     ],
 )

@@ -173,10 +173,11 @@ def test_fp64_is_its_own_master():
     assert (workload.dtype, size(workload, 0).itemsize, size(workload, 0).has_master) == ("fp32", 8, False)
 
 
-def test_a_plan_counts_the_workspace_at_its_own_micro_batch_size():
+def test_a_plan_counts_the_workspace_at_its_own_micro_batch_size(captured_once):
     """A layer's parameter gradients are in it once, whatever the micro-batch: scaled from one sample it is too much."""
     given = {"machine": "a100", "sequence": zoo.TOKENS, "micro_batch_size": 4, "num_micro_batches": 2}
-    planner = planner_of(zoo.configuration("gpt2"), Request(**given, recompute="all"))
+    config, planners = captured_once
+    planner = planner_of(config, Request(**given, recompute="all"), planners.values())
     spec = planner.workloads.captured("vertical")
     one, four = spec.workload(1).costs[0].workspace_nbytes, spec.workload(4).costs[0].workspace_nbytes
     found = planner.plan()

@@ -182,13 +182,12 @@ def _serve(pipe: Connection, info: Info, environment: dict[str, str], initialize
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if initialize:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    Harness.are_kept = True  # in a case
+    Harness.are_kept = True  # in a case, and the usual model's, which the server has made
     while (job := pipe.recv()) is not None:
         case, tmp_path, given = job
         with (tmp_path / f"rank{info.rank}.txt").open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        Harness.forget_captures()
         gc.collect()
         gc.freeze()
         try:

@@ -8,13 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 from launch import Fleet
-from tiered import Harness, gpt2, loss_of, options, tokens, two_groups
+from tiered import gpt2, loss_of, options, shared, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import LaneError, OptimizerError, RankError, StorageError
@@ -24,11 +26,13 @@ from gs_compile.runtime.storage.folder import Folder
 LIMIT = 60  # seconds: the others end at once; what is more is a loaded machine
 
 
-def begin(tmp_path, num_layers=2, groups=torch.nn.Module.parameters, **changes):
-    model = gpt2(num_layers)
-    optimizer = gs_compile.AdamW(groups(model), lr=1e-2)
-    model.compile(backend="greedysnake", options=options(tmp_path / "storage", **changes))
-    return model, optimizer
+@contextmanager
+def begun(tmp_path, sizes=MappingProxyType({}), groups=torch.nn.Module.parameters, **changes):
+    """The usual model, which is captured already, or one of other sizes; and its optimizer."""
+    harness = shared(**sizes)
+    given = options(tmp_path / "storage", **changes)
+    with harness.fresh(lambda _: gs_compile.AdamW(groups(harness.model), lr=1e-2), given) as optimizer:
+        yield harness.model, optimizer
 
 
 def step(model, optimizer, ids):
@@ -60,11 +64,11 @@ def refused(info, tmp_path, mine, others, rows=4):
     given = dict(mine if info.rank == 1 else others)
     ids = tokens(0, rows if info.rank == 1 else 4).to(given.pop("dtype", torch.int64))
     loads = given.pop("loads", False)
-    model, optimizer = begin(tmp_path, **given)
-    if loads:
-        optimizer.load_state_dict(states())
-    with pytest.raises(RankError) as caught:
-        step(model, optimizer, ids)
+    with begun(tmp_path, **given) as (model, optimizer):
+        if loads:
+            optimizer.load_state_dict(states())
+        with pytest.raises(RankError) as caught:
+            step(model, optimizer, ids)
     return str(caught.value)
 
 
@@ -73,7 +77,7 @@ def refused(info, tmp_path, mine, others, rows=4):
     [
         ({"micro_batch_size": 1}, {}, "the option micro_batch_size is 2 on rank 0; 1 on rank 1."),
         ({"dtype": torch.int32}, {}, "the dtype of input_ids is torch.int64 on rank 0; torch.int32 on rank 1."),
-        ({"num_layers": 3}, {"num_layers": 2}, "what unit 2 has is absent on rank 0; torch.float32 (32,) in group 0, "),
+        ({"sizes": {"num_layers": 3}}, {}, "what unit 2 has is absent on rank 0; torch.float32 (32,) in group 0, "),
         ({"groups": one_moved}, {"groups": two_groups}, "what unit h has is torch.float32 (32,) in group 1, torch."),
         ({"loads": True}, {}, "the number of steps behind it is 0 on rank 0; 1 on rank 1."),
     ],
@@ -110,18 +114,14 @@ AMID = ("a late rate", "a dropped step", "a dropped backward")  # between the fi
 
 
 def differs(info, tmp_path):
-    """Something comes on one rank alone between two steps, or is another there: the refusal of each. One capture is
-    enough for all.
-    """
-    harness = Harness(gpt2)
-    return {what: differs_in(what, info, harness, tmp_path) for what in ALONE}
+    """Something comes on one rank alone between two steps, or is another there: the refusal of each."""
+    return {what: differs_in(what, info, tmp_path) for what in ALONE}
 
 
-def differs_in(what, info, harness, tmp_path):
-    model, beside = harness.model, [torch.nn.Parameter(torch.zeros(1))] if what == "a parameter" else []
+def differs_in(what, info, tmp_path):
+    beside = [torch.nn.Parameter(torch.zeros(1))] if what == "a parameter" else []
     changes = {"durability": 2} if what == "a commit" else {"accumulate": True} if what in AMID else {}
-    given = options(tmp_path / "storage", **changes)
-    with harness.fresh(lambda _: gs_compile.AdamW([*model.parameters(), *beside], lr=1e-2), given) as optimizer:
+    with begun(tmp_path, groups=lambda model: [*model.parameters(), *beside], **changes) as (model, optimizer):
         step(model, optimizer, tokens(0, 4))
         ways = {
             "a call": partial(model, input_ids=tokens(0, 4), labels=tokens(0, 4)),
@@ -160,11 +160,12 @@ def test_what_comes_on_one_rank_alone_is_refused_on_all(pair, tmp_path):
 
 def freezes(info, tmp_path):
     """Blocks are frozen between two steps."""
-    model, optimizer = begin(tmp_path)
-    step(model, optimizer, tokens(0, 4))
-    model.transformer.h.requires_grad_(False)
-    with pytest.raises(OptimizerError) as caught:
-        step(model, optimizer, tokens(1, 4))
+    with begun(tmp_path) as (model, optimizer):
+        step(model, optimizer, tokens(0, 4))
+        model.transformer.h.requires_grad_(False)
+        with pytest.raises(OptimizerError) as caught:
+            step(model, optimizer, tokens(1, 4))
+        model.transformer.h.requires_grad_(True)
     return str(caught.value)
 
 
@@ -174,10 +175,10 @@ def test_what_is_trained_is_not_changed_after_the_first_step(pair, tmp_path):
 
 
 def empty(info, tmp_path):
-    model, optimizer = begin(tmp_path)
-    step(model, optimizer, tokens(0, 4))
-    with pytest.raises(RankError) as caught:
-        steps(model, optimizer, 4 * (1 - info.rank))
+    with begun(tmp_path) as (model, optimizer):
+        step(model, optimizer, tokens(0, 4))
+        with pytest.raises(RankError) as caught:
+            steps(model, optimizer, 4 * (1 - info.rank))
     return str(caught.value)
 
 
@@ -193,13 +194,12 @@ def test_a_rank_without_a_first_batch_is_refused_on_all(pair, tmp_path):
 
 def breaks(info, tmp_path):
     """The drive of one rank fails in a later step."""
-    model, optimizer = begin(tmp_path)
-    step(model, optimizer, tokens(0, 4))
 
     def broken(*args):
         raise StorageError(5, "the drive is gone")
 
-    with pytest.MonkeyPatch.context() as patched:
+    with begun(tmp_path) as (model, optimizer), pytest.MonkeyPatch.context() as patched:
+        step(model, optimizer, tokens(0, 4))
         if info.rank == 1:
             patched.setattr(ssd, "move_block", broken)
         with pytest.raises((RankError, LaneError)) as caught:
@@ -217,11 +217,11 @@ def test_a_lane_that_fails_on_one_rank_ends_all(pair, tmp_path):
 
 
 def trains(info, tmp_path):
-    model, optimizer = begin(tmp_path)
-    step(model, optimizer, tokens(0, 4))
-    (tmp_path / f"ready{info.rank}").touch()
-    while True:
-        steps(model, optimizer, 4)
+    with begun(tmp_path) as (model, optimizer):
+        step(model, optimizer, tokens(0, 4))
+        (tmp_path / f"ready{info.rank}").touch()
+        while True:
+            steps(model, optimizer, 4)
 
 
 @pytest.mark.timeout(900)

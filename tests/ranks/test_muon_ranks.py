@@ -14,7 +14,7 @@ from tiered import Harness, gpt2, loss_of, muon, options, outcome, step, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 KEEPS_CAPTURES = True  # each process captures its own
-NUM_STEPS = 4
+NUM_STEPS = 3
 TOLERANCE = 1e-11  # the relative distance of a tensor in float64, as in end_to_end/test_muon_runs.py
 
 

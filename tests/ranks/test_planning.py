@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from tiered import BATCH, Harness, adamw, gpt2, options, outcome, tokens
+from tiered import BATCH, adamw, options, outcome, shared, tokens
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
@@ -40,7 +40,7 @@ def learn(harness, given, rows=BATCH):
 
 def plans(info, tmp_path):
     """The second rank has less memory: some is left to choose how to use."""
-    harness = Harness(gpt2)
+    harness = shared()
     given = options(tmp_path, alpha=0.0), options(tmp_path, alpha=0.0, ratios=dict.fromkeys(CHOSEN, 1.0))
     (_, small, values), (_, large, _) = (learn(harness, each) for each in given)
     budget = (peak(small, "host") + peak(large, "host")) // 2 + (1 - info.rank) * 2**20
@@ -74,7 +74,7 @@ def test_ranks_have_one_plan(pair, tmp_path):
 
 def larger(info, tmp_path):
     """The second rank's batch needs all memory but a little, were all of it kept there."""
-    harness, rows = Harness(gpt2), 2 + 38 * info.rank
+    harness, rows = shared(), 2 + 38 * info.rank
     _, program, _ = learn(harness, options(tmp_path, alpha=0.0, ratios=dict.fromkeys(CHOSEN, 1.0)), rows)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "host_budget", lambda *_: peak(program, "host") + (-8192 if info.rank else 2**20))

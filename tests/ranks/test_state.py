@@ -35,21 +35,24 @@ from gs_compile.model.materialize import on_first_rank
 KEEPS_CAPTURES = True  # each process captures its own
 
 
-def saves(info, tmp_path, precision):
+def saves(info, tmp_path, precision, goes_on):
     one = Learner(info, tmp_path, precision=precision)
     one.train(0, 1)
     model, optimizer = get_state_dict(one.model, one.optimizer)
     checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "2")
     found = {"saved": one.values()}
-    one.train(2)
-    return found | {"trained": one.values()}
+    if goes_on:
+        one.train(2)
+        found["trained"] = one.values()
+    return found
 
 
-def loads(info, tmp_path, precision, source, target=None):
+def loads(info, tmp_path, precision, source, goes_on, target=None):
+    """On ranks that then train, or store all once more."""
     folder = tmp_path / f"on{info.number}"
     folder.mkdir(exist_ok=True)
     one = Learner(info, folder, seed=1 + info.rank, precision=precision)
-    one.call() if target else one.train(7)
+    one.train(7) if goes_on else one.call()
     model, optimizer = get_state_dict(one.model, one.optimizer)
     checkpoint.load(state := {"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / source)
     set_state_dict(one.model, one.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"])
@@ -57,9 +60,10 @@ def loads(info, tmp_path, precision, source, target=None):
     if target:
         model, optimizer = get_state_dict(one.model, one.optimizer)
         checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / target)
-        return found
-    one.train(2)
-    return found | {"trained": one.values()}
+    if goes_on:
+        one.train(2)
+        found["trained"] = one.values()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -73,13 +77,16 @@ def loads(info, tmp_path, precision, source, target=None):
     ],
 )
 def test_from_two_ranks_to_others_and_back(precision, numbers, back, pair, tmp_path):
-    saved, other = pair.run(saves, tmp_path, precision=precision)
-    same_tensors(other["trained"], saved["trained"])
+    saved, other = pair.run(saves, tmp_path, precision=precision, goes_on=back)
+    for name, values in saved.items():
+        same_tensors(other[name], values)
     for number in numbers:
+        given = {"precision": precision, "source": "2", "goes_on": False, "target": f"{number}" if back else None}
         with Fleet(number) as fleet:
-            for each in fleet.run(loads, tmp_path, precision=precision, source="2", target=f"{number}"):
+            for each in fleet.run(loads, tmp_path, **given):
                 same_tensors(each["loaded"], saved["saved"])
-    for each in pair.run(loads, tmp_path, precision=precision, source=f"{number}") if back else ():
+    given = {"precision": precision, "source": f"{number}", "goes_on": True}
+    for each in pair.run(loads, tmp_path, **given) if back else ():
         same_tensors(each["loaded"], saved["saved"])
         same_tensors(each["trained"], saved["trained"])
 

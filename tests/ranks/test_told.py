@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from tiered import Harness, adamw, gpt2, loss_of, options, tokens
+from tiered import adamw, loss_of, options, shared, tokens
 
 from gs_compile.runtime.storage.stored import FOLDER
 from gs_compile.status import file
@@ -12,7 +12,7 @@ from gs_compile.status import file
 
 def tells(info, tmp_path):
     """This rank's own loss, which the script then adds up over ranks in place, and what its status file says."""
-    harness = Harness(gpt2)
+    harness = shared()
     given = {**options(tmp_path / "storage"), "report": tmp_path / "run.html"}
     with harness.fresh(adamw, given) as one:
         loss = loss_of(harness.model, tokens(info.rank))

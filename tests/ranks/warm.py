@@ -12,7 +12,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.tensor
 import transformers
 import zoo  # noqa: F401
-from tiered import Harness, adamw, capture_cheaply, collect_seldom, gpt2, options
+from tiered import adamw, capture_cheaply, collect_seldom, options, shared
 
 for name in ("GPT2LMHeadModel", "MixtralForCausalLM", "T5ForConditionalGeneration", "Trainer"):
     getattr(transformers, name)  # imported as it is first asked for: each rank would do it
@@ -20,7 +20,6 @@ torch.set_num_threads(1)
 capture_cheaply()
 figures.give()
 with tempfile.TemporaryDirectory() as folder:
-    Harness(gpt2).train(adamw, options(folder), num_steps=1)
-Harness.forget_captures()
+    shared().train(adamw, options(folder), num_steps=1)  # each rank has the capture of the usual model
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the run has taken
 collect_seldom()

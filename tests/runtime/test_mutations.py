@@ -82,6 +82,12 @@ def named(mutation):
 
 
 MUTATIONS |= {named(each): each for each in LINES}
+BY_LINES = {  # each of whose lines is left out by itself
+    "what is launched has no ticket",
+    "readers of a value are forgotten",
+    "changes of a value are forgotten",
+    "who has left a range that is in use is forgotten",
+}
 
 ON_HOST = [  # where a CPU computes: in the slab, beside the lanes
     (TieredExecutor, "_made", "join_all(former, None)  # a checkpoint is copied here and now"),
@@ -216,7 +222,9 @@ def host_memory(harness, tmp_path_factory):
     return int(re.findall(r"\((\d+) bytes\) of it at least", str(refusal.value))[0])
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize(
+    "mutation", [pytest.param(each, marks=[pytest.mark.slow] * (each in BY_LINES)) for each in MUTATIONS]
+)
 def test_without_it_something_is_not_ordered(harness, host_memory, tmp_path, monkeypatch, mutation):
     owner, name, changed = MUTATIONS[mutation]
     monkeypatch.setattr(owner, name, without(owner, name, changed) if isinstance(changed, str) else changed)
