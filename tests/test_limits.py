@@ -227,12 +227,13 @@ def test_each_line_of_the_page_has_a_test():
 
 
 def test_a_line_without_a_test_is_found():
-    case: Case = (HERE, "test_a_line_without_a_test_is_found", "case")
+    path = "test_limits.py"
+    case: Case = (path, "test_a_line_without_a_test_is_found", "case")
     assert lines("* One\n  line.\n* Another.\n\nText\n") == ["One line.", "Another."]
     assert untested(["One line."], {"One": [case]}) == []
     assert untested(["One line."], {}) == ["no row: One line."]
     assert untested([], {"One": [case]}) == ["no such line: One"]
-    assert len(untested(["One line."], {"One": [(HERE, "lines", "no such words"), (HERE, "nobody", "")]})) == 2
+    assert len(untested(["One line."], {"One": [(path, "lines", "no such words"), (path, "nobody", "")]})) == 2
 
 
 # What no other module tests -------------------------------------------------------------------------------------------
