@@ -36,8 +36,11 @@ def missing() -> str:
 def load() -> ModuleType:
     """The module; other processes that build it are waited for.
 
-    It is built from copies: of sources at another path, in another checkout, ninja would build it again.
+    It is built from copies, against torch where it really is: of sources, or an environment, at another path, in another
+    checkout, ninja would build it again.
     """
+    for path in ("_TORCH_PATH", "TORCH_LIB_PATH"):
+        setattr(cpp_extension, path, str(Path(getattr(cpp_extension, path)).resolve()))
     scripts = sysconfig.get_path("scripts")  # ninja's, where it was installed with the tests
     folder = Path(cpp_extension._get_build_directory(NAME, verbose=False))
     with (folder.parent / f"{NAME}.lock").open("w") as lock:

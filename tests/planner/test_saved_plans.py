@@ -72,7 +72,7 @@ def test_whole_programs_are_what_the_columns_say(separate, share):
 
 @pytest.mark.parametrize(
     ("alpha", "number_of_machines"),
-    [(0.0, 5), pytest.param(0.0, 20, marks=pytest.mark.slow), pytest.param(None, 20, marks=pytest.mark.slow)],
+    [(0.0, 3), pytest.param(0.0, 20, marks=pytest.mark.slow), pytest.param(None, 20, marks=pytest.mark.slow)],
 )
 def test_a_step_is_never_slower_for_what_it_saves(alpha, number_of_machines):
     """Of random machines and budgets; on some of them it is faster."""
