@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from gs_compile.placement.cut import turn
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.users import Users
-from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Value, homed
+from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value, height, homed
 
 # In the stage: at its start; after the computation that makes the value (made); before the one that reads it, one
 # micro-batch ahead where it is copied (read), or two or more (ahead); piece k beside micro-batch k (piece); after all
@@ -130,8 +130,10 @@ class _StageAssigner:
         self.staged: IssuePoint | None = None  # before who reads the latest that was brought ahead
         late = [op.into[0] for op in program.ops if op.verb == "update" and op.stage == FILL]
         self.late = {placement.by_unit[value.unit].group_of(value).when for value in late}
-        units = dict.fromkeys(value.unit for value in late)
-        self.first_stage = {unit: place for place, unit in enumerate(units)}  # one by one, if nothing else runs
+        # One by one, if nothing else runs, and as far apart as in a step: `slab` has late parameters in the memory of
+        # gradients that are used before.
+        in_order = sorted(placement.units, key=lambda unit: height(unit.unit))
+        self.first_stage: dict[Unit | None, int] = {unit.unit: number for number, unit in enumerate(in_order)}
         for op in reversed(program.ops):
             if op.verb == "gather":
                 self.first_stage[op.results[0].unit] = self.index[op.stage]

@@ -37,6 +37,13 @@ def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative,
         assert all(offset % PAGE_NBYTES == 0 for offset in program.offsets.values())
 
 
+def test_late_updates_alone_are_as_far_apart_as_in_a_step_where_layers_between_have_none():
+    """Else the head's parameters come into the memory of the embedding's gradients before these are used."""
+    shape = replace(PLAIN, frozen=frozenset({0, 1}), first_grad="e")
+    placement = place(3, 1, shape, Options(alpha=1.0, parameter_ratio=1.0, optimizer_ratio=0.0, most_numel=4096))
+    assert flush(3, placement)[-1].ops
+
+
 def test_two_values_in_one_place_are_found():
     placement = place(2, 2)
     program = lower(StepSpec(2, 2, placement=placement))[-1]
