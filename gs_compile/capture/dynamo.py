@@ -115,8 +115,10 @@ def _models() -> dict[str, weakref.ref[torch.nn.Module]]:
     """The models among the locals of the frame that Dynamo traces, by how the paths of what they have begin."""
     if current_compile_id() is None:
         return {}
-    frame = InstructionTranslator.current_tx().output.root_tx
-    found = ((name, each) for name, each in frame.f_locals.items() if isinstance(each, torch.nn.Module))
+    own = dict(InstructionTranslator.current_tx().output.root_tx.f_locals)
+    if isinstance(args := own.get("args"), tuple):  # of a decorator of the forward, as autocast's: the model is first
+        own.setdefault("self", next(iter(args), None))
+    found = ((name, each) for name, each in own.items() if isinstance(each, torch.nn.Module))
     return {"" if name == "self" else f"{name}.": weakref.ref(each) for name, each in found}
 
 

@@ -7,7 +7,6 @@ import json
 import re
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 
 import pytest
 import tiered
@@ -138,16 +137,6 @@ def test_a_backward_that_another_backend_compiles_late_is_its_own():
     for each in (plain, model):
         each(*batch())[1].backward()
     torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
-
-
-def test_parameters_have_their_names_where_the_forward_was_replaced():
-    """As Accelerate replaces it for autocast, and TRL for its head: a commit is compared with the model by names."""
-    model = GPT(num_layers=2)
-    for _ in range(2):
-        model.forward = MethodType(lambda self, *given, ordinary=model.forward: ordinary(*given), model)
-    train(compile_model(model), *batch())
-    names = {entry.path for entry in captured(model).inputs if entry.role == "parameter"}
-    assert names == dict(model.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("precision", ["model", "bf16"])
