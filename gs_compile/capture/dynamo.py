@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import CodeType
@@ -105,10 +105,11 @@ def capture(
         batch = [node for node in batch if _symbols(shapes[node][:1]) & symbols]
     where = "" if symbols else _fixed_at(batch, int(shapes[batch[0]][0]))
     inputs = [replace(e, role="batch") if node in batch else e for e, node in zip(inputs, nodes, strict=True)]
+    inputs = list(_named(inputs, example_inputs, models := _models()))
     as_tensors(module)
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
     autocast = next(filter(None, map(_autocast, sorted(devices))), None)
-    return Captured(module, tuple(inputs), frozenset(symbols), autocast, _models(), where)
+    return Captured(module, tuple(inputs), frozenset(symbols), autocast, models, where)
 
 
 def _fixed_at(batch: Sequence[fx.Node], size: int) -> str:
@@ -130,9 +131,32 @@ def _models() -> dict[str, weakref.ref[torch.nn.Module]]:
     """The models among the locals of the frame that Dynamo traces, by how the paths of what they have begin."""
     if current_compile_id() is None:
         return {}
-    frame = InstructionTranslator.current_tx().output.root_tx
-    found = ((name, each) for name, each in frame.f_locals.items() if isinstance(each, torch.nn.Module))
+    own = dict(InstructionTranslator.current_tx().output.root_tx.f_locals)
+    if isinstance(args := own.get("args"), tuple):  # of a decorator of the forward, as autocast's: the model is first
+        own.setdefault("self", next(iter(args), None))
+    found = ((name, each) for name, each in own.items() if isinstance(each, torch.nn.Module))
     return {"" if name == "self" else f"{name}.": weakref.ref(each) for name, each in found}
+
+
+def _named(
+    inputs: Iterable[Input], examples: Sequence[Any], models: Mapping[str, weakref.ref[torch.nn.Module]]
+) -> Iterator[Input]:
+    """The inputs, parameters and buffers by the names that their model has for them.
+
+    Dynamo may have come to them on another way, as where Accelerate or TRL have put a method in the place of the
+    forward: a commit, which is compared with the model by names, would never be that model's.
+    """
+    found = [(start, model) for start, each in models.items() if (model := each()) is not None]
+    names = {
+        f"{start}{name}": tensor
+        for start, model in found
+        for own in (model.named_parameters, model.named_buffers)
+        for name, tensor in own(remove_duplicate=False)
+    }
+    name_of = {id(tensor): name for name, tensor in reversed(names.items())}
+    for entry, example in zip(inputs, examples, strict=True):
+        is_own = entry.role not in ("parameter", "buffer") or entry.path in names
+        yield entry if is_own else replace(entry, path=name_of.get(id(example), entry.path))
 
 
 def is_foreign() -> bool:

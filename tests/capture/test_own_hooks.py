@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiered import adamw, options
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import GPT, assert_same_gradients, compile_model, gradients, loss_of, train
 
+from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import GraphBreakError, OptimizerError, ReleasedParameterError, UncapturedWarning
 from gs_compile.model.tiered_call import TieredCall
 
@@ -131,3 +133,16 @@ def test_a_step_inside_of_a_dispatch_mode_is_told_why_nothing_is_captured(teache
             optimizer.step()
         with pytest.raises(ReleasedParameterError, match=words):
             loss_of(teacher, *batch()).backward()
+
+
+@pytest.mark.parametrize(
+    "replaced", [lambda forward: lambda self, *given: forward(self, *given), torch.autocast("cpu", enabled=False)]
+)
+def test_parameters_have_their_names_where_the_forward_was_replaced(replaced):
+    """As TRL replaces it for its head, and Accelerate for autocast: a commit is compared with the model by names."""
+    model = GPT(num_layers=2)
+    model.forward = MethodType(replaced(GPT.forward), model)
+    train(compile_model(model), *batch())
+    (compilation,) = compilations_of[next(model.parameters())]
+    names = {entry.path for entry in compilation.captured.inputs if entry.role == "parameter"}
+    assert names == dict(model.named_parameters()).keys()
