@@ -171,7 +171,11 @@ LIMITS: dict[str, list[Case]] = {
         (HERE, "test_a_disabled_function_in_the_forward", "torch.compiler.disable"),
     ],
     "Models of images and texts": [
-        ("end_to_end/test_compiled_in_part.py", "test_a_model_that_reads_sizes_of_images_is_refused", "is not one graph"),
+        (
+            "end_to_end/test_compiled_in_part.py",
+            "test_a_model_that_reads_sizes_of_images_is_refused",
+            "is not one graph",
+        ),
         ("end_to_end/test_compiled_in_part.py", "test_its_language_model_learns_what_it_learns_in_plain_pytorch", ""),
     ],
     "Batches along another dimension than 0": [("capture/test_loss_refusals.py", "", "pairs the samples of the batch")],
