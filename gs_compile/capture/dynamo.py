@@ -98,6 +98,8 @@ def capture(
             raise _TraceAgain(restart_reason="greedysnake: symbolic batch dimension")
     if is_another:
         raise _TraceAgain(restart_reason="greedysnake: parameters have another dtype on the tiers")
+    if any(has_batch(_example(node))[0] and not _symbols(shapes[node][:1]) for node in batch):
+        symbols = set()  # what has a row for each sample is of a fixed size
     if symbols:  # Dynamo has shown which sizes were the batch's only by coincidence: they are fixed, or another's
         symbols -= others
         if not symbols:

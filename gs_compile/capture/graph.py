@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -194,11 +194,10 @@ class UnitGraph:
         """The placeholders that require a gradient."""
         return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)
 
-    @property
-    def differentiates_batch(self) -> bool:
-        """Whether an input of the batch, which it reads itself, gets a gradient."""
-        inputs = (index for index in self.differentiable if self.sources[index].kind == "input")
-        return any(self.specs[index].batch_dims for index in inputs)
+    def differentiates(self, batch: Container[int]) -> bool:
+        """Whether an input of the batch, which has these by index, gets a gradient here; also one of a fixed size."""
+        sources = (self.sources[place] for place in self.differentiable)
+        return any(source.kind == "input" and source.index in batch for source in sources)
 
     @property
     def device_type(self) -> str:

@@ -56,6 +56,7 @@ MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and 
 class SpecializedModel:
     """A captured model at one micro-batch size: its graph, its units and their code.
 
+    batch: the inputs of the captured graph that have a row for each sample, by index.
     costs: what is known of its units at all micro-batch sizes.
     """
 
@@ -64,6 +65,7 @@ class SpecializedModel:
     split: Split
     uniform: Uniform
     options: Options
+    batch: frozenset[int]
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
     alone: bool = False  # the micro-batch is the whole batch
     costs: dict[Unit, AllSizes] = field(default_factory=dict, compare=False, repr=False)
@@ -116,7 +118,7 @@ class SpecializedModel:
         The head's backward is apart where the loss, or its scale, is the user's own.
         """
         units, sides = self.split.by_unit, self.split.sides
-        given = {unit for unit in sides if units[unit].differentiates_batch}
+        given = {unit for unit in sides if units[unit].differentiates(self.batch)}
         first = min((trained & units.keys()) | given, key=height, default=EPILOGUE)
         trains, has_loss = bool(trained & units.keys()), "loss" in units[EPILOGUE].results
         is_head_apart = trains and (not has_loss or self.scales_gradients)
@@ -319,7 +321,8 @@ class Compilation:
         alike = uniform(cut, captured)
         self._warn(alike)
         costs = self.costs.setdefault((*self._key(sizes, 0), alone), {})
-        return SpecializedModel(micro_batch_size, separated, cut, alike, self.options, sizes, alone, costs)
+        batch = frozenset(index for index, entry in enumerate(captured.inputs) if entry.role == "batch")
+        return SpecializedModel(micro_batch_size, separated, cut, alike, self.options, batch, sizes, alone, costs)
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:
