@@ -20,7 +20,7 @@ from tiered import adamw, options
 from torch import nn
 
 import gs_compile
-from gs_compile.errors import GraphBreakError, OptimizerError, ReleasedParameterError
+from gs_compile.errors import OptimizerError, ReleasedParameterError
 from gs_compile.model.residency import stash
 
 ROOT, HERE = Path(__file__).resolve().parent.parent, "test_limits.py"
@@ -168,7 +168,7 @@ LIMITS: dict[str, list[Case]] = {
         ("capture/test_split_refusals.py", "test_batch_norm_changes_its_statistics", "changes its input or buffer"),
     ],
     "A function in the forward that is wrapped in `torch.compiler.disable`": [
-        (HERE, "test_a_disabled_function_in_the_forward", "torch.compiler.disable"),
+        ("end_to_end/test_compiled_in_part.py", "test_a_disabled_function_in_the_forward", "torch.compiler.disable"),
     ],
     "Models of images and texts": [
         (
@@ -360,25 +360,3 @@ def test_an_input_without_rows_that_requires_a_gradient(chooses):
         OptimizerError, match=r"shape \(8,\) requires a gradient, and has no row .*: detach it, or use a"
     ):
         chooses(ids(), shift=torch.ones(8, requires_grad=True))
-
-
-class Disabled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    @torch.compiler.disable
-    def chunked(self, x):
-        return x.chunk(2, dim=1)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.chunked(x)
-
-
-def test_a_disabled_function_in_the_forward():
-    model = Disabled()
-    model.compile(backend="greedysnake", options={"expert": {"compiler": "eager"}})
-    with pytest.raises(GraphBreakError, match=re.escape("torch.compiler.disable")):
-        model(torch.ones(2, 4))
