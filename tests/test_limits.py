@@ -1,7 +1,7 @@
 """Each line of docs/limits.md has a test that meets it, with the words that it is refused with.
 
 The table names, for how each line begins, who tests it: a function of a test module, and words that it expects. Lines
-that no other module tests are tested in `test_at_limits`.
+that no other module tests are tested here.
 """
 
 from __future__ import annotations
@@ -10,8 +10,20 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
-ROOT, HERE = Path(__file__).resolve().parent.parent, "test_at_limits.py"
+import pytest
+import torch
+from learner import distance
+from setups import SetUp, ids, tiny
+from tiered import adamw, options
+from torch import nn
+
+import gs_compile
+from gs_compile.errors import OptimizerError, ReleasedParameterError
+from gs_compile.model.residency import stash
+
+ROOT, HERE = Path(__file__).resolve().parent.parent, "test_limits.py"
 Case = tuple[str, str, str]  # file, function or "" for a table of the file's, words
 
 LIMITS: dict[str, list[Case]] = {
@@ -156,7 +168,7 @@ LIMITS: dict[str, list[Case]] = {
         ("capture/test_split_refusals.py", "test_batch_norm_changes_its_statistics", "changes its input or buffer"),
     ],
     "A function in the forward that is wrapped in `torch.compiler.disable`": [
-        (HERE, "test_a_disabled_function_in_the_forward", "torch.compiler.disable"),
+        ("end_to_end/test_compiled_in_part.py", "test_a_disabled_function_in_the_forward", "torch.compiler.disable"),
     ],
     "Models of images and texts": [
         (
@@ -237,3 +249,115 @@ def test_a_line_without_a_test_is_found():
 
 
 # What no other module tests -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def setup(tmp_path):
+    found = SetUp(tmp_path)
+    yield found
+    if found.optimizer is not None and found.optimizer.engine is not None:
+        found.optimizer.engine.tiers.close()
+
+
+def test_gradients_from_outside_before_the_first_call():
+    weight = nn.Parameter(torch.ones(3))
+    stash(weight)
+    with pytest.raises(ReleasedParameterError, match=r"has not been called yet.*: call the model first"):
+        weight.square().sum().backward()
+
+
+def test_on_several_ranks(setup, monkeypatch):
+    """What they refuse, they refuse before they ask each other anything."""
+    setup.call().backward()
+    setup.optimizer.step()
+    monkeypatch.setattr(setup.optimizer.engine, "ranks", SimpleNamespace(fail=lambda *_: None))
+    with pytest.raises(ReleasedParameterError, match="that several ranks share from a computation outside"):
+        setup.model.head.square().sum().backward()
+    for block in setup.model.blocks:
+        block.weight.requires_grad_(False)
+    with pytest.raises(OptimizerError, match=r"settles what is trained on several ranks\. Save the model"):
+        setup.model(ids())
+
+
+class Experts(nn.Module):
+    """Each is given the tokens that it is chosen for, by their indices, or in their order by expert."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8) / 9)
+        self.grouped = grouped
+
+    def forward(self, x_BTD):
+        x, chosen = x_BTD.flatten(0, 1), self.gate(x_BTD).softmax(-1).flatten(0, 1).max(-1)
+        y = torch.zeros_like(x)
+        if self.grouped:
+            order = chosen.indices.argsort(stable=True)
+            ends = torch.histc(chosen.indices.float(), 3, 0, 2).cumsum(0).int()
+            y[order] = nn.functional.grouped_mm(x[order].bfloat16(), self.experts.bfloat16(), offs=ends).float()
+        else:
+            for number, expert in enumerate(self.experts):
+                (token,) = torch.where(chosen.indices == number)
+                y[token] += (x[token].bfloat16() @ expert.bfloat16()).float()
+        return x_BTD + (y * chosen.values[:, None]).view_as(x_BTD)
+
+
+def routed(grouped: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = tiny()
+    model.blocks = nn.ModuleList(Experts(grouped) for _ in range(2))
+    return model
+
+
+def test_the_form_of_experts_that_errors_name(tmp_path):
+    """It learns what tokens by index do in plain PyTorch."""
+    model, plain = routed(grouped=True), routed(grouped=False)
+    optimizer, theirs = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    model.compile(backend="greedysnake", options=options(tmp_path, micro_batch_size=5))
+    losses = {}
+    for each, update in ((model, optimizer), (plain, theirs)):
+        losses[each] = each(ids())
+        losses[each].backward()
+        update.step()
+    assert float(losses[model].detach()) == pytest.approx(float(losses[plain].detach()), rel=1e-5)
+    assert distance(dict(model.state_dict()), dict(plain.state_dict())) < 1e-3  # products in bfloat16
+    optimizer.engine.tiers.close()
+
+
+class Chooses(nn.Module):
+    """Reads one of two tables, or an input that is no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.ParameterList(torch.randn(11, 8) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, ids, number=0, shift=None):
+        x = nn.functional.embedding(ids, self.words[number])
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return x.square().mean() if shift is None else (x + shift).square().mean()
+
+
+@pytest.fixture
+def chooses(tmp_path):
+    torch.manual_seed(0)
+    model = Chooses()
+    optimizer = adamw(list(model.parameters()))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    yield model
+    optimizer.engine.tiers.close()
+
+
+def test_a_call_that_reads_other_parameters(chooses):
+    chooses(ids())
+    with torch.no_grad():  # an evaluation may
+        torch.testing.assert_close(chooses(ids(), 1), chooses.forward(ids(), 1))
+    with pytest.raises(OptimizerError, match=r"in unit e that the first call did not: call the model the same way in"):
+        chooses(ids(), 1)
+
+
+def test_an_input_without_rows_that_requires_a_gradient(chooses):
+    with pytest.raises(
+        OptimizerError, match=r"shape \(8,\) requires a gradient, and has no row .*: detach it, or use a"
+    ):
+        chooses(ids(), shift=torch.ones(8, requires_grad=True))

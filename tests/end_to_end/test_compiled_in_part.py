@@ -1,11 +1,14 @@
-"""Qwen2.5-VL reads the sizes of images as numbers: of such a model the part that has the layers is compiled."""
+"""Models of which the part that has the layers is compiled, as Qwen2.5-VL, which reads sizes of images as numbers."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 from learner import distance
 from tiered import options
+from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import gs_compile
@@ -67,3 +70,25 @@ def test_its_language_model_learns_what_it_learns_in_plain_pytorch(tmp_path):
     found = learned(model, optimizer)
     assert distance(found, learned(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS))) < 1e-5
     optimizer.engine.tiers.close()
+
+
+class Disabled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    @torch.compiler.disable
+    def chunked(self, x):
+        return x.chunk(2, dim=1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.chunked(x)
+
+
+def test_a_disabled_function_in_the_forward():
+    model = Disabled()
+    model.compile(backend="greedysnake", options={"expert": {"compiler": "eager"}})
+    with pytest.raises(GraphBreakError, match=re.escape("torch.compiler.disable")):
+        model(torch.ones(2, 4))
