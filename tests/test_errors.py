@@ -142,6 +142,19 @@ def test_the_batch_size_in_the_models_code():
     compile_model(Fixed(), 5)(*batch())[1].backward()  # the remedy of the message
 
 
+def test_samples_that_are_the_tensors_of_a_list():
+    class Listed(GPT):
+        def forward(self, rows):
+            ids = torch.cat(rows)
+            return super().forward(ids, ids)
+
+    rows = list(batch()[0].split(1))
+    message = refused(CaptureError, Listed(), rows)
+    assert message.startswith("the samples of the batch are the 5 tensors of rows, and micro-batches are cut from ")
+    torch._dynamo.reset()
+    compile_model(Listed(), 5)(rows)[1].backward()  # a remedy of the message
+
+
 # Inputs ----------------------------------------------------------------------------------------------------------------
 
 

@@ -236,7 +236,8 @@ def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.
     """Those of the placeholders that have the batch dimension.
 
     The batch size is dimension 0 of the first tensor with two dimensions or more that the user passed (else of the
-    first with one); every tensor passed with that size in dimension 0 has the batch there.
+    first with one); every tensor passed with that size in dimension 0 has the batch there. A row that all samples
+    share, as the places of tokens often are, is passed over.
     """
     tensors = [node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "constant"]
     passed = [node for node in tensors if _example(node).dim() > 0 and _is_passed_by_user(_source(node))]
@@ -246,7 +247,9 @@ def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.
             f"the model was called without a tensor that has a batch dimension (inputs found: {found}); pass tensors "
             "with the batch along dimension 0, such as input_ids of shape (batch, tokens)"
         )
-    first = next((node for node in passed if _example(node).dim() > 1), passed[0])
+    wide = {node: tuple(map(hint, _example(node).shape)) for node in passed if _example(node).dim() > 1}
+    several = {shape[1:] for shape in wide.values() if shape[0] > 1}
+    first = next((node for node, shape in wide.items() if shape[0] > 1 or shape[1:] not in several), passed[0])
     return [node for node in passed if hint(_example(node).shape[0]) == hint(_example(first).shape[0])]
 
 
