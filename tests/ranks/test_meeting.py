@@ -24,8 +24,10 @@ from gs_compile.runtime.storage.folder import Folder
 LIMIT = 60  # seconds: the others end at once; what is more is a loaded machine
 
 
-def begin(tmp_path, num_layers=2, groups=torch.nn.Module.parameters, **changes):
+def begin(tmp_path, num_layers=2, groups=torch.nn.Module.parameters, *, renames=False, **changes):
     model = gpt2(num_layers)
+    if renames:
+        model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f)
     optimizer = gs_compile.AdamW(groups(model), lr=1e-2)
     model.compile(backend="greedysnake", options=options(tmp_path / "storage", **changes))
     return model, optimizer
@@ -73,8 +75,17 @@ def refused(info, tmp_path, mine, others, rows=4):
     [
         ({"micro_batch_size": 1}, {}, "the option micro_batch_size is 2 on rank 0; 1 on rank 1."),
         ({"dtype": torch.int32}, {}, "the dtype of input_ids is torch.int64 on rank 0; torch.int32 on rank 1."),
-        ({"num_layers": 3}, {"num_layers": 2}, "what unit 2 has is absent on rank 0; torch.float32 (32,) in group 0, "),
-        ({"groups": one_moved}, {"groups": two_groups}, "what unit h has is torch.float32 (32,) in group 1, torch."),
+        (
+            {"num_layers": 3},
+            {"num_layers": 2},
+            "what unit 2 has is absent on rank 0; transformer.h.2.ln_1.weight torch.float32 (32,) in group 0, ",
+        ),
+        (
+            {"groups": one_moved},
+            {"groups": two_groups},
+            "what unit h has is transformer.ln_f.weight torch.float32 (32,) in group 1, ",
+        ),
+        ({"renames": True}, {}, "what unit h has is transformer.ln_f"),
         ({"loads": True}, {}, "the number of steps behind it is 0 on rank 0; 1 on rank 1."),
     ],
 )
