@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 from zoo import GPT, TOKENS, WIDTH, Block, batch, compile_model, train
 
@@ -153,6 +154,19 @@ def test_samples_that_are_the_tensors_of_a_list():
     assert message.startswith("the samples of the batch are the 5 tensors of rows, and micro-batches are cut from ")
     torch._dynamo.reset()
     compile_model(Listed(), 5)(rows)[1].backward()  # a remedy of the message
+
+
+def test_an_exchange_with_other_ranks_in_the_forward():
+    class Counts(GPT):
+        def forward(self, ids, labels):
+            dist.all_reduce(count := (labels > 3).sum().float())
+            return super().forward(ids)[0].mean(2).mul(labels > 3).sum() / count
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert "the model's forward exchanges values with other ranks (" in refused(CaptureError, Counts())
+    finally:
+        dist.destroy_process_group()
 
 
 # Inputs ----------------------------------------------------------------------------------------------------------------
