@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gs_compile.errors import OptionError
+from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
 from gs_compile.runtime.alarm import ending_error
-from gs_compile.runtime.stream import network_backend
+from gs_compile.runtime.stream import network_backend, num_groups
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Place:
     replicas: tuple[tuple[int, ...], ...]
     row: int
     rank: int  # in its row
-    backend: str  # of the group that the user gave
-    group: Any  # that one, where it has everyone
+    backend: str  # of the groups that the user gave
+    groups: tuple[Any, ...]  # these: that of everyone, or those of this rank's row and column
 
     @property
     def number(self) -> int:
@@ -45,15 +45,34 @@ class Place:
     def everyone(self) -> tuple[int, ...]:
         return tuple(sorted(name for row in self.replicas for name in row))
 
+    @property
+    def in_host_memory(self) -> tuple[Any, ...]:
+        """The user's groups, if they take tensors in host memory."""
+        return () if self.backend == "nccl" else self.groups
+
     def new_group(self, rows: Sequence[Sequence[int]], backend: str, limit: timedelta) -> Any:
         """A group of those of the `rows` that have this rank; all ranks call this with the same rows."""
         own, me = None, dist.get_rank()
+        if not self.is_world:
+            self._even_out(me, limit)
         for row in rows:
             if self.is_world or me in row:
                 local = not self.is_world  # ranks outside do not know of it
                 group = dist.new_group(list(row), limit, backend, use_local_synchronization=local)
                 own = group if me in row else own
         return own
+
+    def _even_out(self, me: int, limit: timedelta) -> None:
+        """Have all ranks be in as many groups, the fewer in further ones of their own.
+
+        torch names a group that ranks outside do not know of by that number, and ranks meet by the name.
+        """
+        number = num_groups()
+        most = torch.tensor(number, device="cpu")
+        for group in self.in_host_memory:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        for _ in range(int(most) - number):
+            dist.new_group([me], limit, "gloo", use_local_synchronization=True)
 
 
 def place_of(options: Options) -> Place | None:
@@ -70,18 +89,16 @@ def place_of(options: Options) -> Place | None:
         mesh = options.mesh
         ranks = mesh.mesh if mesh.mesh_dim_names[-1] == "shard" else mesh.mesh.transpose(0, 1)
         replicas = tuple(tuple(row) for row in ranks.reshape(-1, ranks.shape[-1]).tolist())
-        group = mesh.get_group("shard")
+        groups = tuple(mesh.get_group(dimension) for dimension in ("shard", "replicate")[: len(replicas)])
     else:
-        group = options.group or dist.group.WORLD
-        replicas = (tuple(dist.get_process_group_ranks(group)),)
+        groups = (options.group or dist.group.WORLD,)
+        replicas = (tuple(dist.get_process_group_ranks(groups[0])),)
     rows = [index for index, row in enumerate(replicas) if name in row]
     if not rows:
         raise OptionError(f"rank {name} is not in the group of the options, which has {replicas}: leave it out there")
     if any(list(row) != sorted(row) for row in replicas):
         raise OptionError(f"the ranks of a group that shards have to ascend; got {replicas}")
-    place = Place(
-        replicas, rows[0], replicas[rows[0]].index(name), dist.get_backend(group), group if len(replicas) == 1 else None
-    )
+    place = Place(replicas, rows[0], replicas[rows[0]].index(name), dist.get_backend(groups[0]), groups)
     return place if len(place.everyone) > 1 else None
 
 
@@ -116,8 +133,8 @@ def gathered(place: Place, value: Any) -> list[Any]:
 
 def _in_host_memory(place: Place, timeout: float) -> Any:
     """A group of everyone that takes tensors in host memory: the user's, or a new one."""
-    if place.group is not None and place.backend != "nccl":
-        return place.group
+    if len(place.in_host_memory) == 1:
+        return place.in_host_memory[0]
     return place.new_group([place.everyone], "gloo", timedelta(seconds=timeout))
 
 
@@ -141,8 +158,11 @@ def num_processes() -> int:
 
 def _initialize() -> None:
     """What torchrun asks for: its variables name the ranks, and where they meet."""
-    if num_processes() > 1:
-        dist.init_process_group(network_backend())
+    if (number := num_processes()) > 1:
+        try:
+            dist.init_process_group(network_backend())
+        except RuntimeError as error:
+            raise RankError(f"the {number} ranks that the environment names did not meet: {error}") from error
         multiprocessing.util.Finalize(None, _destroy, exitpriority=50)  # once the others know how this rank ends
 
 

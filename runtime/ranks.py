@@ -64,8 +64,8 @@ def ranks_of(options: Options) -> Ranks | None:
             return Ranks(place)
     except (RuntimeError, OSError) as error:
         raise RankError(
-            f"the ranks {', '.join(map(str, place.everyone))} did not meet: all of them must call the model, with an "
-            f"optimizer of gs_compile on all or on none ({error})"
+            f"the ranks {', '.join(map(str, place.everyone))} did not meet: all of them must call the model, and none "
+            f"end before, with an optimizer of gs_compile on all or on none ({error})"
         ) from error
 
 
@@ -99,6 +99,9 @@ class Ranks:
         self._mesh = partial(mesh_of, place, timeout)
         self.place = self.names.index(self.name)
         self._alarm: Alarm | None = None
+        for group in place.in_host_memory:  # a rank that has ended has closed its connections, and this fails at once
+            here = torch.zeros(1, device="cpu")
+            self._finish("the meeting", here, partial(dist.all_reduce, here, group=group, async_op=True))
         self._first_row = place.replicas[0]
         self._all, self._commits, self._row, self._column = groups = new_groups(place, timeout)
         self._updates: Any = None

@@ -319,6 +319,11 @@ def network_backend() -> str:
     return "gloo" if kind is None else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
+def num_groups() -> int:
+    """The process groups of torch.distributed that this process is in."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def shared_generator(device: torch.device) -> torch.Generator:
     """The generator of a device that all of torch draws from."""
     if device.type == "cpu":

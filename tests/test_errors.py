@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 from zoo import GPT, TOKENS, WIDTH, Block, batch, compile_model, train
 
@@ -141,6 +142,32 @@ def test_the_batch_size_in_the_models_code():
     assert re.match(rf"the model's code fixes the batch size at 5 {line}, so it cannot run in micro-batches", message)
     torch._dynamo.reset()
     compile_model(Fixed(), 5)(*batch())[1].backward()  # the remedy of the message
+
+
+def test_samples_that_are_the_tensors_of_a_list():
+    class Listed(GPT):
+        def forward(self, rows):
+            ids = torch.cat(rows)
+            return super().forward(ids, ids)
+
+    rows = list(batch()[0].split(1))
+    message = refused(CaptureError, Listed(), rows)
+    assert message.startswith("the samples of the batch are the 5 tensors of rows, and micro-batches are cut from ")
+    torch._dynamo.reset()
+    compile_model(Listed(), 5)(rows)[1].backward()  # a remedy of the message
+
+
+def test_an_exchange_with_other_ranks_in_the_forward():
+    class Counts(GPT):
+        def forward(self, ids, labels):
+            dist.all_reduce(count := (labels > 3).sum().float())
+            return super().forward(ids)[0].mean(2).mul(labels > 3).sum() / count
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert "the model's forward exchanges values with other ranks (" in refused(CaptureError, Counts())
+    finally:
+        dist.destroy_process_group()
 
 
 # Inputs ----------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,15 @@ try:
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._guards import CompileContext
 
-    from gs_compile.capture.frame_settings import Functions, enter_settings, free, has_batch, is_freed, is_ours
+    from gs_compile.capture.frame_settings import (
+        Functions,
+        enter_settings,
+        free,
+        has_batch,
+        is_freed,
+        is_ours,
+        of_batch,
+    )
     from gs_compile.capture.graph_breaks import graph_break_of
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
@@ -277,7 +285,7 @@ def _path(source: str) -> str:
 def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Those of the placeholders that have the batch dimension.
 
-    The batch size is dimension 0 of the first tensor that the user passed, as `has_batch` prefers them; every tensor
+    The batch size is dimension 0 of the tensor that `of_batch` finds among those that the user passed; every tensor
     passed with that size in dimension 0 has the batch there.
     """
     tensors = [node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "constant"]
@@ -288,8 +296,8 @@ def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.
             f"the model was called without a tensor that has a batch dimension (inputs found: {found}); pass tensors "
             "with the batch along dimension 0, such as input_ids of shape (batch, tokens)"
         )
-    first = max(passed, key=lambda node: has_batch(_example(node)))
-    return [node for node in passed if hint(_example(node).shape[0]) == hint(_example(first).shape[0])]
+    first = of_batch(list(map(_example, passed)))
+    return [node for node in passed if hint(_example(node).shape[0]) == hint(first.shape[0])]
 
 
 def _is_passed_by_user(source: str) -> bool:

@@ -31,6 +31,7 @@ from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config
 
 from gs_compile.capture import toolchain, tracing
+from gs_compile.capture.graph import hint
 from gs_compile.progress import stage
 
 compiler_config: Any = torch.compiler.config
@@ -107,7 +108,7 @@ def _begin(begun: CallbackArgs) -> None:
     if is_ours(compiled["compiler_fn"]):
         _keep_whole(compiled["compiler_fn"])
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
-        first = max(given.values(), key=has_batch, default=None)
+        first = of_batch(list(given.values())) if given else None
         size = 1 if first is None else first.shape[0]
         free([source for source, each in given.items() if each.shape[0] == size > 1])
         if first is not None:
@@ -117,6 +118,17 @@ def _begin(begun: CallbackArgs) -> None:
 def has_batch(tensor: torch.Tensor) -> tuple[bool, bool]:
     """How likely a tensor's first dimension is the batch's: hidden states that require a gradient, then matrices."""
     return tensor.dim() > 2 and tensor.requires_grad, tensor.dim() > 1
+
+
+def of_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first of those whose first dimension is most likely the batch's.
+
+    A row that all samples share, as the places of tokens often are, is passed over.
+    """
+    shapes = [tuple(map(hint, each.shape)) for each in tensors]
+    several = {shape[1:] for shape in shapes if len(shape) > 1 and shape[0] > 1}
+    own = [each for each, (size, *rest) in zip(tensors, shapes, strict=True) if size > 1 or tuple(rest) not in several]
+    return max(own, key=has_batch)
 
 
 def _tensors(source: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

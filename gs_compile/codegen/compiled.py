@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.capture.dynamo import current_compile_id
 from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph, output_values
+from gs_compile.capture.listed import listed_samples
 from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.off_meta import off_meta
 from gs_compile.capture.specialize import specialize
@@ -267,6 +268,11 @@ class Compilation:
             self.wholes[key] = unit, code_of(unit, structure(unit), _with_expert(self.options, compiler="eager"))
             let_oldest_go(self.wholes, MOST_MODELS)
         return self.wholes[key]
+
+    @cached_property
+    def listed(self) -> tuple[str, int]:
+        """As `listed_samples`."""
+        return listed_samples(self.captured)
 
     @cached_property
     def _of_batch(self) -> frozenset[str]:

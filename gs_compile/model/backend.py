@@ -254,6 +254,13 @@ def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
     the whole batch as one.
     """
     size = compilation.options.micro_batch_size
+    path, number = compilation.listed
+    if number > size and not compilation.schedule.whole_batch:
+        raise CaptureError(
+            f"the samples of the batch are the {number} tensors of {path}, and micro-batches are cut from dimension 0 "
+            f"of tensors, so none can be of {size}: give the model one tensor that has all samples along dimension 0, "
+            f"as torch.stack makes it, or set micro_batch_size to {number}"
+        )
     if batch_size <= size or compilation.schedule.whole_batch:
         return [batch_size]
     if not compilation.captured.batch_symbols:
@@ -261,6 +268,12 @@ def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
             f"the model's code fixes the batch size at {batch_size}{compilation.captured.fixed_at}, so it cannot run "
             f"in micro-batches of {size}; take the size from the input's shape, or set micro_batch_size to the batch "
             "size"
+        )
+    nodes = compilation.captured.module.graph.nodes
+    if (found := next((node for node in nodes if str(node.target).startswith("_c10d_functional")), None)) is not None:
+        raise CaptureError(
+            f"the model's forward exchanges values with other ranks ({found.name}), which would be those of each "
+            f"micro-batch of {size}: do it outside of the model, or set micro_batch_size to the batch size"
         )
     rest = batch_size % size
     return [size] * (batch_size // size) + ([rest] if rest else [])

@@ -156,9 +156,12 @@ class Call:
 
     def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of parameters in memory over all ranks, None where none has one, and others as they are."""
-        ever = self.outputs.ever_reached
+        ever, inputs = self.outputs.ever_reached, self.compilation.captured.inputs
         trained = zip(self.trained_numbers, self.trained, strict=True)
-        own = [arg if isinstance(arg, torch.nn.Parameter) and number in ever else None for number, arg in trained]
+        own = [
+            (inputs[number].path, arg) if isinstance(arg, torch.nn.Parameter) and number in ever else None
+            for number, arg in trained
+        ]
         return averaged_of_any(ranks, gradients, own)
 
     def _forward_again(self, gradients: Gradients) -> None:

@@ -337,6 +337,8 @@ class Engine(ParameterStore):
         self._refuse_unfinished()
         pending = self.tiers.pending
         seals = self.durable is not None and self.durable.seals_between_calls(self.num_steps, always=commit)
+        if pending is not None and getattr(self.optimizer, "orthogonalizes", False):
+            self.announce("updates between steps")  # in which ranks exchange matrices
         if pending is not None or seals:
             self.tiers.let_carried_go()  # late updates are made in its memory, too
             program = self.planning.flush(_after(pending, self.placement, seals=seals))

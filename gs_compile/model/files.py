@@ -22,7 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from gs_compile.errors import StorageError, StorageFullError
+from gs_compile.errors import RankError, StorageError, StorageFullError
 from gs_compile.machine import format_bytes, free_storage
 from gs_compile.runtime.stream import is_in_host_memory
 
@@ -157,6 +157,19 @@ def whole(values: Tensor) -> Tensor:
         return values
     trim()  # of what the tensor before has left
     return values.full_tensor()
+
+
+def own_rows(values: Tensor) -> Tensor:
+    """The same; raises `RankError` for rows that a file has of another rank, or of one of another number of ranks."""
+    if isinstance(values, DTensor) and (mesh := values.device_mesh).ndim == 1:
+        saved, here = (*(mesh.get_coordinate() or ()), mesh.size()), (mesh.get_local_rank(), mesh.get_group().size())
+        if saved != here:
+            raise RankError(
+                f"a file has the rows of rank {saved[0]} of {saved[-1]} of a value of shape {tuple(values.shape)}, and "
+                f"this is rank {here[0]} of {here[-1]}: each rank loads the file that it has saved, on as many ranks; "
+                "or save and load with torch.distributed.checkpoint"
+            )
+    return values
 
 
 def write(own: Tensor, values: Tensor) -> None:

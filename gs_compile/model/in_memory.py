@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -145,18 +146,17 @@ def _step(
 # The mean over ranks --------------------------------------------------------------------------------------------------
 
 
-def ranks_that_average(parameters: Sequence[Tensor], buffers: Mapping[str, Tensor], options: Options) -> Ranks | None:
+def ranks_that_average(first: Tensor, named: Iterable[tuple[str, Tensor]], options: Options) -> Ranks | None:
     """The ranks of a model that none of our optimizers trains; None: there are no others, or others average already.
 
-    parameters: frozen ones too. In its first step all get the first rank's values, of buffers by name too. The model
-    may be in a DistributedDataParallel, which does both.
+    first: of the parameters that it trains; named: all that it reads, and buffers. In its first step they get the first
+    rank's values. The model may be in a DistributedDataParallel, which does both.
     """
-    first = next(parameter for parameter in parameters if parameter.requires_grad)
     residency = residency_of(first)
     if residency.ranks is None:
         ranks = None if is_wrapped(first) else ranks_of(options)
         if ranks is not None:
-            begin_alike(ranks, parameters, buffers)
+            begin_alike(ranks, named)
         residency.ranks = (ranks,)
     return residency.ranks[0]
 
@@ -174,16 +174,19 @@ def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def averaged_of_any(
-    ranks: Ranks, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
+    ranks: Ranks, gradients: Sequence[Tensor | None], parameters: Sequence[tuple[str, Tensor] | None]
 ) -> list[Tensor | None]:
     """The mean over all ranks of each gradient whose parameter is given, None where no rank has one; others unchanged.
 
     Who has none where another rank has one gives zeros, as with DistributedDataParallel's `find_unused_parameters`.
+    parameters: with their names, which are the same on all ranks.
     """
-    own = {place: parameter for place, parameter in enumerate(parameters) if parameter is not None}
+    own = {place: each[1] for place, each in enumerate(parameters) if each is not None}
+    names = [each[0] for each in parameters if each is not None]
     counts = torch.tensor([gradients[place] is not None for place in own], dtype=torch.int32)
     adds = any(parameter.grad is not None for parameter in own.values())
-    what = f"which of {len(counts)} parameters have gradients{', in one more backward' * adds}"
+    which = f"up to {names[-1][-40:]} ({zlib.crc32(repr(names).encode()):08x})" if names else ""
+    what = f"which of {len(counts)} parameters {which} have gradients{', in one more backward' * adds}"
     ranks.agree_on(what)
     ranks.sum(counts, what)
     own = {place: own[place] for place, number in zip(own, counts.tolist(), strict=True) if number}
@@ -193,13 +196,11 @@ def averaged_of_any(
     return [means.get(place, gradient) for place, gradient in enumerate(gradients)]
 
 
-def begin_alike(ranks: Ranks, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Give parameters in memory, and buffers by name, the first rank's values.
+def begin_alike(ranks: Ranks, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Give parameters in memory, and buffers, the first rank's values; their names are the same on all ranks.
 
     No forward changes a buffer (capture/split.py), so once is as often as DistributedDataParallel needs to.
     """
-    named = [("a parameter", parameter) for parameter in parameters]
-    named += [(f"the buffer {name}", buffer) for name, buffer in buffers.items()]
     for name, tensor in named:
         values = tensor.detach().cpu().contiguous()
         ranks.broadcast(values, what=f"the first values of {name}")

@@ -63,7 +63,9 @@ def meet(args: Sequence[Any], options: Options, compilation: Compilation | None)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or not torch.is_grad_enabled() or any(map(is_offloaded, parameters)):
         return None
-    return ranks_that_average(parameters, compilation.buffers(args) if compilation else {}, options)
+    named = zip(compilation.captured.inputs, args, strict=True) if compilation else ()  # none: all ranks are to end
+    read = [(entry.path, arg) for entry, arg in named if entry.role in ("parameter", "buffer")]
+    return ranks_that_average(trained[0], read, options)
 
 
 def agree(ranks: Ranks, call: Call, optimizer: TieredOptimizer) -> None:
@@ -76,8 +78,8 @@ def agree(ranks: Ranks, call: Call, optimizer: TieredOptimizer) -> None:
     facts = chain(_of_options(call.compilation.options), _of_optimizer(optimizer), _of_model(call, optimizer))
     ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
     gather_when_saved()
-    resident = [parameter for _, parameter in parameters_in_memory(optimizer.param_groups)]
-    begin_alike(ranks, resident, call.compilation.buffers(call.args))
+    resident = [("a parameter", parameter) for _, parameter in parameters_in_memory(optimizer.param_groups)]
+    begin_alike(ranks, [*resident, *call.compilation.buffers(call.args).items()])
 
 
 def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
@@ -129,13 +131,14 @@ def _of_optimizer(optimizer: TieredOptimizer) -> Facts:
 def _of_model(call: Call, optimizer: TieredOptimizer) -> Facts:
     captured, group_of = call.compilation.captured, optimizer.group_of
     for entry, arg in zip(captured.inputs, call.args, strict=True):
-        if entry.role == "batch":
+        is_shared = entry.role == "constant" and arg.dim() > 0 and arg.shape[0] == 1  # of one row it would be a batch
+        if entry.role == "batch" or is_shared:
             yield f"the dtype of {entry.path}", arg.dtype
     for graph in call.models[0].split.units:
         words = []
         for index, spec in graph.parameters(captured).items():
             role = f"in group {group_of.get(call.args[index])}" if spec.requires_grad else "frozen"
-            words.append(f"{spec.dtype} {tuple(spec.shape)} {role}")
+            words.append(f"{captured.inputs[index].path} {spec.dtype} {tuple(spec.shape)} {role}")
         yield f"what unit {graph.unit} has", ", ".join(words)
     shared = (residency_of(arg) for arg in call.args if is_offloaded(arg))
     yield "the number of values that were written to storage", sum(each.num_writes for each in shared if each.mesh)

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
 from gs_compile.capture.internals import changes, makes_replicas, makes_state_dict, tree_map_only, untraced
 from gs_compile.errors import ReleasedParameterError, UncapturedWarning
-from gs_compile.model.files import shares_memory
+from gs_compile.model.files import own_rows, shares_memory
 
 Tensor = torch.Tensor
 
@@ -381,6 +382,7 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if attribute == "data":
         function = Tensor.detach  # which counts changes
     used: list[tuple[_Elsewhere, Tensor, int]] = []
+    function = _counting(function, used)
 
     def read(each: _Elsewhere) -> Tensor:
         values = each.in_memory()
@@ -395,6 +397,24 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if name in ("numpy", "__array__"):
         result.flags.writeable = False  # nobody learns of what is written to an array
     return tree_map_only(Tensor, lambda found: _seen(found, used), result)
+
+
+def _counting(function: Any, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Any:
+    """The function; of collectives one that counts what has come from other ranks as changes, which torch does not."""
+    if getattr(function, "__module__", "") != dist.distributed_c10d.__name__:
+        return function
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        before = [values.clone() for _, values, _ in used]
+        result = function(*args, **kwargs)
+        if isinstance(result, dist.Work):
+            result.wait()
+        for (_, values, _), old in zip(used, before, strict=True):
+            if not torch.equal(values, old):
+                torch.autograd.graph.increment_version(values)
+        return result
+
+    return count
 
 
 def _refuse(name: str, first: Any) -> None:
@@ -421,7 +441,7 @@ def _seen(found: Tensor, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Tens
 
 def _read(tensor: Tensor) -> Tensor:
     """The values of any tensor, without a gradient."""
-    return (tensor.in_memory() if isinstance(tensor, _Elsewhere) else tensor).detach()
+    return (tensor.in_memory() if isinstance(tensor, _Elsewhere) else own_rows(tensor)).detach()
 
 
 def _plain(tensor: Tensor) -> Tensor:

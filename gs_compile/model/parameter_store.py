@@ -20,6 +20,7 @@ from gs_compile.model.files import (
     directory,
     leave_memory,
     mapped_rows,
+    own_rows,
     shares_memory,
     whole,
 )
@@ -256,7 +257,7 @@ def component(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Tens
     if not isinstance(values, Tensor) or values.shape != shape:
         found = tuple(values.shape) if isinstance(values, Tensor) else values
         raise OptimizerError(f"the state of a parameter of shape {tuple(shape)} has {name} {found}")
-    return values
+    return own_rows(values)
 
 
 def _stretches(span: Slice, read: Callable[[Slice], Tensor]) -> Callable[[int, int], Tensor]:

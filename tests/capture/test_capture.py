@@ -318,11 +318,12 @@ WEIGHTS = torch.arange(1.0, 6.0)
         (lambda ids, *, b, c: (ids, b, c), ("ids",), {"c": "shift", "b": "weights"}),
         (lambda d: (d["x"]["ids"], d["w"], d["s"]), ({"x": {"ids": "ids"}, "w": "weights", "s": "shift"},), {}),
         (lambda inputs: inputs, (["ids", "weights", "shift"],), {}),
+        (lambda row, ids, weights: (row + ids, weights, 0.0), ("row", "ids", "weights"), {}),
     ],
-    ids=["positional", "keyword", "both", "dict", "list"],
+    ids=["positional", "keyword", "both", "dict", "list", "a row that samples share"],
 )
 def test_forms_of_a_call(read, args, kwargs):
-    values = {"ids": batch()[0], "weights": WEIGHTS, "shift": SHIFT}
+    values = {"ids": batch()[0], "weights": WEIGHTS, "shift": SHIFT, "row": torch.ones(1, zoo.TOKENS).long()}
     args, kwargs = torch.utils._pytree.tree_map(lambda name: values[name], (args, kwargs))
     model = check(Called(read), *args, **kwargs)
     assert sorted(roles(model).values()) == ["batch", "batch", "constant"]

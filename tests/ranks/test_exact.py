@@ -59,14 +59,18 @@ def batch(rank, number):
     return zoo.batch(1 + (number + 2 * rank) % 4, zoo.TOKENS + rank, seed=10 * number + rank)
 
 
-def train(info, model, optimizer, clip, backwards, num_steps):
-    """Losses, norms and parameters; `clip` returns the norm of a step, which has so many backwards."""
+def train(info, model, optimizer, clip, backwards, num_steps, *, places=False):
+    """Losses, norms and parameters; `clip` returns the norm of a step, which has so many backwards.
+
+    places: the model is given those of tokens, in one row for all samples.
+    """
     losses, norms = [], []
     for number in range(num_steps):
         mean = torch.zeros((), dtype=torch.float64)  # of all ranks' losses of the step
         for each in range(backwards):
             ids, labels = batch(info.rank, number + NUM_STEPS * each)
-            output = model(ids, labels=labels)
+            given = {"position_ids": torch.arange(ids.shape[1])[None]} if places else {}
+            output = model(ids, labels=labels, **given)
             loss = output if isinstance(output, torch.Tensor) else output.loss
             (loss / backwards).backward()
             mean += loss.item() / (backwards * info.number)
@@ -87,7 +91,8 @@ def learns(info, tmp_path, name, backwards=1, bound=None, num_steps=NUM_STEPS, *
     model = copy.deepcopy(model)
     plain = torch.optim.AdamW(two_groups(reference), **SETTINGS)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(reference.parameters()), bound)
-    losses, norms, values = train(info, reference, plain, lambda: clip().item(), backwards, num_steps)
+    run = partial(train, info, backwards=backwards, num_steps=num_steps, places=name == "mixtral")
+    losses, norms, values = run(reference, plain, lambda: clip().item())
     assert info.number > 2 or min(norms) < bound < max(norms), norms
 
     if changes.pop("mesh", False):
@@ -96,7 +101,7 @@ def learns(info, tmp_path, name, backwards=1, bound=None, num_steps=NUM_STEPS, *
     model.compile(
         backend="greedysnake", options={**options(tmp_path, clip="delayed", ratios={"parameter": 0.5}), **changes}
     )
-    found = train(info, model, ours, lambda: ours.grad_norm, backwards, num_steps)
+    found = run(model, ours, lambda: ours.grad_norm)
     return {
         "losses": max(abs(a - b) / b for a, b in zip(found[0], losses, strict=True)),
         "norms": max(abs(a - b) / b for a, b in zip(found[1], norms, strict=True)),

@@ -84,6 +84,12 @@ def test_a_script_that_ends_before_the_others(tmp_path):
     assert first.seconds < LIMIT
 
 
+def ends_before_the_first_call(info, tmp_path):
+    if info.rank == 1:
+        raise SystemExit
+    ranks_of(Options())
+
+
 def test_ranks_end_while_another_looks_who_has():
     """Their connections end on threads of their own: the next rank to end was an error where a rank waits."""
     first = alarm.Alarm(0, [0], lambda value: [value])
@@ -168,8 +174,12 @@ def test_waits_end_and_refusals_are_told(tmp_path):
     with Fleet(2) as fleet:
         fleet.run(waits, tmp_path)
         own, told = fleet.run(refuses, tmp_path)
+        first, _ = fleet.outcomes(ends_before_the_first_call, tmp_path, LIMIT)
     assert own == "the model fits nowhere"
     assert told == "rank 0 has failed: MemoryError: the model fits nowhere; rank 1 was in the plan [rank]"
+    assert (
+        "RankError: the ranks 0, 1 did not meet: all of them must call the model, and none end before" in first.failure
+    )
 
 
 def steps(info, tmp_path):

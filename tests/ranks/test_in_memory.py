@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -87,6 +88,28 @@ def train_forked(info, model):
     return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
 
 
+class Tasks(Trunk):
+    """A head for each task, of which a call reads one."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(zoo.VOCAB, zoo.WIDTH)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(zoo.WIDTH, zoo.VOCAB) for _ in range(2))
+
+    def forward(self, ids, labels, task):
+        logits = self.heads[task](super().forward(self.words(ids)))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def other_tasks(info):
+    """What each rank is told where its step is of another task than the others'."""
+    model = zoo.compile_model(Tasks())
+    model(*zoo.batch(), 0).backward()
+    with pytest.raises(RankError) as caught:
+        model(*zoo.batch(), info.rank).backward()
+    return str(caught.value)
+
+
 def backward(info, model, number):
     loss = model(*zoo.batch(2 + info.rank, seed=10 * number + info.rank))
     (loss[1] if isinstance(loss, tuple) else loss).backward()
@@ -128,6 +151,9 @@ def learns(info, tmp_path):
     ours = zoo.compile_model(copy.deepcopy(plain))
     wanted = train_forked(info, DistributedDataParallel(plain, find_unused_parameters=True))
     found["forked"] = distance(train_forked(info, ours), wanted)
+
+    words = r"rank 0: which of \d+ parameters up to heads.0.bias .*, rank 1: which of \d+ parameters up to heads.1.bias"
+    assert re.search(words, other_tasks(info))
 
     spread(model := Headed(), info.rank)
     reference = DistributedDataParallel(copy.deepcopy(model))

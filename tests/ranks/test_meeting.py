@@ -16,7 +16,7 @@ from types import MappingProxyType
 import pytest
 import torch
 from launch import Fleet
-from tiered import gpt2, loss_of, options, shared, tokens, two_groups
+from tiered import Harness, gpt2, loss_of, options, shared, tokens, two_groups
 
 import gs_compile
 from gs_compile.errors import LaneError, OptimizerError, RankError, StorageError
@@ -26,10 +26,17 @@ from gs_compile.runtime.storage.folder import Folder
 LIMIT = 60  # seconds: the others end at once; what is more is a loaded machine
 
 
+def renamed():
+    """The usual model with another name for its last norm's parameters."""
+    model = gpt2()
+    model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f)
+    return model
+
+
 @contextmanager
-def begun(tmp_path, sizes=MappingProxyType({}), groups=torch.nn.Module.parameters, **changes):
-    """The usual model, which is captured already, or one of other sizes; and its optimizer."""
-    harness = shared(**sizes)
+def begun(tmp_path, sizes=MappingProxyType({}), groups=torch.nn.Module.parameters, *, renames=False, **changes):
+    """The usual model, which is captured already, or one of other sizes or names; and its optimizer."""
+    harness = Harness(renamed, "model") if renames else shared(**sizes)
     given = options(tmp_path / "storage", **changes)
     with harness.fresh(lambda _: gs_compile.AdamW(groups(harness.model), lr=1e-2), given) as optimizer:
         yield harness.model, optimizer
@@ -77,8 +84,17 @@ def refused(info, tmp_path, mine, others, rows=4):
     [
         ({"micro_batch_size": 1}, {}, "the option micro_batch_size is 2 on rank 0; 1 on rank 1."),
         ({"dtype": torch.int32}, {}, "the dtype of input_ids is torch.int64 on rank 0; torch.int32 on rank 1."),
-        ({"sizes": {"num_layers": 3}}, {}, "what unit 2 has is absent on rank 0; torch.float32 (32,) in group 0, "),
-        ({"groups": one_moved}, {"groups": two_groups}, "what unit h has is torch.float32 (32,) in group 1, torch."),
+        (
+            {"sizes": {"num_layers": 3}},
+            {},
+            "what unit 2 has is absent on rank 0; transformer.h.2.ln_1.weight torch.float32 (32,) in group 0, ",
+        ),
+        (
+            {"groups": one_moved},
+            {"groups": two_groups},
+            "what unit h has is transformer.ln_f.weight torch.float32 (32,) in group 1, ",
+        ),
+        ({"renames": True}, {}, "what unit h has is transformer.ln_f"),
         ({"loads": True}, {}, "the number of steps behind it is 0 on rank 0; 1 on rank 1."),
     ],
 )
@@ -249,7 +265,7 @@ def test_a_rank_that_is_killed_while_it_trains(times, tmp_path):
 
 SCRIPT = """
 import sys, torch, gs_compile
-from tiered import gpt2, options, tokens
+from tiered import Harness, gpt2, options, tokens
 
 model = gpt2()
 optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)

@@ -13,6 +13,8 @@ from launch import Fleet
 from tiered import Harness, gpt2, loss_of, muon, options, outcome, step, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
+from gs_compile.errors import RankError
+
 KEEPS_CAPTURES = True  # each process captures its own
 NUM_STEPS = 3
 TOLERANCE = 1e-11  # the relative distance of a tensor in float64, as in end_to_end/test_muon_runs.py
@@ -61,6 +63,20 @@ def test_two_ranks_learn_what_torch_does(pair, tmp_path):
         for distance, _ in found.values():
             assert distance < TOLERANCE
         assert [whens for _, whens in found.values()] == [["early", "late"], ["early"]]
+
+
+def synchronizes_alone(info, tmp_path):
+    harness = Harness(partial(gpt2, tied=False))
+    with harness.fresh(muon, options(tmp_path, alpha=1.0)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        with pytest.raises(RankError) as caught:
+            step(harness.model, optimizer, tokens(1)) if info.rank else optimizer.synchronize()
+    return str(caught.value)
+
+
+def test_one_rank_alone_does_not_bring_updates_to_an_end(pair, tmp_path):
+    for told in pair.run(synchronizes_alone, tmp_path, timeout=60):
+        assert "rank 0: updates between steps in step 2, rank 1: the forward in step 2" in told
 
 
 def goes_on(info, tmp_path):

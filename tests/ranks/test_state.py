@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from launch import Fleet
 from learner import same_tensors
@@ -104,6 +105,10 @@ def reads(info, tmp_path):
     weight = one.model.transformer.h[1].attn.c_attn.weight
     assert weight.norm() == wanted["transformer.h.1.attn.c_attn.weight"].norm()
     assert torch.equal(weight.detach(), wanted["transformer.h.1.attn.c_attn.weight"])
+    with torch.no_grad():  # as by hand
+        dist.all_reduce(weight.data)
+        weight.data /= info.number
+    assert torch.equal(weight.detach(), wanted["transformer.h.1.attn.c_attn.weight"])
     plain = small("gpt2", seed=0).eval()
     plain.load_state_dict({name: wanted[name] for name in model})
     fitting._stream_generation(one.model)  # as `attach` and `prepare` do
@@ -129,6 +134,14 @@ def reads(info, tmp_path):
     torch.save(optimizer, tmp_path / f"optimizer{info.rank}.pt")
     gs_compile.save_pretrained(one.model, tmp_path / "saved", max_shard_size="50KB")
     one.model.save_pretrained(tmp_path / "plainly", max_shard_size="50KB")
+    if info.rank:
+        words = (
+            "a file has the rows of rank 0 of 2 of a value of shape .*, and this is rank 1 of 2: each rank loads the"
+        )
+        with pytest.raises(RuntimeError, match=words):
+            one.model.load_state_dict(torch.load(tmp_path / "model0.pt"))
+        with pytest.raises(RankError, match=words):
+            one.optimizer.load_state_dict(torch.load(tmp_path / "optimizer0.pt"))
     again = gs_compile.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", storage=tmp_path)
     same_tensors(
         {name: whole(value) for name, value in again.state_dict().items()}, {name: wanted[name] for name in model}
