@@ -66,7 +66,8 @@ def as_dict(plan: StepPlan) -> dict[str, Any]:
 def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
     """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
     spec, peaks, room = SCHEDULES[plan.schedule], plan.simulation.peaks.items(), plan.simulation.room
-    memory = [(tier, format_bytes(nbytes), format_bytes(room[tier])) for tier, nbytes in peaks]
+    most = {tier: format_bytes(nbytes) for tier, nbytes in room.items()}
+    memory = [(tier, format_bytes(nbytes), most.get(tier, "no bound")) for tier, nbytes in peaks]
     decided = variants.table(plan.placement, plan.problem.builder) if spec.fills_memory else ""
     sections = {
         "What each lane does in a step:": _lanes(plan),

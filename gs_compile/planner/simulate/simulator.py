@@ -179,11 +179,12 @@ class Simulation:
 
     @property
     def room(self) -> dict[str, int]:
-        """The bytes of each tier that the step has, which its peaks keep: on the device what it may have there, in host
-        memory its slab, and on SSD a file of each value.
+        """The bytes of each tier that the step has, which its peaks keep: in host memory its slab, on SSD a file of
+        each value, on the device what it may have there. A device without memory of its own has no bound: it is left
+        out.
         """
         program = self.program
-        found = dict(program.peaks) | {"host": program.slab_nbytes}
+        found = {"host": program.slab_nbytes}
         if program.device is not None:
             found["device"] = program.device.nbytes
         on_ssd = (live.slot for live in live_ranges(program.ops, self.placed) if live.slot.tier == "ssd")
