@@ -253,6 +253,9 @@ class Cuda(Accelerator):
     def current_stream(self) -> Stream | None:
         return torch.cuda.current_stream(self.device)
 
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
     def record(self, stream: Any) -> Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(stream)
