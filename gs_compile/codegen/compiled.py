@@ -275,6 +275,12 @@ class Compilation:
         return listed_samples(self.captured)
 
     @cached_property
+    def exchange(self) -> str:
+        """The first operation by which the forward exchanges values with other ranks; empty: there is none."""
+        nodes = self.captured.module.graph.nodes
+        return next((node.name for node in nodes if str(node.target).startswith("_c10d_functional")), "")
+
+    @cached_property
     def _of_batch(self) -> frozenset[str]:
         """Inputs that are the size of the whole batch, on which no micro-batch depends."""
         nodes = self.captured.module.graph.find_nodes(op="placeholder")

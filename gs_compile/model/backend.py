@@ -269,11 +269,10 @@ def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
             f"in micro-batches of {size}; take the size from the input's shape, or set micro_batch_size to the batch "
             "size"
         )
-    nodes = compilation.captured.module.graph.nodes
-    if (found := next((node for node in nodes if str(node.target).startswith("_c10d_functional")), None)) is not None:
+    if compilation.exchange:
         raise CaptureError(
-            f"the model's forward exchanges values with other ranks ({found.name}), which would be those of each "
-            f"micro-batch of {size}: do it outside of the model, or set micro_batch_size to the batch size"
+            f"the model's forward exchanges values with other ranks ({compilation.exchange}), which would be those of "
+            f"each micro-batch of {size}: do it outside of the model, or set micro_batch_size to the batch size"
         )
     rest = batch_size % size
     return [size] * (batch_size // size) + ([rest] if rest else [])

@@ -101,9 +101,9 @@ class Planner:
         try:
             return self._plan()
         except (NoFitError, MemoryBudgetError):
-            if self.request.storing_gradients is not None:
+            if (other := self.storing_gradients) is not None:
                 with suppress(NoFitError, MemoryBudgetError):
-                    return self.asked(accumulate=True)._plan()
+                    return other._plan()
             raise
 
     def _plan(self) -> StepPlan:
@@ -149,9 +149,17 @@ class Planner:
         )
         return found.wider if request.saves else found
 
+    @property
+    def storing_gradients(self) -> Planner | None:
+        """The same, asked for `Request.storing_gradients`."""
+        request = self.request.storing_gradients
+        return None if request is None else self._asked(request)
+
     def asked(self, **changes: Any) -> Planner:
         """The same model on the same machine, asked for something else."""
-        request = replace(self.request, **changes)
+        return self._asked(replace(self.request, **changes))
+
+    def _asked(self, request: Request) -> Planner:
         return replace(self, request=request, workloads=self.workloads.asked(request))
 
     def searched(self) -> list[Found]:
