@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import machine_facts
 from benchmarks.race.measures import DriveSpeed, MachineSpeed, spread
 from benchmarks.race.protocol import Case
 from benchmarks.race.registry import PLAIN, Entry
@@ -99,6 +100,7 @@ class Run:
             self.results[entry.name] = {"verdict": "not raced: out of time"}
         return {
             "micro_batches": self.case.micro_batches,
+            "machine": machine_facts(),
             "tokens": self.case.samples * self.case.sequence,
             "complete": not any("out of time" in found["verdict"] for found in self.results.values()),
             "minutes": (time.monotonic() - start) / 60,

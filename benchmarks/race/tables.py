@@ -220,15 +220,21 @@ def make(name: str, change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -
 
 def origin(paths: Sequence[Path], results: Sequence[dict[str, Any]]) -> str:
     """On what and when, and how again: of a file's commands the first, which tells the others."""
-    machine = results[-1]["machine"]
-    where = machine["device"] if machine["device"] != "cpu" else f"{machine['cores']} cores of {machine['processor']}"
-    dates = " and ".join(sorted({found["machine"]["date"] for found in results}))
+    machines = [run.get("machine", found["machine"]) for found in results for run in found.get("heats") or [found]]
+    where = " and ".join(dict.fromkeys(named(each) for each in machines))
+    dates = " and ".join(sorted({each["date"] for each in machines}))
     again = []
     for path, found in zip(paths, results, strict=True):
         first, *others = found.get("commands", [found.get("command")])
         more = f" and {len(others)} more like it, in `{path.relative_to(ROOT)}`" if others else ""
         again.append(f"`{first}`{more}")
-    return f"{where}, {format_bytes(machine['memory_bytes'])}, {dates}. {'; '.join(again)}"
+    return f"{where}, {dates}. {'; '.join(again)}"
+
+
+def named(machine: dict[str, Any]) -> str:
+    """What a machine computes with, and its memory."""
+    device, cores = machine["device"], f"{machine['cores']} cores of {machine['processor']}"
+    return f"{device if device != 'cpu' else cores}, {format_bytes(machine['memory_bytes'])}"
 
 
 def main() -> None:
