@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.common import conditions, medians, parser_of, save
 from gs_compile.runtime.slab import map_memory
-from gs_compile.runtime.storage import grid, ssd
+from gs_compile.runtime.storage import grid, movers, ssd
 from gs_compile.runtime.storage.store import Store
 
 MIB = 1 << 20
@@ -155,7 +155,7 @@ class Lanes:
             lane.join()
         return len(verbs) * self.requests * self.nbytes / (time.perf_counter() - begin)
 
-    def run(self, verb: str, request: Callable[..., ssd.Transfer]) -> None:
+    def run(self, verb: str, request: Callable[..., movers.Transfer]) -> None:
         for index in range(self.requests):
             request(self.memory[verb], index * self.nbytes).wait()
 

@@ -25,7 +25,7 @@ from gs_compile.runtime.codecs import Encoded
 from gs_compile.runtime.formats import Types
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Binding
-from gs_compile.runtime.storage.ssd import Transfer
+from gs_compile.runtime.storage.movers import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
 from gs_compile.runtime.values import Saved, tensors_of, without_contents
@@ -243,19 +243,14 @@ def _without_contents(activation: Activation) -> Activation:
 def transfer(reads: Sequence[Activation | Extent], targets: Sequence[Activation | Extent]) -> None:
     """Between host memory and SSD: all at once, and back when nothing moves any more, well or badly."""
     moves: list[Transfer] = []
-    try:
-        for source, target in zip(reads, targets, strict=True):
-            if isinstance(target, Tensor | Saved):
-                assert not isinstance(source, Tensor | Saved)
-                moves.append(source.read(_as_it_lies(target)))
-            else:
-                assert isinstance(source, Tensor | Saved)
-                moves.append(target.write(_as_it_lies(source)))
-        for move in moves:
-            move.wait()
-    finally:
-        for move in moves:
-            move.settle()
+    for source, target in zip(reads, targets, strict=True):
+        if isinstance(target, Tensor | Saved):
+            assert not isinstance(source, Tensor | Saved)
+            moves.append(source.read(_as_it_lies(target)))
+        else:
+            assert isinstance(source, Tensor | Saved)
+            moves.append(target.write(_as_it_lies(source)))
+    Transfer(part for each in moves for part in each.left.items()).wait()
 
 
 def _as_it_lies(content: Activation) -> Tensor:

@@ -9,8 +9,8 @@ import os
 import stat
 import time
 import warnings
-from collections.abc import Iterator, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Set
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -30,7 +30,8 @@ from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.storage.folder import PROBE, TO_BE, Folder, as_storage_error
 from gs_compile.runtime.storage.grid import PAGE, Grid
 from gs_compile.runtime.storage.manifest import AFTER_A_COPY
-from gs_compile.runtime.storage.ssd import File, Memory, Sums, Transfer, Verb
+from gs_compile.runtime.storage.movers import Move, Movers, Transfer
+from gs_compile.runtime.storage.ssd import File, Memory, Sums, Verb
 from gs_compile.runtime.storage.stored import FOLDERS
 
 PROBE_BLOCK = 8 << 20
@@ -52,8 +53,9 @@ class Drive:
             self._has_new_names = False
             self._files: list[File] = []
             opened.callback(lambda: list(map(self.leave, list(self._files))))
-            self._pools = {
-                verb: opened.enter_context(ThreadPoolExecutor(threads, f"{OF_US}-{verb}")) for verb in get_args(Verb)
+            self.movers: Mapping[Verb, Movers] = {
+                verb: opened.enter_context(contextlib.closing(Movers(threads, f"{OF_US}-{verb}")))
+                for verb in get_args(Verb)
             }
             self.is_direct = True
             self.is_direct = self._takes_direct()
@@ -124,10 +126,6 @@ class Drive:
             os.close(fd)
         self.own.unlink(name)
 
-    def sync(self, file: File, label: str) -> Future[None]:
-        """Begin to bring what was written to a file to the medium."""
-        return self._pools["write"].submit(ssd.sync, file, label)
-
     def sync_names(self) -> None:
         """Bring the names of new files to the medium, without which a power loss takes what was written to them."""
         if self._has_new_names:
@@ -152,15 +150,15 @@ class Drive:
                             if other.committed() is None and other.prepared() is None:
                                 other.clear()
 
-    def submit(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> list[Future[None]]:
-        """Begin to fill `memory` from `offset` of the file on, or to write it there; `label` names it in an error.
+    def transfer(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> Transfer:
+        """Of one file: fill `memory` from `offset` on, or write it there; `label` names it in an error."""
+        return Transfer([self.part(verb, file, memory, offset, label)])
 
-        Each direction is served in the order of its requests, at the drive's full speed.
-        """
-        return [
-            self._pools[verb].submit(ssd.move_block, verb, file, memory[begin - offset : end - offset], begin, label)
-            for begin, end in file.grid.cut(offset, memory.nbytes)
-        ]
+    def part(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> tuple[Movers, Iterator[Move]]:
+        """Of a transfer, what is moved here, block by block."""
+        blocks = file.grid.cut(offset, memory.nbytes)
+        places = ((memory[begin - offset : end - offset], begin) for begin, end in blocks)
+        return self.movers[verb], (partial(ssd.move_block, verb, file, *place, label) for place in places)
 
     @property
     def room_nbytes(self) -> int:
@@ -177,10 +175,10 @@ class Drive:
         with self._probe(PROBE_NBYTES) as file:
             begin, nbytes = time.perf_counter(), 0
             while nbytes < PROBE_NBYTES and time.perf_counter() - begin < PROBE_SECONDS:
-                Transfer(self.submit("write", file, memory, nbytes, PROBE)).wait()
+                self.transfer("write", file, memory, nbytes, PROBE).wait()
                 nbytes += PROBE_BLOCK
             for offset in range(0, nbytes, PROBE_BLOCK):
-                Transfer(self.submit("read", file, memory, offset, PROBE)).wait()
+                self.transfer("read", file, memory, offset, PROBE).wait()
             return 2 * nbytes / (time.perf_counter() - begin)
 
     def close(self) -> None:

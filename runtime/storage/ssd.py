@@ -1,8 +1,8 @@
 """ssd: files moved to and from memory in the background, each block with a checksum; whoever waits gets the error.
 
-A request is cut at the grid of its file (grid.py), and its blocks are moved by two small pools of threads, one that
-reads and one that writes, so that neither waits for the other. Reading, writing and hashing release the GIL; the
-threads cost a few per cent of one core. With O_DIRECT the drive reads and writes the caller's memory itself: no page
+A request is cut at the grid of its file (grid.py), and its blocks are moved by a few threads of the drive (movers.py),
+of which some read and some write, so that neither waits for the other. Reading, writing and hashing release the GIL.
+With O_DIRECT the drive reads and writes the caller's memory itself: no page
 cache, no second copy.
 
 [1] A whole block is hashed where it is in memory: before it is written, after it is read. Its checksum stays with the
@@ -20,8 +20,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -71,35 +69,6 @@ class File:
     def sums_text(self) -> str:
         """The checksums as a manifest has them: 16 hex digits each, one after the other."""
         return self.sums.astype(">u8").tobytes().hex()
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Bytes on their way between memory and storage; the memory is the transfer's until `wait` has returned."""
-
-    blocks: Sequence[Future[None]]
-
-    def wait(self) -> None:
-        """Return when every byte has arrived; raises the StorageError of the first block that failed.
-
-        Nothing moves any more when it raises, also where the user has interrupted it.
-        """
-        try:
-            wait_for(self.blocks, return_when=FIRST_EXCEPTION)
-        except BaseException:
-            self.settle()
-            raise
-        ended = (block for block in self.blocks if block.done() and not block.cancelled())
-        broken = next((block for block in ended if block.exception() is not None), None)
-        if broken is not None:
-            for block in self.blocks:
-                block.cancel()  # a broken drive answers slowly: what has not begun need not
-            self.settle()
-            broken.result()
-
-    def settle(self) -> None:
-        """Return when nothing moves any more, whatever became of it."""
-        wait_for(self.blocks)
 
 
 def sums_of_zeros(grid: Grid) -> Sums:

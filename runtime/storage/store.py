@@ -18,7 +18,6 @@ import secrets
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -34,7 +33,8 @@ from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.grid import PAGE, lengths
 from gs_compile.runtime.storage.last_commit import Agree, folders_of, last_commit, names_in
-from gs_compile.runtime.storage.ssd import File, Transfer, as_bytes
+from gs_compile.runtime.storage.movers import Transfer
+from gs_compile.runtime.storage.ssd import File, as_bytes
 from gs_compile.runtime.storage.stored import Manifest, StoredFile, StoredPart, StoredTensor
 
 MOST_FULL = 0.99  # of the room of a drive that has less than its share: chunks are whole pages
@@ -176,7 +176,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
         who read it would refuse is found with the first, and with each that has something else beside the tiers. old:
         extents that the last commit may name, and none from this one on: they end.
         """
-        syncs = [drive.sync(file, each.label) for each in extents for drive, file in each.on_drives]
+        syncs = [
+            (drive.movers["write"], [partial(ssd.sync, file, each.label)])
+            for each in extents
+            for drive, file in each.on_drives
+        ]
         Transfer(syncs).wait()
         made = replace(make(), number=self.made.number + 1 if self.made else 1)
         if made.rest != self._checked_rest:
@@ -251,12 +255,12 @@ class Extent:
     like: Any = None
 
     def read(self, into: torch.Tensor, offset: int = 0) -> Transfer:
-        """Begin to fill `into` from `offset` on; it may be used when the transfer's `wait` has returned."""
-        return self._begin("read", into, offset)
+        """To fill `into` from `offset` on; it may be used when the transfer's `wait` has returned."""
+        return self._transfer("read", into, offset)
 
     def write(self, source: torch.Tensor, offset: int = 0) -> Transfer:
-        """Begin to write `source` at `offset`; it may be changed when the transfer's `wait` has returned."""
-        return self._begin("write", source, offset)
+        """To write `source` at `offset`; it may be changed when the transfer's `wait` has returned."""
+        return self._transfer("write", source, offset)
 
     def stored(self, name: str) -> StoredPart:
         """Where it is, for a manifest, as the part of that name. Raises StorageError where somebody has removed it."""
@@ -273,19 +277,19 @@ class Extent:
     def on_drives(self) -> list[tuple[Drive, File]]:
         return list(zip(self.drives, self.files, strict=True))
 
-    def _begin(self, verb: ssd.Verb, tensor: torch.Tensor, offset: int) -> Transfer:
+    def _transfer(self, verb: ssd.Verb, tensor: torch.Tensor, offset: int) -> Transfer:
         memory = as_bytes(tensor)
         if not 0 <= offset <= self.nbytes - memory.nbytes:
             raise ValueError(f"{verb} of {memory.nbytes} bytes at {offset}: {self.label} has {self.nbytes}")
         if os.getpid() != self.store.pid:
             raise StorageError(errno.EPERM, f"{verb} of {self.label} in a forked child: the threads are its parent's")
-        blocks: list[Future[None]] = []
-        for drive, at, begin, nbytes in self.stripe.pieces(offset, memory.nbytes):
-            piece = memory[begin : begin + nbytes]
-            blocks += self.drives[drive].submit(verb, self.files[drive], piece, at, self.label)
+        parts = [
+            self.drives[drive].part(verb, self.files[drive], memory[begin : begin + size], at, self.label)
+            for drive, at, begin, size in self.stripe.pieces(offset, memory.nbytes)
+        ]
         with self.store.counts:
             self.store.moved_nbytes[verb, self.label] += memory.nbytes
-        return Transfer(blocks)
+        return Transfer(parts)
 
 
 class Piece(NamedTuple):

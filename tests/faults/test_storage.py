@@ -78,7 +78,7 @@ def test_a_failed_call_surfaces_at_the_wait(extent, monkeypatch, verb, index, er
     transfer = getattr(extent, verb)(page_aligned(extent.nbytes))
     with pytest.raises(StorageError, match=rf"{verb} of w3 failed, {MIB} bytes at offset \d+: ") as caught:
         transfer.wait()
-    assert all(block.done() for block in transfer.blocks)
+    assert transfer.is_over
     assert caught.value.errno == error
     assert caught.value.filename == str(extent.files[0].path)
     assert os.strerror(error) in str(caught.value)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import errno
+import threading
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gs_compile.errors import StorageError
 from gs_compile.program.ir import Value
 from gs_compile.runtime.coordinators import transfer
 from gs_compile.runtime.lanes import Ticket
+from gs_compile.runtime.storage.movers import Movers, Transfer
 from gs_compile.runtime.values import Gradient, Held, ValueTable
 
 
@@ -34,49 +35,17 @@ def test_gradients_are_summed_in_their_own_type(gradient):
 @pytest.mark.parametrize("towards", ["host", "ssd"])
 def test_checkpoints_move_all_at_once(towards):
     """Each read by itself would wait for the drive's latency, a micro-batch after the other."""
-    log = []
+    meeting = threading.Barrier(3, timeout=10)
+    with closing(Movers(3, "test")) as movers:
 
-    class Extent:
-        def read(self, memory):
+        def move(memory):
             assert memory.is_contiguous()
-            log.append("asked")
-            return self
+            return Transfer([(movers, [meeting.wait])])
 
-        write = read
-
-        def wait(self):
-            log.append("waited")
-
-        def settle(self):
-            log.append("still")
-
-    there = [Extent() for _ in range(3)]
-    here = [torch.zeros(2, 3).t() for _ in range(3)]  # their memory moves as it lies
-    transfer(*((there, here) if towards == "host" else (here, there)))
-    assert log == ["asked"] * 3 + ["waited"] * 3 + ["still"] * 3
-
-
-def test_after_an_error_nothing_moves_any_more():
-    """Others may have the memory then."""
-    moving = {"first", "second", "third"}
-
-    class Move:
-        def __init__(self, name):
-            self.name = name
-
-        def wait(self):
-            if self.name == "second":
-                raise StorageError(errno.EIO, "read failed", "x")
-            self.settle()
-
-        def settle(self):
-            moving.discard(self.name)
-
-    moves = iter(["first", "second", "third"])
-    extent = SimpleNamespace(read=lambda memory: Move(next(moves)))
-    with pytest.raises(StorageError, match="read failed"):
-        transfer([extent] * 3, [torch.zeros(1)] * 3)
-    assert not moving
+        there = [SimpleNamespace(read=move, write=move) for _ in range(3)]
+        here = [torch.zeros(2, 3).t() for _ in range(3)]  # their memory moves as it lies
+        transfer(*((there, here) if towards == "host" else (here, there)))
+    assert not meeting.broken
 
 
 def test_who_is_done_with_memory_is_forgotten():

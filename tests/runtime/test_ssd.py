@@ -5,8 +5,8 @@ import mmap
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from gs_compile.errors import CorruptionError, StorageError
 from gs_compile.runtime.storage import ssd, system
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.grid import BLOCK, SMALL_BLOCK, Grid
-from gs_compile.runtime.storage.ssd import PAGE, Transfer
+from gs_compile.runtime.storage.movers import Movers, Transfer
+from gs_compile.runtime.storage.ssd import PAGE
 
 NBYTES = 5 * SMALL_BLOCK
 
@@ -63,11 +64,11 @@ def noise(nbytes, seed=0):
 )
 def test_what_is_written_is_read_and_nothing_around_it_changes(file, drive, offset, nbytes, shift):
     before = noise(NBYTES)
-    Transfer(drive.submit("write", file, before, 0, "w3")).wait()
+    drive.transfer("write", file, before, 0, "w3").wait()
     source = noise(nbytes + shift, seed=1)[shift:]
-    Transfer(drive.submit("write", file, source, offset, "w3")).wait()
+    drive.transfer("write", file, source, offset, "w3").wait()
     into = aligned(nbytes + shift)[shift:]
-    Transfer(drive.submit("read", file, into, offset, "w3")).wait()
+    drive.transfer("read", file, into, offset, "w3").wait()
     assert np.array_equal(into, source)
     expected = before.copy()
     expected[offset : offset + nbytes] = source
@@ -76,7 +77,7 @@ def test_what_is_written_is_read_and_nothing_around_it_changes(file, drive, offs
 
 def test_writes_that_share_pages_keep_each_other(file, drive):
     pieces = [noise(1000, seed) for seed in range(50)]
-    transfers = [Transfer(drive.submit("write", file, piece, 1000 * index, "w3")) for index, piece in enumerate(pieces)]
+    transfers = [drive.transfer("write", file, piece, 1000 * index, "w3").begin() for index, piece in enumerate(pieces)]
     for transfer in transfers:
         transfer.wait()
     assert file.path.read_bytes()[:50_000] == b"".join(piece.tobytes() for piece in pieces)
@@ -85,9 +86,9 @@ def test_writes_that_share_pages_keep_each_other(file, drive):
 def test_aligned_memory_is_moved_without_a_second_copy(file, drive, monkeypatch):
     monkeypatch.setattr(ssd, "_pages", None)
     source = noise(NBYTES)
-    Transfer(drive.submit("write", file, source, 0, "w3")).wait()
+    drive.transfer("write", file, source, 0, "w3").wait()
     into = aligned(NBYTES)
-    Transfer(drive.submit("read", file, into, 0, "w3")).wait()
+    drive.transfer("read", file, into, 0, "w3").wait()
     assert np.array_equal(into, source)
 
 
@@ -102,48 +103,73 @@ def test_neither_direction_waits_for_the_other(file, drive, monkeypatch, held):
         return real(*arguments)
 
     monkeypatch.setattr(system, held, blocked)
-    reads = [Transfer(drive.submit("read", file, aligned(NBYTES), 0, "w3")) for _ in range(3)]
-    writes = [Transfer(drive.submit("write", other, noise(NBYTES), 0, "s3")) for _ in range(3)]
+    reads = [drive.transfer("read", file, aligned(NBYTES), 0, "w3").begin() for _ in range(3)]
+    writes = [drive.transfer("write", other, noise(NBYTES), 0, "s3").begin() for _ in range(3)]
     free, stopped = (writes, reads) if held == "preadv" else (reads, writes)
     for transfer in free:
         transfer.wait()
-    assert not any(block.done() for transfer in stopped for block in transfer.blocks)
+    assert not any(transfer.is_over for transfer in stopped)
     gate.set()
     for transfer in stopped:
         transfer.wait()
 
 
-def test_of_a_transfer_that_fails_what_has_not_begun_is_left_out():
+@pytest.fixture
+def movers():
+    with closing(Movers(1, "test")) as made:
+        yield made
+
+
+def test_of_a_transfer_that_fails_what_has_not_begun_is_left_out(movers):
     gate, done = threading.Event(), []
 
     def fail():
         raise StorageError(errno.EIO, "broken")
 
-    with ThreadPoolExecutor(1) as busy, ThreadPoolExecutor(1) as other:
-        busy.submit(gate.wait, 10)
-        transfer = Transfer([busy.submit(done.append, 1), other.submit(fail)])
-        threading.Timer(0.1, gate.set).start()
+    with closing(Movers(1, "other")) as other:
+        busy = Transfer([(movers, [partial(gate.wait, 10)])]).begin()
+        transfer = Transfer([(movers, [partial(done.append, 1)]), (other, [fail, partial(done.append, 2)])])
         for _ in range(2):
             with pytest.raises(StorageError, match="broken"):
                 transfer.wait()
-    assert not done
+        assert not busy.is_over
+        gate.set()
+        assert not done
+        slow = Transfer([(movers, [partial(time.sleep, 0.1)]), (other, [fail])])
+        with pytest.raises(StorageError, match="broken"):
+            slow.wait()
+        assert slow.is_over  # others may have the memory now
 
 
-def test_a_wait_that_is_interrupted_ends_when_nothing_moves_any_more(monkeypatch):
+def test_a_wait_that_is_interrupted_ends_when_nothing_moves_any_more(movers, monkeypatch):
     """The caller takes back the memory, which a thread would still be reading from."""
-    real, interruptions = ssd.wait_for, iter([KeyboardInterrupt])
+    real, interruptions = Transfer._wait, iter([KeyboardInterrupt])
 
-    def interrupted(*arguments, **keywords):
+    def interrupted(transfer):
         for each in interruptions:
             raise each
-        return real(*arguments, **keywords)
+        real(transfer)
 
-    monkeypatch.setattr(ssd, "wait_for", interrupted)
-    with ThreadPoolExecutor(1) as pool:
-        transfer = Transfer([pool.submit(time.sleep, 0.1)])
-        with pytest.raises(KeyboardInterrupt):
-            transfer.wait()
-        assert transfer.blocks[0].done()
+    monkeypatch.setattr(Transfer, "_wait", interrupted)
+    transfer = Transfer([(movers, [partial(time.sleep, 0.1)])])
+    with pytest.raises(KeyboardInterrupt):
+        transfer.wait()
+    assert transfer.is_over
+
+
+def test_a_lane_that_waits_moves_a_transfer_of_one_block_itself(movers):
+    """To wake a thread takes longer than a small tensor; the main thread, which may be interrupted, only waits."""
+    found = []
+    lane = threading.Thread(target=lambda: Transfer([(movers, [note])]).wait())
+
+    def note():
+        found.append(threading.current_thread())
+
+    lane.start()
+    lane.join()
+    Transfer([(movers, [note])]).wait()
+    assert found[0] is lane
+    assert found[1] not in (lane, threading.main_thread())
 
 
 @given(st.integers(1, 100 << 20), st.none() | st.integers(100, 5000).map(PAGE.__mul__), st.data())
@@ -167,7 +193,7 @@ def left(tmp_path):
     """A file that a run has left, and what the next one is told of it."""
     with closing(Drive(tmp_path, 1)) as drive:
         file = drive.create("s3", 3 * PAGE + 5, 2 * PAGE)
-        Transfer(drive.submit("write", file, noise(3 * PAGE + 5), 0, "s3")).wait()
+        drive.transfer("write", file, noise(3 * PAGE + 5), 0, "s3").wait()
         drive.lasting = {"s3"}
         return file.path, (file.grid.nbytes, file.grid.chunk, file.sums_text)
 
@@ -178,26 +204,26 @@ def test_a_file_of_an_earlier_run_is_taken_up_with_its_checksums(tmp_path):
     with closing(Drive(tmp_path, 1)) as drive:
         file = drive.adopt("s3", *told)
         assert (file.sums_text, len(file.grid)) == (told[-1], 2)
-        Transfer(drive.submit("read", file, into, 0, "s3")).wait()
+        drive.transfer("read", file, into, 0, "s3").wait()
         assert np.array_equal(into, noise(3 * PAGE + 5))
         assert not any(path.read_bytes()[3 * PAGE + 5 :])  # nothing else that was in memory
         path.write_bytes(path.read_bytes()[: 2 * PAGE] + bytes(2 * PAGE))
         with pytest.raises(CorruptionError, match=rf"read of s3 found {PAGE + 5} bytes at offset {2 * PAGE}"):
-            Transfer(drive.submit("read", file, into, 0, "s3")).wait()
+            drive.transfer("read", file, into, 0, "s3").wait()
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_a_part_of_a_damaged_block_is_refused_and_the_block_stays_as_it_is(file, drive, verb):
     """Whatever part is damaged: what is not would otherwise get a checksum together with what is."""
-    Transfer(drive.submit("write", file, noise(NBYTES), 0, "w3")).wait()
+    drive.transfer("write", file, noise(NBYTES), 0, "w3").wait()
     fd = os.open(file.path, os.O_WRONLY)
     os.pwrite(fd, bytes(10), file.grid.block + 5000)
     os.close(fd)
     before = file.path.read_bytes()
     with pytest.raises(CorruptionError, match=rf"read of w3 found \d+ bytes at offset {file.grid.block} "):
-        Transfer(drive.submit(verb, file, aligned(100), file.grid.block + 77, "w3")).wait()
+        drive.transfer(verb, file, aligned(100), file.grid.block + 77, "w3").wait()
     assert file.path.read_bytes() == before
-    Transfer(drive.submit(verb, file, aligned(100), 77, "w3")).wait()
+    drive.transfer(verb, file, aligned(100), 77, "w3").wait()
 
 
 TRAPS = {

@@ -107,12 +107,12 @@ def test_closing_leaves_no_file_no_thread_and_no_descriptor(tmp_path):
     threads, files = set(threading.enumerate()), open_files()
     store = Store([tmp_path / "a" / "b", tmp_path], weights=[1, 1])
     extent = store.allocate("w3", 20 * MIB)
-    transfers = [extent.write(random_bytes(20 * MIB)), extent.read(torch.empty(MIB))]
+    transfers = [extent.write(random_bytes(20 * MIB)).begin(), extent.read(torch.empty(MIB)).begin()]
     store.close()
     store.close()
-    assert all(block.done() for transfer in transfers for block in transfer.blocks)
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        extent.read(torch.empty(1))
+    assert all(transfer.is_over for transfer in transfers)
+    with pytest.raises(RuntimeError, match="after the end of its run"):
+        extent.read(torch.empty(1)).wait()
     assert set(threading.enumerate()) == threads
     assert open_files() == files
     assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["a", "b", "theirs"]

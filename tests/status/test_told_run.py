@@ -27,7 +27,7 @@ from gs_compile.options import Options
 from gs_compile.program.values import DRAIN, FILL
 from gs_compile.progress import CLEAR, Line
 from gs_compile.runtime.storage.folder import STATUS
-from gs_compile.runtime.storage.ssd import Transfer
+from gs_compile.runtime.storage.movers import Transfer
 from gs_compile.runtime.storage.stored import FOLDER
 from gs_compile.runtime.trace import Trace
 from gs_compile.status import file, reporter, runs

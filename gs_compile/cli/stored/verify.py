@@ -10,7 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,8 @@ from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.grid import BLOCK
-from gs_compile.runtime.storage.ssd import THREADS, Memory, Transfer
+from gs_compile.runtime.storage.movers import Transfer
+from gs_compile.runtime.storage.ssd import THREADS, Memory
 from gs_compile.runtime.storage.stored import Manifest, StoredFile, StoredPart
 
 CHANGED = "not the bytes that were written"
@@ -122,12 +123,12 @@ def _bad_in(drive: Drive, part: StoredPart, number: int, memories: Sequence[Memo
     except StorageError as error:
         yield Bad(part, number, 0, stored.nbytes, error.strerror or str(error), is_block=False)
         return
-    under_way = deque[tuple[int, int, Sequence[Future[None]]]]()
+    under_way = deque[tuple[int, int, Transfer]]()
 
     def finish() -> Iterator[Bad]:
-        start, stop, moved = under_way.popleft()
+        start, stop, transfer = under_way.popleft()
         try:
-            Transfer(moved).wait()
+            transfer.wait()
         except CorruptionError:
             yield Bad(part, number, start, stop, CHANGED)
         except StorageError as error:
@@ -137,7 +138,7 @@ def _bad_in(drive: Drive, part: StoredPart, number: int, memories: Sequence[Memo
         if len(under_way) == AHEAD:
             yield from finish()
         memory = memories[index % AHEAD][: stop - start]
-        under_way.append((start, stop, drive.submit("read", file, memory, start, part.value)))
+        under_way.append((start, stop, drive.transfer("read", file, memory, start, part.value).begin()))
     while under_way:
         yield from finish()
     drive.leave(file)

@@ -26,7 +26,7 @@ from gs_compile.planner.measure.rates import Figure, Load, Work, medians, new_la
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage.folder import TO_BE, as_storage_error
 from gs_compile.runtime.storage.grid import PAGE
-from gs_compile.runtime.storage.ssd import Transfer
+from gs_compile.runtime.storage.movers import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
 
