@@ -18,7 +18,7 @@ from benchmarks.race.plain import Plain
 from benchmarks.race.protocol import Case, _serve
 from benchmarks.race.registry import PEERS_PYTHON, Entry
 from benchmarks.race.run import NO_FINALS, Finals, Run, Settings
-from benchmarks.race.settings import load
+from benchmarks.race.settings import MOST_STEPS, load
 from benchmarks.race.worker import Worker, WorkerError
 from benchmarks.slow_drive import bounded
 from gs_compile.planner.measure.profile import Profile
@@ -79,14 +79,14 @@ def run(tmp_path_factory):
     settings = {"storage": tmp_path_factory.mktemp("race"), "peers_python": PEERS_PYTHON / "missing"}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Entry, "start", started)
-        return raced(NAMES, rounds=2, drive_seconds=0.02, **settings)
+        return raced(NAMES, rounds=2, round_seconds=60, drive_seconds=0.02, **settings)
 
 
 def test_a_race(run):
     plain, ours = (run["contestants"][name] for name in NAMES)
     assert plain["verdict"] == ours["verdict"] == "right"
     assert 0 <= ours["difference"] < 1e-5
-    assert ours["steps"] == plain["steps"] >= 2
+    assert ours["steps"] == plain["steps"] == MOST_STEPS
     assert len(run["matmul_seconds"]) == 8  # before and after each turn
     assert len(run["drive_samples"]) == 3  # before and after each round
     for name, rate in run["drive"].items():
