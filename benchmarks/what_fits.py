@@ -30,19 +30,16 @@ NAMED = (*LLAMAS, *[name for name in GPTS if name == "gpt-65b"])  # those that `
 INTRODUCTION = """\
 # What fits
 
-The table shows predicted tokens/s of each model on each machine that ships, trained **in full / by LoRA of rank 16 / by
-LoRA over nf4**; *-* does not fit. Weights have 16 bits, with fp32 masters and AdamW; frozen weights have no states.
-Sequences have {sequence} tokens, or as many as the model has positions for. The batch is the smallest that reaches the
-machine's rate.
+Predicted tokens/s of models on the machines that ship, trained **in full / by LoRA of rank 16 / by LoRA over nf4**; *-*
+does not fit. Weights have 16 bits, with fp32 masters and AdamW, without clipping. Sequences have {sequence} tokens,
+or as many as the model has positions for. The batch is the smallest that reaches the machine's rate.
 
 Nothing here was run. The figures are upper bounds of the linear program, from the models' configs and the machines'
-figures in `gs_compile/planner/measure/machines`, which name their sources. A simulated step is up to an eighth slower:
-`greedysnake plan` simulates one. `greedysnake fit --model Qwen/Qwen3-14B --machine rtx4090`, with an id of the hub or a
-config, prints the details of one cell: hours, memory, bytes written, and days that the drives last. Gradients are not
-clipped here; `--clip` does that.
+figures in `gs_compile/planner/measure/machines`, which name their sources. A simulated step (`greedysnake plan`) is up
+to an eighth slower. `greedysnake fit --model Qwen/Qwen3-14B --machine rtx4090`, with an id of the hub or a config,
+prints the details of one cell: hours, memory, bytes written, and days that the drives last.
 
-Made on {date} by `python -m benchmarks.what_fits --output docs/what_fits.md`, from the configs in `benchmarks/models`
-and the models that the planner knows by name. `--models` and `--machines` make a part of it.
+Made on {date} by `python -m benchmarks.what_fits --output docs/what_fits.md`.
 """
 
 

@@ -61,15 +61,25 @@ def text() -> str:
 
 
 def _names(module: Any) -> Iterator[str]:
+    listed: dict[tuple[str, ...], str] = {}  # the members of a class, and the first class that has them
     for name in sorted(each for each in module.__all__ if not each.startswith("_")):
         found = getattr(module, name)
         if found in PARTS or not callable(found) or name.endswith("Error"):
             yield name
             continue
         yield name + ("" if dataclasses.is_dataclass(found) else _signature(found))
-        for member, value in sorted(_members(found).items()) if inspect.isclass(found) else ():
-            if member in NAMED and not member.startswith("_"):
-                yield f"    .{member}" + (_signature(value) if inspect.isfunction(value) else "")
+        members = tuple(_public(found)) if inspect.isclass(found) else ()
+        if members and (first := listed.setdefault(members, name)) != name:
+            yield f"    as {first}"
+        else:
+            yield from (f"    .{member}" for member in members)
+
+
+def _public(kind: type) -> Iterator[str]:
+    """The members of a class that a page names, with their signatures."""
+    for member, value in sorted(_members(kind).items()):
+        if member in NAMED and not member.startswith("_"):
+            yield member + (_signature(value) if inspect.isfunction(value) else "")
 
 
 def _members(kind: type) -> dict[str, Any]:

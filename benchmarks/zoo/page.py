@@ -21,23 +21,21 @@ INTRODUCTION = f"""\
 
 {{counts}} They come from six packages.
 
-Each model is built in a tiny configuration (mostly {LAYERS} layers of width {WIDTH}, some have a few more), and trained
-for two steps of {BATCH} samples in micro-batches of 2: by plain PyTorch, with everything on SSD, and with everything in
-host memory. The versions were {{versions}}.
+Each model is built in a tiny configuration (mostly {LAYERS} layers of width {WIDTH}), and trained for two steps of
+{BATCH} samples in micro-batches of 2: by plain PyTorch, with everything on SSD, and with everything in host memory. The
+versions were {{versions}}.
 
 * **trains**: losses, parameters and AdamW's first moments are within 1e-5 of plain PyTorch's (relative to a tensor's
   largest entry if that is above 1; the largest difference found is {{difference}}), and bitwise equal on SSD and in
-  memory. All its blocks are streamed, each as a unit of its own in the step, unless a table says how many.
-* **refused**: an error of this package says why, before anything is learned. [limits.md](limits.md) has the reasons.
+  memory. All its blocks are streamed, unless a table says how many.
+* **refused**: an error says why, before anything is learned ([limits.md](limits.md)).
 * **wrong**, **failed**: a bug of this package.
 
 Dropout is off. AdamW's epsilon is 1e-3, so that gradients that are only rounding errors do not become whole steps.
 Initial values are changed a little, because zeros would block the gradients of everything below them.
 
-To repeat it, run `make zoo`, or a part of it: `make zoo ZOO_ARGS="timm transformers/gpt"`. It creates its own
-environment with the versions of `benchmarks/zoo/requirements.txt` under those of `constraints.txt`. litgpt is installed
-without its dependencies, because it needs an older huggingface-hub than transformers does. This page is written from
-`benchmarks/results/zoo.json`."""
+`make zoo ZOO_ARGS="timm transformers/gpt"` repeats a part of it in an environment of its own, `make zoo` all of it, and
+writes this page."""
 
 
 def page(found: Mapping[str, Any]) -> str:
