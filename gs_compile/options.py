@@ -170,7 +170,7 @@ class Options:
         and environment variables expanded. None: in the user's cache, that is $XDG_CACHE_HOME/greedysnake or
         ~/.cache/greedysnake.
     host_memory: how much host memory to use: bytes, text such as "6GiB", or a percentage, "80%", of what this process
-        may use. None: chosen.
+        may use. None: 80% of what is free when the run starts.
     device_memory: the same for the device. A percentage is of the device's memory, or on a CPU of what this process may
         use. `parse_bytes` converts both to bytes.
     machine: the profile that the plan is made for: a `Profile`, the name of one that is shipped, or a file. None: this
@@ -197,6 +197,8 @@ class Options:
         `storage`, if it stores anything, as long as the run lasts.
     expert: an `Expert`, or a dict of its fields.
     mode: torch.compile's `mode`, passed on to inductor.
+
+    Raises OptionError for an option that is unknown, out of range, or contradicts another one.
     """
 
     micro_batch_size: int = 1

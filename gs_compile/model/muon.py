@@ -38,7 +38,10 @@ class Muon(TieredOptimizer):
     cut: of a param group: the dimension, 0 or 1, along which each of its matrices is several, and their sizes; () to
         follow the names (`matrices_of`).
     adamw_lr: changes in proportion to `lr`, which schedulers change.
+    max_grad_norm: as in `AdamW`.
     state_dtype: of momentum and moments: None, torch.float32 or torch.bfloat16.
+
+    Raises OptimizerError for a setting out of range.
     """
 
     rule = ADAMW

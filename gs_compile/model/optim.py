@@ -1,11 +1,4 @@
-"""Optimizers whose parameters and states live on the tiers: ``gs_compile.AdamW(model.parameters(), lr=3e-4)``.
-
-state_dtype: of the moments there. torch.bfloat16 moves and stores half of what float32 does, which is the default, and
-"8bit" a quarter; an update rounds them at random, the same way in every run, so it does not learn the very same
-numbers. Parameters in float64 have all moments in float64.
-
-of_torch: `foreach`, `fused` and `capturable` of the optimizer of torch, which say how it computes, are passed over.
-"""
+"""Optimizers whose parameters and states live on the tiers: ``gs_compile.AdamW(model.parameters(), lr=3e-4)``."""
 
 from __future__ import annotations
 
@@ -22,7 +15,17 @@ __all__ = ["SGD", "Adam", "AdamW", "Lion", "StepInfo", "TieredOptimizer"]
 
 
 class AdamW(TieredOptimizer):
-    """AdamW, as torch.optim.AdamW(fused=True) computes it."""
+    """AdamW (arXiv 1711.05101), as torch.optim.AdamW(fused=True) computes it; made before the model's first call.
+
+    params: all parameters that are trained, or param groups of them.
+    max_grad_norm: the bound of the norm of all gradients together, for which they wait, 4 bytes an element. None clips
+        nothing; infinity clips nothing, but skips a step whose gradients are not finite as a whole.
+    state_dtype: of the stored moments: None or torch.float32, torch.bfloat16, or "8bit". An update rounds the latter
+        two at random, the same way in every run. Parameters in float64 have moments in float64.
+    of_torch: `foreach`, `fused` and `capturable` of torch's optimizer, which have no effect.
+
+    Raises OptimizerError for a setting out of range, and for one of torch's that is not supported, such as `amsgrad`.
+    """
 
     rule = ADAMW
 
@@ -45,7 +48,7 @@ class AdamW(TieredOptimizer):
 
 
 class Adam(TieredOptimizer):
-    """Adam with L2 decay, as torch.optim.Adam(fused=True) computes it."""
+    """Adam (arXiv 1412.6980) with L2 decay, as torch.optim.Adam(fused=True) computes it; see `AdamW` for the rest."""
 
     rule = ADAM
 
@@ -68,7 +71,7 @@ class Adam(TieredOptimizer):
 
 
 class SGD(TieredOptimizer):
-    """SGD with momentum, as torch.optim.SGD(fused=True) computes it."""
+    """SGD with momentum, as torch.optim.SGD(fused=True) computes it; see `AdamW` for `max_grad_norm` and the rest."""
 
     rule = kernels.SGD
 
@@ -93,7 +96,7 @@ class SGD(TieredOptimizer):
 
 
 class Lion(TieredOptimizer):
-    """Lion (arXiv 2302.06675): the sign of an interpolated momentum, with decoupled decay."""
+    """Lion (arXiv 2302.06675): the sign of an interpolated momentum, with decoupled decay; see `AdamW` for the rest."""
 
     rule = LION
 

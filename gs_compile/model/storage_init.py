@@ -51,7 +51,7 @@ def init_on_storage(
 ) -> nn.Module:
     """Build the model of `factory` with its parameters on storage; values are bitwise those of ordinary construction.
 
-    `storage` is as in `Options`; of several directories the first has the files. Memory holds at most CACHE_NBYTES of
+    `storage` is as in `Options`; of several directories the first has the files. Memory holds at most 256 MiB of
     parameters, and what one operation needs. Tied parameters stay tied, and buffers are in memory. `device` is where
     the model computes, by default the CPU, on which the factory builds it. `model.to(device)` changes it later, and
     moves no parameter's value.
