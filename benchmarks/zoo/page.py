@@ -68,4 +68,5 @@ def row(case: Case, result: Mapping[str, Any]) -> tuple[str, str, str, str]:
     streamed = result.get("streamed", case.num_blocks)
     parts = f"{streamed} of {case.num_blocks}" if streamed != case.num_blocks else ""
     kept = f"not on the tiers: {', '.join(result['kept'])}" if result.get("kept") else ""
-    return f"`{case.name}`", result["result"], parts, result.get("why", kept)
+    why, _, _ = result.get("why", kept).partition(" Explanation: ")  # Dynamo says its reason twice
+    return f"`{case.name}`", result["result"], parts, why
