@@ -40,6 +40,7 @@ from gs_compile.model.settings import check_groups, check_norm, check_parameter,
 from gs_compile.model.step_count import StepCount
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.formats import moment_types, wide_of
+from gs_compile.runtime.groups import tell_of_end
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.step_record import StepRecord
@@ -76,6 +77,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.accumulates = False  # steps have several backwards: the first one has shown it
         self.num_calls = 1  # that are between forward and backward at a time
         super().__init__(params, defaults)
+        tell_of_end()
         absorb_libraries()  # the model is built, so its libraries are there: Dynamo need not meet a break first
         watch()
 
