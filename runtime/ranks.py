@@ -309,7 +309,8 @@ class Ranks:
             now = time.monotonic()
             if now > patience:
                 patience = math.inf
-                log.warning("%s: rank %d has waited %.0f s for others, and waits on", what, self.name, PATIENCE)
+                words = "and waits on: all ranks must make the same calls, also to read or save the model"
+                log.warning("%s: rank %d has waited %.0f s for others, %s", what, self.name, PATIENCE, words)
             if now - start > GRACE:
                 self._check_ended(what, now - GRACE)
             if now - start > self.timeout:
