@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import pickle
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
 from gs_compile.runtime.alarm import ending_error
-from gs_compile.runtime.stream import network_backend, num_groups
+from gs_compile.runtime.stream import default_store, network_backend, num_groups
+
+ON_DEVICES = "nccl"  # alone, it takes no tensors in host memory
+POLL = 0.2  # seconds between two looks at torch's store
+_END = "greedysnake: the end of {}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Place:
     @property
     def in_host_memory(self) -> tuple[Any, ...]:
         """The user's groups, if they take tensors in host memory."""
-        return () if self.backend == "nccl" else self.groups
+        return () if self.backend == ON_DEVICES else self.groups
 
     def new_group(self, rows: Sequence[Sequence[int]], backend: str, limit: timedelta) -> Any:
         """A group of those of the `rows` that have this rank; all ranks call this with the same rows."""
@@ -119,6 +126,38 @@ def new_groups(place: Place, timeout: float) -> tuple[Any, Any, Any, Any]:
 def mesh_of(place: Place, timeout: float) -> DeviceMesh:
     """Everyone in one dimension, for tensors in host memory; it lasts as long as the user's group."""
     return DeviceMesh.from_group(_in_host_memory(place, timeout), "cpu")
+
+
+def await_everyone(place: Place, timeout: float) -> None:
+    """Return when all ranks have come here as often as this one; RuntimeError where the script of one has ended.
+
+    By torch's store, for ranks that have no group yet which takes tensors in host memory.
+    """
+    store, names = default_store(), place.everyone
+    number = store.add(f"greedysnake {names}: of {dist.get_rank()}", 1)
+    store.add(meeting := f"greedysnake {names}: {number}", 1)
+    end = time.monotonic() + timeout
+    while store.add(meeting, 0) < len(names):
+        if ended := [name for name in names if store.check([_END.format(name)])]:
+            raise RuntimeError(f"the script of rank {', '.join(map(str, ended))} has ended")
+        if time.monotonic() > end:
+            raise RuntimeError(f"rank {dist.get_rank()} has waited {timeout:.0f} s for the others")
+        time.sleep(POLL)
+
+
+def tell_of_end() -> None:
+    """Have the end of this rank's script told to those that may wait for it in `await_everyone`."""
+    if dist.is_initialized() and dist.get_backend() == ON_DEVICES:
+        _tell_of_end(default_store(), dist.get_rank())
+
+
+@cache
+def _tell_of_end(store: dist.Store, name: int) -> None:
+    def tell() -> None:
+        with suppress(RuntimeError):  # the rank that has the store has ended before
+            store.set(_END.format(name), "")
+
+    multiprocessing.util.Finalize(None, tell, exitpriority=60)  # ahead of `_destroy`
 
 
 def gathered(place: Place, value: Any) -> list[Any]:

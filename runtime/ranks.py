@@ -32,7 +32,7 @@ from gs_compile.options import Options
 from gs_compile.progress import stage
 from gs_compile.runtime import exchange
 from gs_compile.runtime.alarm import Alarm, words
-from gs_compile.runtime.groups import Place, as_bytes, from_bytes, mesh_of, new_groups, place_of
+from gs_compile.runtime.groups import Place, as_bytes, await_everyone, from_bytes, mesh_of, new_groups, place_of
 from gs_compile.runtime.stream import is_in_host_memory
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,8 @@ class Ranks:
         self._mesh = partial(mesh_of, place, timeout)
         self.place = self.names.index(self.name)
         self._alarm: Alarm | None = None
+        if not place.in_host_memory:
+            await_everyone(place, timeout)
         for group in place.in_host_memory:  # a rank that has ended has closed its connections, and this fails at once
             here = torch.zeros(1, device="cpu")
             self._finish("the meeting", here, partial(dist.all_reduce, here, group=group, async_op=True))
@@ -307,7 +309,8 @@ class Ranks:
             now = time.monotonic()
             if now > patience:
                 patience = math.inf
-                log.warning("%s: rank %d has waited %.0f s for others, and waits on", what, self.name, PATIENCE)
+                words = "and waits on: all ranks must make the same calls, also to read or save the model"
+                log.warning("%s: rank %d has waited %.0f s for others, %s", what, self.name, PATIENCE, words)
             if now - start > GRACE:
                 self._check_ended(what, now - GRACE)
             if now - start > self.timeout:

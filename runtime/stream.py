@@ -327,6 +327,11 @@ def num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
+def default_store() -> dist.Store:
+    """That by which the ranks of torch.distributed have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def shared_generator(device: torch.device) -> torch.Generator:
     """The generator of a device that all of torch draws from."""
     if device.type == "cpu":

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 from zoo import GPT, TOKENS, WIDTH, Block, batch, compile_model, train
 
 from gs_compile.capture.dynamo import check_torch
@@ -157,11 +158,31 @@ def test_samples_that_are_the_tensors_of_a_list():
     compile_model(Listed(), 5)(rows)[1].backward()  # a remedy of the message
 
 
-def test_an_exchange_with_other_ranks_in_the_forward():
+def reduced_in_place(losses):
+    dist.all_reduce(losses)
+    return losses
+
+
+class Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, losses):
+        return reduced_in_place(losses.clone())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return reduced_in_place(gradient.clone())
+
+
+def reduced_in_a_block(losses):
+    return checkpoint(lambda each: reduced_in_place(each * 1), losses, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+@pytest.mark.parametrize("reduced", [reduced_in_place, Reduced.apply, reduced_in_a_block])
+def test_an_exchange_with_other_ranks_in_the_forward(reduced):
     class Counts(GPT):
         def forward(self, ids, labels):
-            dist.all_reduce(count := (labels > 3).sum().float())
-            return super().forward(ids)[0].mean(2).mul(labels > 3).sum() / count
+            return reduced(super().forward(ids)[0].mean(2).mul(labels > 3).sum(1)).sum()
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from gs_compile.capture.exchange import ends_exchange
 from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_line, graph_module, origin
 from gs_compile.capture.in_place import mutated
 from gs_compile.capture.internals import tree_leaves
@@ -229,7 +230,7 @@ class _Copy:
             copied.meta["bodies"] = [self._body(each) for each in bodies if isinstance(each, fx.GraphModule)]
         copied.meta["run"], copied.meta["misplaces"] = place(copied, self.fold.size_of_batch)
         copied.meta["is_in_turns"] = is_in_turns(copied, self.fold.size_of_batch)
-        return copied if self.grad_mode else self._detached(copied)
+        return copied if self.grad_mode and not ends_exchange(node) else self._detached(copied)
 
     def _is_filled_with_batch(self, node: fx.Node) -> bool:
         """Whether what a tensor is filled with follows from the batch size; its shape may in any case."""

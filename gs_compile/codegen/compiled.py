@@ -22,6 +22,7 @@ from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.capture.dynamo import current_compile_id
+from gs_compile.capture.exchange import first_exchange
 from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph, output_values
 from gs_compile.capture.listed import listed_samples
 from gs_compile.capture.loss import Separated, loss
@@ -275,10 +276,9 @@ class Compilation:
         return listed_samples(self.captured)
 
     @cached_property
-    def exchange(self) -> str:
-        """The first operation by which the forward exchanges values with other ranks; empty: there is none."""
-        nodes = self.captured.module.graph.nodes
-        return next((node.name for node in nodes if str(node.target).startswith("_c10d_functional")), "")
+    def exchange(self) -> fx.Node | None:
+        """As `first_exchange` of the forward."""
+        return first_exchange(self.captured.module)
 
     @cached_property
     def _of_batch(self) -> frozenset[str]:

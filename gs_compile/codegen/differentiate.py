@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
+from gs_compile.capture.exchange import first_exchange
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
 from gs_compile.capture.nondeterministic import Nondeterministic, Watch
@@ -140,6 +141,8 @@ class Differentiated:
         sources = [source.kind for source in self.unit.sources]
         if self.unit.is_joint:
             return Cuts(self, (), "it joins two stacks")
+        if first_exchange(self.unit.module) is not None:
+            return Cuts(self, (), "it exchanges values with other ranks, of which each would save what its sizes say")
         if "x" not in sources or "x" not in self.unit.results or not self.unit.differentiable:
             return Cuts(self, (), "it is no layer that is trained")
         if self._sizes and not self.unit.is_sized:

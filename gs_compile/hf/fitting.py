@@ -133,6 +133,15 @@ def _share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str,
 
         return with_whole_states
 
+    def join_uneven_inputs(joinables: Any, even_batches: bool | None = None) -> Any:
+        if accelerator.even_batches if even_batches is None else even_batches:
+            return contextlib.nullcontext(joinables)
+        raise OptionError(
+            "join_uneven_inputs has ranks without data follow those that have some, and here all ranks take part in "
+            "each step, with a batch: leave it out, and let Accelerate make the batches even (even_batches=True)"
+        )
+
+    accelerator.join_uneven_inputs = join_uneven_inputs
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
     for name in ("save_state", "load_state", "get_state_dict"):
         setattr(accelerator, name, whole(getattr(accelerator, name)))

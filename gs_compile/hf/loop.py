@@ -43,8 +43,8 @@ def prepare(
     optimizer: of this package, with `max_grad_norm` if the loop clips; `accelerator.clip_grad_norm_` then returns the
         norm of all gradients.
     loader: of the training data. It returns the batches of `accelerator.gradient_accumulation_steps` (1 from then on)
-        as one batch, padded as in `hf.gather`. Micro-batches have the size of its batches. The loss is the mean over a
-        whole step, where accumulation takes the mean of the batches' means.
+        as one batch, those that Accelerate gives this process, padded as in `hf.gather`. Micro-batches have the size of
+        its batches. The loss is the mean over a whole step, where accumulation takes the mean of the batches' means.
     others: schedulers, whose states commits store, and loaders of evaluation data; they are prepared as usual.
 
     All of these may come in any order, as Accelerate takes them: the first model is trained, by the first optimizer, on
@@ -54,13 +54,9 @@ def prepare(
     given: list[Any] = [model, optimizer, loader, *others]
     places = _places(given)
     model, optimizer, loader, *rest = (given[place] for place in places)
+    num_batches = accelerator.gradient_accumulation_steps
     _check(accelerator, optimizer, loader)
-    size = options.get("micro_batch_size") or loader.batch_size
-    if size is None:
-        raise OptionError(
-            "the loader has a batch sampler of its own, so its batches have no size: give micro_batch_size"
-        )
-    loader = _of_steps(loader, accelerator.gradient_accumulation_steps, size, model)
+    size = options.get("micro_batch_size") or _size_of_batches(accelerator, loader)
     chosen, asked = fit(accelerator, model, size, {**options, "micro_batch_size": size})
     accelerator.gradient_accumulation_steps = 1
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer, accelerator.clip_grad_norm_)
@@ -68,6 +64,8 @@ def prepare(
     if accelerator.scaler is not None:
         accelerator.scaler.serve(optimizer)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, *rest)
+    if num_batches > 1:
+        gather_steps(prepared[2], num_batches, size, padding_of(model))
     schedulers = [each for each in prepared[3:] if hasattr(each, "get_last_lr")]
     states = {f"scheduler_{number}": each for number, each in enumerate(schedulers)} if asked.durability else {}
     optimizer.kept.states.update(states)
@@ -95,6 +93,8 @@ def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
         )
     if not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
         raise OptionError("give the DataLoader of the training data, not prepared before")
+    if loader.batch_sampler is None and not loader.batch_size and accelerator.gradient_accumulation_steps > 1:
+        raise OptionError("the loader has batch_size=None, so its batches cannot be gathered: give it a batch size")
     precision, backend = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend.value
     if precision not in ("no", "bf16", "fp16"):
         raise OptionError(f"mixed_precision={precision!r}: use bf16 or fp16")
@@ -132,34 +132,72 @@ def _clip_grad_norm(
 # The batches of a step ------------------------------------------------------------------------------------------------
 
 
-def _of_steps(loader: DataLoader[Any], num_batches: int, size: int, model: Any) -> DataLoader[Any]:
-    """A loader of the same data; a batch has the samples of `num_batches`, which are collated one by one."""
-    if num_batches == 1:
-        return loader
+def _size_of_batches(accelerator: Any, loader: DataLoader[Any]) -> int:
+    """Of the loader's, in each process."""
+    if loader.batch_size is None:
+        raise OptionError(
+            "the loader has a batch sampler of its own, so its batches have no size: give micro_batch_size"
+        )
+    return loader.batch_size // (accelerator.num_processes if accelerator.split_batches else 1)
+
+
+def gather_steps(prepared: Any, num_batches: int, size: int, padding: Padding) -> None:
+    """Have a loader that Accelerate has prepared return `num_batches` of its batches as one, collated one by one.
+
+    size: of a batch that has none. The loader has a share of the batches for each process by then, so a step has those
+    that accumulation would have, the last one of an epoch, too.
+    """
     log.warning(
         "the loader returns the %d batches of a step as one, so its length counts steps from now on: the loop must not "
         "divide that length by gradient_accumulation_steps again",
         num_batches,
     )
-    kept = {name: getattr(loader, name) for name in _KEPT}
-    kept["collate_fn"] = partial(_collated, loader.collate_fn, loader.batch_size or size, padding_of(model))
-    if isinstance(loader.dataset, IterableDataset) and loader.batch_size:
-        samples = _FullBatches(loader.dataset, loader.batch_size) if loader.drop_last else loader.dataset
-        return DataLoader(samples, batch_size=num_batches * loader.batch_size, **kept)
-    if loader.batch_sampler is None:
-        raise OptionError("the loader has batch_size=None, so its batches cannot be gathered: give it a batch size")
-    return DataLoader(loader.dataset, batch_sampler=_Steps(loader.batch_sampler, num_batches), **kept)
+    own = prepared.base_dataloader
+    kept = {name: getattr(own, name) for name in _KEPT}
+    size = own.batch_size or _share(own.batch_sampler) or size
+    kept["collate_fn"] = partial(_collated, own.collate_fn, size, padding)
+    if isinstance(own.dataset, IterableDataset):
+        samples = _FullBatches(own.dataset, size) if own.drop_last else own.dataset
+        steps: dict[str, Any] = {"dataset": samples, "batch_size": num_batches * size}
+    else:
+        steps = {"dataset": own.dataset, "batch_sampler": _Steps(own.batch_sampler, num_batches)}
+    prepared.base_dataloader = type(own)(**steps, **kept)
+    prepared._drop_last = False  # what is to be left out is so by now
+
+
+def _share(batch_sampler: Any) -> int:
+    """The samples of a batch that one process gets; 0: it is not known."""
+    size = getattr(batch_sampler, "batch_size", None) or 0
+    return size // (batch_sampler.num_processes if getattr(batch_sampler, "split_batches", False) else 1)
 
 
 class _Steps(BatchSampler):
-    """The indices of several batches as one. Accelerate sets the `sampler` of `batch_sampler`, and skips steps."""
+    """The indices of several batches as one. What Accelerate reads and sets of a batch sampler is of the one inside."""
 
     def __init__(self, batch_sampler: Any, num_batches: int) -> None:
         self.batch_sampler = batch_sampler
         self.num_batches = num_batches
-        self.sampler: Any = getattr(batch_sampler, "sampler", None)
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.batch_size = num_batches * (getattr(batch_sampler, "batch_size", None) or 1)
+
+    @property
+    def _innermost(self) -> Any:
+        found = self.batch_sampler
+        while hasattr(found, "batch_sampler"):
+            found = found.batch_sampler
+        return found
+
+    @property
+    def sampler(self) -> Any:
+        return getattr(self._innermost, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self._innermost.sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
 
     def __iter__(self) -> Iterator[list[Any]]:
         step: list[Any] = []

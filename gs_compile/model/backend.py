@@ -18,6 +18,7 @@ from torch import fx
 
 from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_memory, guard_model
 from gs_compile.capture.given_up import watch
+from gs_compile.capture.graph import at_line
 from gs_compile.capture.graph_breaks import is_last_compile, note_last_compile, refuse
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.internals import without_overrides
@@ -269,10 +270,11 @@ def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
             f"in micro-batches of {size}; take the size from the input's shape, or set micro_batch_size to the batch "
             "size"
         )
-    if compilation.exchange:
+    if (found := compilation.exchange) is not None:
         raise CaptureError(
-            f"the model's forward exchanges values with other ranks ({compilation.exchange}), which would be those of "
-            f"each micro-batch of {size}: do it outside of the model, or set micro_batch_size to the batch size"
+            f"the model's forward exchanges values with other ranks ({found.name}{at_line(found)}), which would be "
+            f"those of each micro-batch of {size}: do it outside of the model, or set micro_batch_size to the batch "
+            "size"
         )
     rest = batch_size % size
     return [size] * (batch_size // size) + ([rest] if rest else [])

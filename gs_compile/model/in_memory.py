@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -41,21 +42,45 @@ def parameters_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
     return ((place, each) for place, each in enumerate(parameters) if not is_offloaded(each))
 
 
+def by_name(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
+    """The same with the names that `give_names` has given, in their order, which all ranks have."""
+    named = ((residency_of(each).name or f"parameter {place}", each) for place, each in parameters_in_memory(groups))
+    return sorted(named, key=itemgetter(0))
+
+
+def give_names(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Name the parameters in memory as the smallest module does that has all of them, or the most.
+
+    Their places in an optimizer may be others on each rank, as where a script has gone through a set of names.
+    """
+    left = {each for _, each in parameters_in_memory(groups)}
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)) if left else ()
+    owners = [(each, left.intersection(each.parameters())) for each in found]
+    for module, own in sorted(owners, key=lambda each: (-len(each[1]), sum(1 for _ in each[0].modules()))):
+        if named := own & left:
+            for name, parameter in sorted(module.named_parameters(remove_duplicate=False), key=itemgetter(0)):
+                if parameter in named:
+                    residency_of(parameter).name = f"{type(module).__name__}.{name}"
+                    named.remove(parameter)
+            left -= own
+
+
 def trained_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
     """Those that are trained."""
     return ((place, each) for place, each in parameters_in_memory(groups) if each.requires_grad)
 
 
-def count(parameters: Sequence[Tensor], record: StepRecord, ranks: Ranks | None = None) -> None:
-    """Have their gradients in the norm of a step, and in its clip; over ranks they are averaged."""
+def with_gradients(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """Those that have a gradient."""
+    return [each for _, each in parameters_in_memory(groups) if each.grad is not None]
+
+
+def count(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks | None = None) -> None:
+    """Have gradients in memory in the norm of a step, and in its clip; over ranks they are averaged."""
     if ranks is not None:
         record.num_ranks = ranks.total
-    if parameters and ranks is not None:
-        means = averaged(ranks, [parameter.grad for parameter in parameters if parameter.grad is not None])
-        for parameter, mean in zip(parameters, means, strict=True):
-            parameter.grad = mean
-        record.means = {mean: changes(mean) for mean in means}
-    if parameters:
+        _average(groups, record, ranks)
+    if parameters := with_gradients(groups):
         square = _sum_of_squares(parameters) * record.num_ranks**2  # as the others are, which are summed
         record.squares["resident"] = lambda: square
 
@@ -65,18 +90,19 @@ def average_late(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks:
 
     Where a step is clipped, `update` refuses that.
     """
-    beside = [parameter for _, parameter in trained_in_memory(groups)]
-    if ranks is None or record.max_grad_norm is not None or not beside:
-        return
-    gradients = [parameter.grad for parameter in beside]
-    is_late = [each is not None and record.means.get(each) != changes(each) for each in gradients]
-    what = f"which of {len(beside)} gradients came after the model's backward, in step {record.number}"
-    ranks.agree_on(what)
-    ranks.sum(counts := torch.tensor(is_late, dtype=torch.int32), what)
-    late = [parameter for parameter, number in zip(beside, counts.tolist(), strict=True) if number]
-    whole = [torch.zeros_like(each) if each.grad is None else each.grad for each in late]
-    for parameter, mean in zip(late, averaged(ranks, whole) if late else (), strict=True):
-        parameter.grad = mean
+    if ranks is not None and record.max_grad_norm is None:
+        _average(groups, record, ranks, " since the model's backward")
+
+
+def _average(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks, since: str = "") -> None:
+    """Average over ranks the gradients in memory that are new on any of them."""
+    beside = [each for each in by_name(groups) if each[1].requires_grad]
+    gradients = [parameter.grad for _, parameter in beside]
+    are_new = [each is not None and record.means.get(each) != changes(each) for each in gradients]
+    means = _means(ranks, beside, gradients, are_new, since) if beside else {}
+    for place, mean in means.items():
+        beside[place][1].grad = mean
+    record.means = {**record.means, **{mean: changes(mean) for mean in means.values()}}
 
 
 def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecord) -> None:
@@ -178,22 +204,36 @@ def averaged_of_any(
 ) -> list[Tensor | None]:
     """The mean over all ranks of each gradient whose parameter is given, None where no rank has one; others unchanged.
 
-    Who has none where another rank has one gives zeros, as with DistributedDataParallel's `find_unused_parameters`.
     parameters: with their names, which are the same on all ranks.
     """
-    own = {place: each[1] for place, each in enumerate(parameters) if each is not None}
-    names = [each[0] for each in parameters if each is not None]
-    counts = torch.tensor([gradients[place] is not None for place in own], dtype=torch.int32)
-    adds = any(parameter.grad is not None for parameter in own.values())
+    own = {place: each for place, each in enumerate(parameters) if each is not None}
+    given = [gradients[place] for place in own]
+    adds = ", in one more backward" * any(parameter.grad is not None for _, parameter in own.values())
+    means = _means(ranks, list(own.values()), given, [each is not None for each in given], adds)
+    found = {place: means[number] for number, place in enumerate(own) if number in means}
+    return [found.get(place, gradient) for place, gradient in enumerate(gradients)]
+
+
+def _means(
+    ranks: Ranks,
+    named: Sequence[tuple[str, Tensor]],
+    gradients: Sequence[Tensor | None],
+    are_new: list[bool],
+    when: str,
+) -> dict[int, Tensor]:
+    """By place, the mean over all ranks of each gradient that is new on any of them.
+
+    Who has none where another rank has one gives zeros, as with DistributedDataParallel's `find_unused_parameters`.
+    """
+    names = [name for name, _ in named]
     which = f"up to {names[-1][-40:]} ({zlib.crc32(repr(names).encode()):08x})" if names else ""
-    what = f"which of {len(counts)} parameters {which} have gradients{', in one more backward' * adds}"
+    what = f"which of {len(named)} parameters {which} have gradients{when}"
     ranks.agree_on(what)
-    ranks.sum(counts, what)
-    own = {place: own[place] for place, number in zip(own, counts.tolist(), strict=True) if number}
-    pairs = ((gradients[place], parameter) for place, parameter in own.items())
+    ranks.sum(counts := torch.tensor(are_new, dtype=torch.int32), what)
+    places = [place for place, number in enumerate(counts.tolist()) if number]
+    pairs = [(gradients[place], named[place][1]) for place in places]
     whole = [torch.zeros_like(parameter) if gradient is None else gradient for gradient, parameter in pairs]
-    means = dict(zip(own, averaged(ranks, whole), strict=True))
-    return [means.get(place, gradient) for place, gradient in enumerate(gradients)]
+    return dict(zip(places, averaged(ranks, whole), strict=True)) if places else {}
 
 
 def begin_alike(ranks: Ranks, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -13,7 +13,7 @@ from gs_compile.capture.internals import without_modes
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import NoBatchInputError, OptimizerError, RankError
 from gs_compile.model.call import Call
-from gs_compile.model.in_memory import begin_alike, is_wrapped, parameters_in_memory, ranks_that_average
+from gs_compile.model.in_memory import begin_alike, by_name, give_names, is_wrapped, ranks_that_average
 from gs_compile.model.offloaded import REPLICATED
 from gs_compile.model.optimizer_state import has_values
 from gs_compile.model.residency import is_offloaded, residency_of
@@ -75,11 +75,11 @@ def agree(ranks: Ranks, call: Call, optimizer: TieredOptimizer) -> None:
     of threads is corrected before anything is timed on it.
     """
     correct_thread_count()
+    give_names(optimizer.param_groups)
     facts = chain(_of_options(call.compilation.options), _of_optimizer(optimizer), _of_model(call, optimizer))
     ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
     gather_when_saved()
-    resident = [("a parameter", parameter) for _, parameter in parameters_in_memory(optimizer.param_groups)]
-    begin_alike(ranks, [*resident, *call.compilation.buffers(call.args).items()])
+    begin_alike(ranks, [*by_name(optimizer.param_groups), *call.compilation.buffers(call.args).items()])
 
 
 def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
@@ -109,6 +109,8 @@ def refuse_uneven(ranks: Ranks, schedule: Schedule, models: Sequence[Specialized
         ranks.require_same(f'expert.schedule "{schedule}"', facts)
 
 
+OF_PARAMETERS = ("params", "param_names")  # of a param group, in an order that may be each rank's own
+
 Facts = Iterator[tuple[str, Any]]
 
 
@@ -123,7 +125,10 @@ def _of_optimizer(optimizer: TieredOptimizer) -> Facts:
     yield "max_grad_norm", optimizer.max_grad_norm
     yield "what state_dtype stores moments in", str(optimizer.moments)
     for number, group in enumerate(optimizer.param_groups):
-        yield f"param group {number}", {name: value for name, value in group.items() if name != "params"}
+        yield f"param group {number}", {name: value for name, value in group.items() if name not in OF_PARAMETERS}
+    beside, group_of = by_name(optimizer.param_groups), optimizer.group_of
+    words = (f"{name} {_role(each, group_of[each])}" for name, each in beside)
+    yield "what the optimizer has beside the model", ", ".join(words) or "nothing"
     yield "the number of steps behind it", optimizer.as_set().number - 1
     yield "the number of states that were loaded", sum(map(has_values, optimizer.state.values()))
 
@@ -137,8 +142,13 @@ def _of_model(call: Call, optimizer: TieredOptimizer) -> Facts:
     for graph in call.models[0].split.units:
         words = []
         for index, spec in graph.parameters(captured).items():
-            role = f"in group {group_of.get(call.args[index])}" if spec.requires_grad else "frozen"
-            words.append(f"{captured.inputs[index].path} {spec.dtype} {tuple(spec.shape)} {role}")
+            words.append(f"{captured.inputs[index].path} {_role(spec, group_of.get(call.args[index]))}")
         yield f"what unit {graph.unit} has", ", ".join(words)
     shared = (residency_of(arg) for arg in call.args if is_offloaded(arg))
     yield "the number of values that were written to storage", sum(each.num_writes for each in shared if each.mesh)
+
+
+def _role(parameter: Any, group: int | None) -> str:
+    """Of a parameter, or the specification of one."""
+    role = f"in group {group}" if parameter.requires_grad else "frozen"
+    return f"{parameter.dtype} {tuple(parameter.shape)} {role}"

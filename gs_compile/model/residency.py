@@ -74,6 +74,7 @@ class Residency:
     shown: dict[torch.device, Shown] = field(default_factory=dict)
     reader: Reader | None = None  # for the time of an evaluation
     num_writes: int = 0  # of values that somebody has given
+    name: str = ""  # of a resident parameter that ranks share: the same on all
     ranks: tuple[Ranks | None] | None = None  # over which a resident parameter's gradient is averaged, once known
 
     def __reduce__(self) -> Any:

@@ -40,6 +40,7 @@ from gs_compile.model.settings import check_groups, check_norm, check_parameter,
 from gs_compile.model.step_count import StepCount
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.formats import moment_types, wide_of
+from gs_compile.runtime.groups import tell_of_end
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.step_record import StepRecord
@@ -76,6 +77,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.accumulates = False  # steps have several backwards: the first one has shown it
         self.num_calls = 1  # that are between forward and backward at a time
         super().__init__(params, defaults)
+        tell_of_end()
         absorb_libraries()  # the model is built, so its libraries are there: Dynamo need not meet a break first
         watch()
 
@@ -139,7 +141,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """A record for the updates of the next step, with the settings as they are now."""
         record = self.as_set()
         optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters))
-        in_memory.count(self._resident, record, self.engine.ranks if self.engine is not None else None)
+        in_memory.count(self.param_groups, record, self.engine.ranks if self.engine is not None else None)
         return record
 
     def as_set(self) -> StepRecord:
@@ -188,7 +190,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         record = finished or self._step_in_memory()
         if record is not None:
             in_memory.average_late(self.param_groups, record, self.engine.ranks)
-            in_memory.update(self, self._resident, record)
+            in_memory.update(self, in_memory.with_gradients(self.param_groups), record)
             end_gradients(self._parameters, dropped=record.is_dropped)
             if finished is not None:  # steps of parameters in memory alone are theirs
                 self.num_skipped += record.skipped
@@ -234,14 +236,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         record = self.engine.record if self.engine is not None else None
         return record is not None and record.skipped
 
-    @property
-    def _resident(self) -> list[torch.Tensor]:
-        """Parameters that the compiled model does not read, and that have a gradient in memory."""
-        return [p for _, p in in_memory.parameters_in_memory(self.param_groups) if p.grad is not None]
-
     def _step_in_memory(self) -> StepRecord | None:
         """The record of a step whose backward has not met the compiled model."""
-        record = self.begin_step() if self._resident else None
+        record = self.begin_step() if in_memory.with_gradients(self.param_groups) else None
         if record is not None and self.max_grad_norm is not None:
             record.clip()
         return record

@@ -181,7 +181,7 @@ class Request:
 
         It takes less host memory, and each step writes and reads all gradients.
         """
-        is_free = self.clipping is None and self.alpha is None and self.schedule == "vertical" and self.ranks == 1
+        is_free = self.clipping is None and self.alpha is None and self.schedule == "vertical"
         return replace(self, accumulate=True) if self.clip and is_free and not self.accumulate else None
 
     @property

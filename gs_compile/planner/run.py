@@ -321,17 +321,20 @@ class RunPlanner:
         try:
             return decide(self.problem(self.masters))
         except MemoryBudgetError:
-            if other is None or self.ranks is not None:
+            if other is None:
                 raise
-            self.request = other
-            self.problem.cache_clear()
+            self._ask(other)
             with suppress(MemoryBudgetError, NoFitError):
                 found = decide(self.problem(self.masters))
                 log.warning("%s", STORES_GRADIENTS)
                 return found
-            self.request = asked
-            self.problem.cache_clear()
+            self._ask(asked)
             raise
+
+    def _ask(self, request: Request) -> None:
+        """Plan for another request from now on."""
+        self.request = request
+        self.problem.cache_clear()
 
     def _together(self, ranks: Ranks) -> Planned:
         """The first rank's; what has to be measured for it is measured by all."""
@@ -339,7 +342,7 @@ class RunPlanner:
         first = self.problem(self.masters)
         if self.beside_nbytes:  # whose price needs it
             _ = self.profile
-        if ranks.from_first("whether to plan", lambda: own_pass or isinstance(undecided(first), Problem)):
+        if ranks.from_first("whether to plan", lambda: own_pass or self._needs_figures(first)):
             _ = self.profile
         here: list[Planned] = []
 
@@ -348,7 +351,18 @@ class RunPlanner:
             return replace(here[0], plan=None)
 
         told = ranks.from_first("the plan", decided)
+        if not here and told.facts[ACCUMULATES] and (other := self.request.storing_gradients) is not None:
+            self._ask(other)  # as the first rank has, by `_decide`
         return here[0] if here else told
+
+    def _needs_figures(self, problem: Problem) -> bool:
+        """Whether the plan needs figures of the machine; raises what `_decide` raises without any."""
+        try:
+            return isinstance(undecided(problem), Problem)
+        except MemoryBudgetError:
+            if self.request.storing_gradients is None:
+                raise
+            return True
 
     def _made_for(self, sizes: Sequence[UnitSize]) -> str:
         model, number = self.model, self.ranks.number if self.ranks else 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -15,6 +17,8 @@ from zoo import small
 
 import gs_compile.hf
 from gs_compile.errors import OptimizerError, OptionError
+from gs_compile.hf.fitting import _share_among_ranks
+from gs_compile.hf.loop import gather_steps
 from gs_compile.model.residency import is_offloaded
 
 MAX_NORM = 0.1
@@ -170,6 +174,39 @@ def test_a_ragged_end(dataset, drop_last, sizes, tmp_path, caplog):
     assert [len(batch["input_ids"]) for batch in loop.loader] == sizes
     assert len(loop.loader) == len(sizes)
     assert "must not divide that length by gradient_accumulation_steps again" in caplog.text
+
+
+@pytest.mark.parametrize("number", [6, 20, 22])
+@pytest.mark.parametrize(("size", "split"), [(2, False), (4, True)])
+@pytest.mark.parametrize("even", [True, False])
+def test_a_step_has_the_batches_that_accumulation_would_have(number, size, split, even):
+    """Of each of two processes, in an epoch that does not end with a whole step, in an order that all agree on."""
+    accelerate.PartialState(cpu=True)
+    how = {"num_processes": 2, "split_batches": split, "even_batches": even, "use_seedable_sampler": True}
+
+    def prepared(rank):
+        loader = torch.utils.data.DataLoader(range(number), batch_size=size, shuffle=True, collate_fn=list)
+        return accelerate.data_loader.prepare_data_loader(loader, process_index=rank, data_seed=1, **how)
+
+    for rank in range(2):
+        batches, steps = list(prepared(rank)), prepared(rank)
+        gather_steps(steps, 2, size, padding=None)
+        wanted = [list(chain(*batches[start : start + 2])) for start in range(0, len(batches), 2)]
+        assert list(steps) == wanted
+        assert len(steps) == len(wanted)
+        left = accelerate.skip_first_batches(steps, 1)
+        left.set_epoch(0)
+        assert list(left) == wanted[1:]
+
+
+def test_ranks_without_data_do_not_join(tmp_path):
+    own = dict.fromkeys(("prepare_model", "save_state", "load_state", "get_state_dict"), print)
+    accelerator = SimpleNamespace(num_processes=2, even_batches=True, **own)
+    _share_among_ranks(accelerator, tiny(), {})
+    with accelerator.join_uneven_inputs([]):
+        pass
+    with pytest.raises(OptionError, match="join_uneven_inputs has ranks without data follow those that have some"):
+        accelerator.join_uneven_inputs([], even_batches=False)
 
 
 def test_batches_keep_their_type(tmp_path):

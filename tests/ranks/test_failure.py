@@ -14,8 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import Fleet
 
+import gs_compile
 from gs_compile.errors import RankError
 from gs_compile.options import Options
 from gs_compile.runtime import alarm
@@ -88,6 +90,24 @@ def ends_before_the_first_call(info, tmp_path):
     if info.rank == 1:
         raise SystemExit
     ranks_of(Options())
+
+
+def ends_before_a_call(info, tmp_path):
+    """Of a second model; torch.distributed has a backend that takes no tensors in host memory."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "get_backend", lambda group=None: "nccl")
+        gs_compile.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        ranks_of(Options()).close()
+        if info.rank == 1:
+            raise SystemExit
+        ranks_of(Options())
+
+
+def test_a_script_that_ends_before_a_meeting_by_torchs_store(tmp_path):
+    with Fleet(2) as fleet:
+        first, _ = fleet.outcomes(ends_before_a_call, tmp_path, LIMIT)
+    assert "RankError: the ranks 0, 1 did not meet: all of them must call the model, and none end " in first.failure
+    assert "(the script of rank 1 has ended)" in first.failure
 
 
 def test_ranks_end_while_another_looks_who_has():

@@ -113,16 +113,18 @@ def test_trainer_on_two_ranks(pair, tmp_path):
 # A loop of one's own --------------------------------------------------------------------------------------------------
 
 
-def loop(folder, *, mine):
+def loop(folder, *, mine, size=2, **how):
     """Two epochs of four steps, with accumulation and a schedule: the loss and norm of each step, and weights.
 
-    `mine`: the second is repeated from a checkpoint, and is the same bit for bit.
+    `mine`: the second is repeated from a checkpoint, and is the same bit for bit. size: of the loader's batches; how:
+    Accelerate hands them out.
     """
     accelerate.state.AcceleratorState._reset_state()
     accelerate.state.GradientState._reset_state()
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    how = accelerate.DataLoaderConfiguration(**how)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=how)
     data = [{**each, "labels": each["input_ids"]} for each in samples(32)]  # each has as many labels
-    model, loader = tiny(), torch.utils.data.DataLoader(data, batch_size=2)
+    model, loader = tiny(), torch.utils.data.DataLoader(data, batch_size=size)
     if mine:
         optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 8)
@@ -161,16 +163,19 @@ def loop(folder, *, mine):
     return [*first, *second], weights
 
 
-def loops(info, tmp_path):
+def loops(info, tmp_path, **how):
     warnings.simplefilter("ignore")  # of the libraries
-    stock, wanted = loop(tmp_path, mine=False)
-    mine, found = loop(tmp_path, mine=True)
+    stock, wanted = loop(tmp_path, mine=False, **how)
+    mine, found = loop(tmp_path, mine=True, **how)
     return stock, mine, distance(found, wanted)
 
 
 @pytest.mark.slow
-def test_a_loop_on_two_ranks(pair, tmp_path):
-    for stock, mine, difference in pair.run(loops, tmp_path):
+@pytest.mark.parametrize(
+    "how", [{}, {"split_batches": True, "size": 4}, {"dispatch_batches": True}, {"even_batches": False}], ids=str
+)
+def test_a_loop_on_two_ranks(pair, tmp_path, how):
+    for stock, mine, difference in pair.run(loops, tmp_path, **how):
         assert len(stock) == len(mine) == 8
         for one, other in zip(stock, mine, strict=True):
             assert other == pytest.approx(one, rel=1e-5)

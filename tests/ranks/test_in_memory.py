@@ -50,17 +50,20 @@ class Trunk(torch.nn.Module):
 
 class Headed(torch.nn.Module):
     """A compiled trunk between an eager embedding and an eager head, which share parameters that stay in memory: their
-    gradients come before and after the trunk's backward.
+    gradients come before and after the trunk's backward. Of the scales each rank trains its own.
     """
 
-    def __init__(self):
+    def __init__(self, rank):
         super().__init__()
         self.words = torch.nn.Embedding(zoo.VOCAB, zoo.WIDTH)
         self.trunk = Trunk()
-        self.scale = torch.nn.Parameter(torch.tensor([1.5, 0.5]))
+        self.scales = torch.nn.ParameterList(torch.tensor([1.5, 0.5 + number]) for number in range(2))
+        self.shift = torch.nn.Parameter(torch.tensor([0.3, 0.9]))
+        self.rank = rank
 
     def forward(self, ids, labels):
-        logits = self.trunk(self.words(ids)) @ self.words.weight.T * self.scale.sum()
+        scale = self.scales[self.rank].sum() * self.shift[1] + self.shift[0]
+        logits = self.trunk(self.words(ids)) @ self.words.weight.T * scale
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -155,10 +158,11 @@ def learns(info, tmp_path):
     words = r"rank 0: which of \d+ parameters up to heads.0.bias .*, rank 1: which of \d+ parameters up to heads.1.bias"
     assert re.search(words, other_tasks(info))
 
-    spread(model := Headed(), info.rank)
-    reference = DistributedDataParallel(copy.deepcopy(model))
+    spread(model := Headed(info.rank), info.rank)
+    reference = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
     wanted = train(info, reference, torch.optim.SGD(reference.parameters(), lr=0.1))
-    optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
+    in_any_order = list(model.parameters())[:: 1 - 2 * info.rank]
+    optimizer = gs_compile.SGD(in_any_order, lr=0.1)
     model.trunk.compile(backend="greedysnake", options=options(tmp_path, outputs="all"))
     found["head"] = distance(train(info, model, optimizer), wanted)
     with pytest.raises(

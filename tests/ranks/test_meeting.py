@@ -60,6 +60,17 @@ def one_moved(model):
     return [matrices, others]
 
 
+class Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+
+def with_a_scale(model):
+    with_a_scale.keeps = Scale()
+    return [*model.parameters(), with_a_scale.keeps.weight]
+
+
 def states():
     """Those of a step of torch's."""
     step(model := gpt2(), optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2), tokens(0))
@@ -95,6 +106,11 @@ def refused(info, tmp_path, mine, others, rows=4):
             "what unit h has is transformer.ln_f.weight torch.float32 (32,) in group 1, ",
         ),
         ({"renames": True}, {}, "what unit h has is transformer.ln_f"),
+        (
+            {"groups": with_a_scale},
+            {},
+            "what the optimizer has beside the model is nothing on rank 0; Scale.weight torch",
+        ),
         ({"loads": True}, {}, "the number of steps behind it is 0 on rank 0; 1 on rank 1."),
     ],
 )
@@ -121,7 +137,7 @@ ALONE = {  # what comes on one rank alone, and what the ranks then ask for
     "a state": "rank 0: the forward in step 2, rank 1: a state of shape ",
     "a rate": "rank 0: the backward in step 2, lr 0.01, all settings ",
     "a commit": "rank 0: the forward in step 2, rank 1: a commit in step 2)",
-    "a parameter": "rank 0: which of 1 gradients came after the model's backward, in step 2, rank 1: the forward in step 3)",
+    "a parameter": "rank 0: which of 1 parameters up to parameter ",
     "a late rate": "rank 0: the forward in step 3, rank 1: new settings in step 2, lr 0.001, all settings ",
     "a dropped step": "rank 0: the forward in step 3, rank 1: dropped gradients in step 2, lr 0.01, all settings ",
     "a dropped backward": "rank 0: one more backward in step 2, lr 0.01, all settings ",

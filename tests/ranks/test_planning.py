@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tiered import BATCH, adamw, options, outcome, shared, tokens
 from typer.testing import CliRunner
 
 from gs_compile.cli.main import app
+from gs_compile.errors import MemoryBudgetError, RankError
 from gs_compile.planner import run
 from gs_compile.planner.builder import peak
 from gs_compile.planner.measure import machines
@@ -24,8 +27,8 @@ MACHINE = Path(__file__).parent.parent / "machine.json"
 CHOSEN = dict.fromkeys(("parameter", "checkpoint", "optimizer"))
 
 
-def learn(harness, given, rows=BATCH):
-    with harness.fresh(adamw, given) as optimizer:
+def learn(harness, given, rows=BATCH, make=adamw):
+    with harness.fresh(make, given) as optimizer:
         for number in range(2):
             ids = tokens(number, rows)
             harness.model(input_ids=ids, labels=ids).loss.backward()
@@ -70,6 +73,27 @@ def test_ranks_have_one_plan(pair, tmp_path):
     assert first["profile"]["host_nbytes"] == given.host_nbytes // 2
     assert first["profile"]["ssd_read_bytes_per_second"] == given.ssd_read_bytes_per_second / 2
     assert 0 < first["lanes"]["net"][0] < 10
+
+
+def stores(info, tmp_path):
+    """With less than what clipping needs if the gradients wait in host memory, whose bytes a refusal names."""
+    harness, make = shared(num_layers=8), partial(adamw, max_grad_norm=0.5)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run, "host_budget", lambda *_: 1)
+        with pytest.raises((MemoryBudgetError, RankError)) as refusal:
+            learn(harness, options(tmp_path, clip="delayed", ratios=CHOSEN), make=make)
+        least = int(re.search(r"\((\d+) bytes\) of it at least", str(refusal.value))[1])
+        patched.setattr(run, "host_budget", lambda *_: least - 1)
+        planning, _, found = learn(harness, options(tmp_path, ratios=CHOSEN), make=make)
+    _, _, wanted = learn(harness, options(tmp_path, clip="delayed"), make=make)
+    asked = planning.placement.accumulates, planning.planner.request.accumulate
+    return asked, all(one.equal(other) for one, other in zip(wanted.values(), found.values(), strict=True))
+
+
+def test_gradients_that_wait_for_the_norm_go_to_ssd_where_host_memory_has_no_room(pair, tmp_path):
+    for asked, same in pair.run(stores, tmp_path):
+        assert asked == (True, True)
+        assert same
 
 
 def larger(info, tmp_path):

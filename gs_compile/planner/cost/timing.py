@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from gs_compile.capture.checks import MADE_UP
 from gs_compile.capture.dealing import masks_of
+from gs_compile.capture.exchange import Alone, first_exchange
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel, levels_of
 from gs_compile.placement.boundaries import Nbytes, at
@@ -153,8 +155,8 @@ def _is_as_fast(layout: SpecializedModel, before: Rows) -> bool:
     then = before[1][0]
     if then is None:
         return False
-    with torch.no_grad(), without_autocast():
-        trial = _Trial(layout, layout.split.by_unit[0])
+    with _as_in_a_step(unit := layout.split.by_unit[0]):
+        trial = _Trial(layout, unit)
         looks = (_median_seconds([trial.forward], CHECK_SECONDS, trial.device)[0] for _ in range(MOST_CHECKS))
         return any(abs(now - then) <= SAME * then for now in looks)
 
@@ -244,7 +246,7 @@ def _timed_levels(
     row = [seconds for level in cost.levels for seconds in (level.forward_seconds, level.backward_seconds)]
     if cost.forward_seconds is None or cost.backward_seconds is None:
         return row
-    with torch.no_grad(), without_autocast():
+    with _as_in_a_step(unit):
         trials = [_Trial(layout, unit)]
         trials += [_Trial(layout, unit, level, reads_input=cost.levels[level - 1].reads_input) for level in levels]
         forward, *forwards = _median_seconds([trial.forward for trial in trials], share, trials[0].device)
@@ -270,7 +272,7 @@ def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share:
     is_head = unit.unit == EPILOGUE
     has_backward = bool(unit.differentiable and unit.differentiated)
     runs_back = has_backward and height(unit.unit) >= height(workload.shape.first_grad)
-    with torch.no_grad(), without_autocast():  # as in a step
+    with _as_in_a_step(unit):
         trial = _Trial(layout, unit)
         if is_head and runs_back:  # a step never runs its forward alone: compiling that would take longer than all else
             (backward,) = _median_seconds([trial.backward], share, trial.device)
@@ -279,6 +281,13 @@ def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share:
             (forward,) = _median_seconds([trial.forward], share, trial.device)
             (backward,) = _median_seconds([trial.backward], share, trial.device) if runs_back else [forward * is_head]
     return forward, backward
+
+
+@contextmanager
+def _as_in_a_step(unit: UnitGraph) -> Iterator[None]:
+    """But for exchanges with other ranks, as one alone times the code."""
+    with torch.no_grad(), without_autocast(), Alone() if first_exchange(unit.module) else nullcontext():
+        yield
 
 
 class _Trial:

@@ -1,0 +1,100 @@
+"""Collectives in a model's forward, as of losses over the samples of all ranks, where each rank's batch is one
+micro-batch: against DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import figures
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from learner import distance
+from tiered import options
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import gs_compile
+from gs_compile.planner.cost import timing
+
+KEEPS_CAPTURES = True  # each process captures its own
+CHOSEN = dict.fromkeys(("parameter", "checkpoint", "optimizer"))
+
+
+def gathered(x_BD):
+    """Those of all ranks, through which plain PyTorch passes no gradient."""
+    parts = [torch.zeros_like(x_BD) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x_BD)
+    return torch.cat(parts)
+
+
+class Gathered(torch.autograd.Function):
+    """The same with gradients."""
+
+    @staticmethod
+    def forward(ctx, x_BD):
+        ctx.num_rows = len(x_BD)
+        return gathered(x_BD)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        whole = gradient.contiguous().clone()
+        dist.all_reduce(whole)
+        return whole[ctx.num_rows * dist.get_rank() :][: ctx.num_rows]
+
+
+class Contrastive(zoo.GPT):
+    """Each sample is told from those of all ranks."""
+
+    def __init__(self, gather):
+        super().__init__()
+        del self.head
+        self.gather = gather
+
+    def forward(self, ids):
+        x_BTD = self.embedding(ids)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        x_BD = self.norm(x_BTD).mean(1)
+        scores = x_BD @ (self.gather(x_BD) * 1.5).T
+        return functional.cross_entropy(scores, torch.arange(len(ids)) + len(ids) * dist.get_rank())
+
+
+def train(info, model, optimizer):
+    for number in range(2):
+        model(zoo.batch(2, seed=10 * number + info.rank)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
+
+
+def learns(info, tmp_path):
+    """How far from DDP each way is; on the tiers by a plan for which the first rank times the code."""
+    found, timed = {}, []
+    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # by Dynamo
+    for gather in (Gathered.apply, gathered):
+        wrapped = DistributedDataParallel(plain := Contrastive(gather))
+        ours = copy.deepcopy(plain)
+        wanted = train(info, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+        if gather is gathered:
+            zoo.compile_model(ours, 2)
+            found["in memory"] = distance(train(info, ours, torch.optim.SGD(ours.parameters(), lr=0.1)), wanted)
+            continue
+        optimizer = gs_compile.SGD(ours.parameters(), lr=0.1)
+        given = options(tmp_path, separate_device=True, recompute="auto", ratios=CHOSEN)
+        ours.compile(backend="greedysnake", options=given)
+        with pytest.MonkeyPatch.context() as patched:
+            for owner, name, measured in figures.MEASURED:
+                if owner is timing:
+                    patched.setattr(owner, name, lambda *args, run=measured: timed.append(run) or run(*args))
+            found["on the tiers"] = distance(train(info, ours, optimizer), wanted)
+    return found, len(timed)
+
+
+def test_as_distributed_data_parallel(pair, tmp_path):
+    (first, timed), (second, others) = pair.run(learns, tmp_path)
+    assert timed > 0 == others
+    assert max(*first.values(), *second.values()) < 1e-6, (first, second)
