@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gs_compile.model.materialize import materialize, streaming
     from gs_compile.model.muon import Muon
     from gs_compile.model.optim import SGD, Adam, AdamW, Lion
+    from gs_compile.model.outputs import loss_alone
     from gs_compile.model.resume import Resumed, StepSampler, resume
     from gs_compile.model.storage_init import init_on_storage
     from gs_compile.model.tiered_optimizer import metrics
@@ -51,6 +52,7 @@ __all__ = [
     "hf",
     "init_on_storage",
     "inspect",
+    "loss_alone",
     "materialize",
     "metrics",
     "plan",
@@ -66,6 +68,7 @@ _LATER = {  # names that need torch come when they are first used: importing thi
     "model.materialize": ("materialize", "streaming"),
     "model.muon": ("Muon",),
     "model.optim": ("AdamW", "Adam", "SGD", "Lion"),
+    "model.outputs": ("loss_alone",),
     "model.resume": ("Resumed", "StepSampler", "resume"),
     "model.storage_init": ("init_on_storage",),
     "model.tiered_optimizer": ("metrics",),

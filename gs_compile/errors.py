@@ -133,7 +133,7 @@ class StorageError(GreedySnakeError, OSError):
 
 
 class StorageFullError(StorageError):
-    """The storage has no room for the run; found before its first step. Says how much is needed and free."""
+    """The storage has no room for the run, or for a step of a larger batch; found before it. Says what to do."""
 
 
 class StorageLockedError(StorageError):

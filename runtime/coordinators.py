@@ -204,20 +204,23 @@ class Activations:
     def allocate(
         self, value: Value, source: Activation | Extent, memory: Tensor | None, number: int = 0
     ) -> Activation | Extent:
-        """Memory like `source`, which is to be moved into it; number: of the step, by which it has files of its own."""
+        """Memory like `source`, which is to be moved into it; number: as of `file`."""
         like = source.like if isinstance(source, Extent) else _without_contents(source)
         assert like is not None
         if value.tier == "device":
             made = [self.setting.device.empty(each.shape, each.dtype, each.stride()) for each in tensors_of(like)]
             return Saved(made) if isinstance(like, Saved) else made[0]
         if value.tier == "ssd":
-            return replace(self._extent(value, like.nbytes, number), nbytes=like.nbytes, like=like)
+            return replace(self.file(value, like.nbytes, number), nbytes=like.nbytes, like=like)
         if isinstance(like, Saved):
             return like.within(flat(memory, like.nbytes, torch.uint8))
         return flat(memory, like.numel(), like.dtype).as_strided(like.shape, like.stride())
 
-    def _extent(self, value: Value, nbytes: int, number: int) -> Extent:
-        """A file of a value with so many bytes or more: batches of many sizes come to a few files."""
+    def file(self, value: Value, nbytes: int, number: int) -> Extent:
+        """A file of a value with so many bytes or more: batches of many sizes come to a few files.
+
+        number: of the step among those under way, by which it has files of its own.
+        """
         name = f"{value.kind}{value.unit}_{value.micro_batch}" + (f"-{number}" if number else "")
         known = self._extents[name]
         if (found := next((each for each in known if each.nbytes >= nbytes), None)) is None:

@@ -52,7 +52,8 @@ class TieredExecutor(Executor):
     ) -> None:
         """number: another one than all others that are under way have: by it they have other checkpoints on SSD.
 
-        Raises `MemoryBudgetError` where another step is under way and both do not fit host memory.
+        Raises `MemoryBudgetError` where another step is under way and both do not fit host memory, and
+        `StorageFullError` where SSD has no room for what the step makes there.
         """
         super().__init__(program, units, {})
         self.number = number
@@ -68,6 +69,7 @@ class TieredExecutor(Executor):
         self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
         self._device = tiers.setting.device
         self._stream: Stream | None = None  # of this thread, that of a half of the step
+        tiers.make_files(program, placement, number)
         self._block = tiers.block(program)
         self._places = tiers.places(program, placement)
         self._handlers = Handlers(tiers, placement, units, bindings, number)

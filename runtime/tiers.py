@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from gs_compile.errors import LaneError, RankError
-from gs_compile.placement.kinds import slot_of
+from gs_compile.errors import LaneError, RankError, StorageError
+from gs_compile.placement.kinds import is_of_units, nbytes_of, slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import Made, places_of
 from gs_compile.program.ir import LANES, Program, Value
@@ -129,6 +129,22 @@ class Tiers(Homes):
         if not self.slab.has_block(program):
             self.synchronize()
         return self.slab.block(program)
+
+    def make_files(self, program: Program, placement: Placement, number: int = 0) -> None:
+        """Reserve room on SSD for all that a step makes there, before it begins; number: as of its executor.
+
+        Raises StorageFullError where there is none: the run goes on, but for ranks, which would wait for this one.
+        """
+        try:
+            for value in (value for op in program.ops if op.lane == "ssd_write" for value in op.results):
+                if is_of_units(value):
+                    self.optimizer.gradient("offload", value, None, None, ())
+                else:
+                    self.activations.file(value, nbytes_of(placement, value), number)
+        except StorageError as error:
+            if self.setting.ranks:
+                self.fail(error)
+            raise
 
     def places(self, program: Program, placement: Placement) -> Sequence[Sequence[Made]]:
         """Where the results of each operation of a program are: found once, for the latest `MOST_PLACES` programs."""

@@ -60,6 +60,7 @@ class SpecializedModel:
 
     batch: the inputs of the captured graph that have a row for each sample, by index.
     costs: what is known of its units at all micro-batch sizes.
+    loss_alone: of all that the model returns it makes the loss alone, also in an evaluation.
     """
 
     micro_batch_size: int
@@ -71,6 +72,7 @@ class SpecializedModel:
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
     alone: bool = False  # the micro-batch is the whole batch
     costs: dict[Unit, AllSizes] = field(default_factory=dict, compare=False, repr=False)
+    loss_alone: bool = False
 
     @cached_property
     def codes(self) -> Mapping[Unit, InPieces]:
@@ -239,12 +241,14 @@ class Compilation:
     def schedule(self) -> ScheduleSpec:
         return SCHEDULES[self.options.expert.schedule]
 
-    def specialized(self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool) -> SpecializedModel:
+    def specialized(
+        self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool, loss_alone: bool = False
+    ) -> SpecializedModel:
         """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
-        key = (*self._key(sizes, micro_batch_size), alone)
+        key = (*self._key(sizes, micro_batch_size), alone, loss_alone)
         if key not in self.models:
             start = time.perf_counter()
-            self.models[key] = self._specialize(micro_batch_size, sizes, alone)
+            self.models[key] = self._specialize(micro_batch_size, sizes, alone, loss_alone)
             let_oldest_go(self.models, MOST_MODELS)
             self.seconds += time.perf_counter() - start
         return self.models[key]
@@ -263,7 +267,7 @@ class Compilation:
         model, num_samples = models[0], sum(each.micro_batch_size for each in models)
         if model.split.whole is None:
             return None
-        key = self._key(model.sizes, num_samples)
+        key = (*self._key(model.sizes, num_samples), model.loss_alone)
         if key not in self.wholes:
             unit = model.split.whole.graph(specialize(self.captured, num_samples, model.sizes))
             self.wholes[key] = unit, code_of(unit, structure(unit), _with_expert(self.options, compiler="eager"))
@@ -319,12 +323,14 @@ class Compilation:
         numbers = range(num_micro_batches)
         return frozenset(operand.value(EPILOGUE, j, *layers) for operand in operands for j in numbers)
 
-    def _specialize(self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool) -> SpecializedModel:
+    def _specialize(
+        self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool, loss_alone: bool
+    ) -> SpecializedModel:
         captured = self.captured
         module = specialize(captured, micro_batch_size, sizes)
         given = output_values(module)
-        losses = losses_among(given)
-        all_are = self.options.outputs == "all" or not losses
+        losses = losses_among(given, in_evaluation=loss_alone)
+        all_are = not losses or not (loss_alone or self.options.outputs == "loss")
         kept = [all_are or value in losses or not isinstance(value, fx.Node) for value in given]
         layer_major = self.options.expert.schedule not in BY_MICRO_BATCH
         separated = loss(module, captured, kept=kept, alone=alone, layer_major=layer_major)
@@ -332,9 +338,11 @@ class Compilation:
         cut = split(separated, captured, block_cut() if block_cut else None, self.tapped)
         alike = uniform(cut, captured)
         self._warn(alike)
-        costs = self.costs.setdefault((*self._key(sizes, 0), alone), {})
+        costs = self.costs.setdefault((*self._key(sizes, 0), alone, loss_alone), {})
         batch = frozenset(index for index, entry in enumerate(captured.inputs) if entry.role == "batch")
-        return SpecializedModel(micro_batch_size, separated, cut, alike, self.options, batch, sizes, alone, costs)
+        return SpecializedModel(
+            micro_batch_size, separated, cut, alike, self.options, batch, sizes, alone, costs, loss_alone
+        )
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:
@@ -364,11 +372,11 @@ def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
     return tuple(Level(tuple(level.nbytes for level in each), each[0].reads_input) for each in alike)
 
 
-def losses_among(outputs: Sequence[Any]) -> list[Any]:
-    """The scalar outputs that have a gradient; none in an evaluation."""
+def losses_among(outputs: Sequence[Any], *, in_evaluation: bool = False) -> list[Any]:
+    """The scalar outputs that have a gradient; in_evaluation: where none has, as in an evaluation, all of them."""
     nodes = [value for value in outputs if isinstance(value, fx.Node)]
     scalars = [n for n in nodes if isinstance(n.meta["spec"], TensorSpec) and is_float_scalar(n.meta["spec"])]
-    return [node for node in scalars if node.meta["spec"].requires_grad]
+    return [node for node in scalars if node.meta["spec"].requires_grad] or (scalars if in_evaluation else [])
 
 
 def is_float_scalar(spec: TensorSpec) -> bool:

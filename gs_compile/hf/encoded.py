@@ -141,7 +141,7 @@ def _locked(folder: Path, *, waits: bool = False) -> int:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-    except OSError:
+    except BaseException:  # also where the user interrupts it
         os.close(fd)
         raise
     return fd

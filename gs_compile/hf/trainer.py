@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from gs_compile.hf.together import ReadsMore, answered, compile_for_strands, sto
 from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
+from gs_compile.model.outputs import loss_alone
 from gs_compile.model.residency import is_offloaded
 from gs_compile.model.settings import refuse_other_rules
 from gs_compile.model.tiered_optimizer import TieredOptimizer
@@ -255,6 +256,13 @@ class _Gathering(_Trainer):  # type: ignore[misc]
     compute_loss: Any
     _asked: dict[str, Any]
     _batches: list[Any]
+    _has_own_loss: bool
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; where the loss is all that is asked for, and the model computes it, it makes nothing else."""
+        is_alone = prediction_loss_only and not self._has_own_loss
+        with loss_alone() if is_alone else nullcontext():
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Gather a batch; with the last of a step, run them all. The losses of a step add up to its own.

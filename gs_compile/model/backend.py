@@ -40,6 +40,7 @@ from gs_compile.model.first_step import FirstStep
 from gs_compile.model.freezing import train_others, trains_others
 from gs_compile.model.materialize import evaluating
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
+from gs_compile.model.outputs import LOSS_ALONE
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import optimizers_of
@@ -239,7 +240,8 @@ def _cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Spec
     first = next(iter(batch.values()))
     sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
     lengths = _lengths(compilation, first.shape[0])
-    models = [compilation.specialized(length, sizes, alone=len(lengths) == 1) for length in lengths]
+    kind = {"alone": len(lengths) == 1, "loss_alone": LOSS_ALONE.get()}
+    models = [compilation.specialized(length, sizes, **kind) for length in lengths]
     parts, start = [], 0
     for length, model in zip(lengths, models, strict=True):
         own = {index: arg.narrow(0, start, length) for index, arg in batch.items()}

@@ -120,7 +120,10 @@ class Call:
             return
         log.info("a gradient has arrived for a value made inside a layer, so this step's forward runs once more")
         self.compilation.tapped |= untapped
-        self.models = [self.compilation.specialized(m.micro_batch_size, m.sizes, alone=m.alone) for m in self.models]
+        self.models = [
+            self.compilation.specialized(m.micro_batch_size, m.sizes, alone=m.alone, loss_alone=m.loss_alone)
+            for m in self.models
+        ]
         pairs = zip(self.units.micro_batches, self.models, strict=True)
         parts = [replace(part, split=model.split, codes=model.codes) for part, model in pairs]
         whole = whole_batch(self.compilation, self.models, self.args)

@@ -156,6 +156,9 @@ def open_tiers(
             num_threads=planner.num_threads,
             alike=same,
         )
+        undo.callback(tiers.close)
+        for number in range(planner.num_calls):
+            tiers.make_files(planning.planned_step, planning.placement, number)
         undo.pop_all()
     return tiers
 

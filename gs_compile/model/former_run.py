@@ -76,7 +76,7 @@ def open_store(
             _refuse_what_is_lost(store.former, optimizer)
             folders = [drive.folder for drive in store.drives]
             same = alike(store.former, planning.placement, arrangement.types, stored, folders)
-        store.reserve(planning.ssd_nbytes - store.nbytes_of(same))
+        store.reserve(planning.ssd_nbytes - store.nbytes_of(same), len(planning.files))
         undo.pop_all()
     return store, same
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,19 @@ from gs_compile.runtime.units import Accumulator, CompiledUnits
 
 Tensor = torch.Tensor
 Gradients = Sequence[Tensor | None]
+LOSS_ALONE: ContextVar[bool] = ContextVar("loss alone", default=False)  # of the calls that this thread makes
+
+
+@contextmanager
+def loss_alone() -> Iterator[None]:
+    """In the block compiled models that compute a loss return it alone, also under torch.no_grad(): their other outputs
+    are None, and logits that would be large are never in memory. Other threads' calls return what their options say.
+    """
+    before = LOSS_ALONE.set(True)
+    try:
+        yield
+    finally:
+        LOSS_ALONE.reset(before)
 
 
 @dataclass(frozen=True)

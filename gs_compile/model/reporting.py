@@ -51,6 +51,8 @@ def report_on(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> Repo
     resting = Counter[str]()
     for nbytes_by_tier in about.homes.values():
         resting.update(nbytes_by_tier)
+    if store is not None:
+        resting["ssd"] = planning.ssd_nbytes
     measure = partial(_measure, tiers.slab, resting, folders)
     with nullcontext() if directory is None else in_turn(directory):
         outlets = _outlets(planning, tiers)

@@ -2,7 +2,8 @@
 
 A live range is the time of one slot (`kinds.Slot`) from the operation that defines its first value to the one that
 frees its last. What is at home when a program begins lives from before its first operation (`BEFORE`), and what is at
-home when it ends has no last one.
+home when it ends has no last one. Memory on SSD is a file, which is made before a step and stays: all values that a
+step has there live all the time.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Slots:
 
 
 def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
-    """The live ranges of one program, or of several in a row, in the order of their first operations.
+    """The live ranges of one program, or of several in a row, in the order in which they come to be used.
 
     Raises ProgramError where a value changes its memory while it is alive.
     """
@@ -75,7 +76,7 @@ def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
         if keys.setdefault(value, key) != key:
             raise ProgramError(f"{value} changes its memory while it is alive")
         if (there := alive.get(key)) is None:
-            found.append(LiveRange(value, slot, at))
+            found.append(LiveRange(value, slot, BEFORE if slot.tier == "ssd" else at))
             alive[key] = found[-1], {value}
         else:
             there[1].add(value)
@@ -90,7 +91,7 @@ def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
             live, values = alive[keys.pop(op.reads[0])]
             live.frees.append(at)
             values.discard(op.reads[0])
-            if not values:
+            if not values and live.slot.tier != "ssd":
                 live.last = at
                 del alive[live.slot.key]
     return found

@@ -15,7 +15,9 @@ from gs_compile.codegen.compiled import levels_of
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import format_bytes
 from gs_compile.passes.lower import flush, lower
+from gs_compile.placement.kinds import is_of_units
 from gs_compile.placement.levels import TOLERANCE
+from gs_compile.placement.liveness import live_ranges
 from gs_compile.placement.placement import ALL_LATE, Layout, Placement, StepContext
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
 from gs_compile.planner.boundary import carried_nbytes, retained_text, without
@@ -169,10 +171,26 @@ class StepPrograms:
     def uses_ssd(self) -> bool:
         return self.placement.activations.in_memory < 1 - TOLERANCE or self.ssd_nbytes > 0
 
+    @cached_property
+    def planned_step(self) -> Program:
+        """A step as it was planned, without its memory."""
+        return self.builder.program(self.placement, planned=False)
+
+    @cached_property
+    def files(self) -> Sequence[int]:
+        """The bytes of each extent of this run: what a step has on SSD, activations once for each call at a time."""
+        found = list[int]()
+        for live in live_ranges(self.planned_step.ops, self.placement):
+            if live.slot.tier == "ssd":
+                number = self.placement.num_extents(live.value)
+                of_calls = 1 if is_of_units(live.value) else self.planner.num_calls
+                found += [live.slot.nbytes // number] * (number * of_calls)
+        return found
+
     @property
     def ssd_nbytes(self) -> int:
-        """What the files of this run take: parameters, states and gradient sums by their homes, and checkpoints."""
-        return sum(nbytes for (_, tier), nbytes in nbytes_by_home(self.placement).items() if tier == "ssd")
+        """What the files of this run take."""
+        return sum(self.files)
 
     def describe(self, program: Program) -> str:
         """For people: each class of data by tier, and the planned peaks of a program."""

@@ -74,7 +74,7 @@ class Drive:
                     system.fallocate(fd, rounded(nbytes))
             except BaseException as error:  # also where the user interrupts it
                 self._discard(fd, name)
-                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if isinstance(error, OSError) and error.errno in system.FULL:
                     raise self._full(nbytes, error.errno) from error
                 raise
         grid = Grid.of(nbytes, chunk)
@@ -193,7 +193,7 @@ class Drive:
                 ssd.move_block("write", file, page, 0, PROBE)
                 ssd.move_block("read", file, page, 0, PROBE)
         except StorageError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             self.own.unlink(PROBE)  # open may have made the file before it refused
             return False
@@ -201,9 +201,7 @@ class Drive:
 
     def _full(self, nbytes: int, number: int, beside: str = "") -> StorageFullError:
         room = f"{format_bytes(nbytes)} are needed{beside} and {format_bytes(self.room_nbytes)} are free"
-        return StorageFullError(
-            number, f"{room} ({os.strerror(number)}): make room or choose another storage=", str(self.folder)
-        )
+        return StorageFullError(number, f"{room} ({os.strerror(number)}): {system.REMEDIES[number]}", str(self.folder))
 
     @contextlib.contextmanager
     def _probe(self, nbytes: int) -> Iterator[File]:

@@ -35,7 +35,7 @@ from gs_compile.runtime.storage.stored import FOLDER, OURS, Manifest
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
-TO_BE = "; storage= has to be a directory in which this user may make files, or the name of a new one"  # of `open`
+TO_BE = "storage= has to be a directory in which this user may make files, or the name of a new one"  # of `open`
 PROBE = ".probe"  # names that begin with a dot hold nothing of a run
 STATUS, NEXT_STATUS = ".status.json", ".status.next"
 LOOK_SECONDS = 0.05  # longer than `holder` has a lock
@@ -264,4 +264,4 @@ def as_storage_error(what: str, folder: Path, remedy: str = "") -> Iterator[None
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"{what} failed: {error.strerror}{remedy}", str(folder)) from error
+        raise system.failed(f"{what} failed", error, folder, remedy) from error

@@ -88,8 +88,7 @@ def write(
     except OSError as error:
         with contextlib.suppress(OSError):
             system.unlink(BESIDE, folder_fd)
-        what = f"the commit of step {manifest.step} failed: {error.strerror}"
-        raise StorageError(error.errno or errno.EIO, what, str(folder / name)) from error
+        raise system.failed(f"the commit of step {manifest.step} failed", error, folder / name) from error
 
 
 def encoded(manifest: Manifest) -> bytes:
@@ -162,7 +161,7 @@ def read(folder: Path, name: str = NAME) -> Manifest | None:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"reading failed: {error.strerror}", str(path)) from error
+        raise system.failed("reading failed", error, path) from error
     try:
         return decoded(data)
     except (ValueError, RecursionError) as error:

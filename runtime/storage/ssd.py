@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
-from gs_compile.errors import CorruptionError, StorageError
+from gs_compile.errors import CorruptionError
 from gs_compile.placement.slab import rounded
 from gs_compile.runtime.pages import Pages
 from gs_compile.runtime.storage import system
@@ -162,8 +162,8 @@ def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> Non
         except OSError as error:
             is_transient = isinstance(error, BlockingIOError | InterruptedError)  # EAGAIN, EINTR
             if not is_transient or retries == MAX_RETRIES:
-                what = f"{verb} of {label} failed, {memory.nbytes} bytes at offset {offset}: {error.strerror}"
-                raise StorageError(error.errno or errno.EIO, what, str(file.path)) from error
+                what = f"{verb} of {label} failed, {memory.nbytes} bytes at offset {offset}"
+                raise system.failed(what, error, file.path) from error
             retries += 1
             time.sleep(min(0.001 * retries, MAX_PAUSE_SECONDS))
     if not file.direct:  # [4]
@@ -175,8 +175,7 @@ def sync(file: File, label: str) -> None:
     try:
         system.datasync(file.fd)
     except OSError as error:
-        what = f"sync of {label} failed: {error.strerror}"
-        raise StorageError(error.errno or errno.EIO, what, str(file.path)) from error
+        raise system.failed(f"sync of {label} failed", error, file.path) from error
 
 
 def move_some(verb: Verb, file: File, memory: Memory, offset: int) -> int:

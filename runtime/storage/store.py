@@ -95,10 +95,13 @@ class Store(contextlib.AbstractContextManager["Store"]):
     def _open(self, directory: Path, folder: Path | None = None) -> Drive:
         return self._opened.enter_context(contextlib.closing(Drive(directory, self._threads, folder)))
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, number: int = 0) -> None:
         """See that extents of `nbytes` together fit on the drives as they are now: what one has no room for of its
-        share by bandwidth, others take. Raises StorageFullError where all together have no room.
+        share by bandwidth, others take. Raises StorageFullError where all together have no room, and StorageError where
+        this process may not open the files of so many.
         """
+        if number:
+            system.check_files(number * len(self.drives), self.drives[0].folder)
         weights, drives, parts = defaultdict[int, float](float), dict[int, Drive](), dict[int, float]()  # by filesystem
         for drive, weight in zip(self.drives, self.weights, strict=True):
             weights[drive.device] += weight

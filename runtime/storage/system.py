@@ -1,17 +1,32 @@
-"""system: the calls of the operating system on files, by names of our own: tests let each of them fail.
+"""system: the calls of the operating system on files, by names of our own: tests let each of them fail; and what their
+errors are raised as.
 
 A file is opened by a name in an open folder: no link is followed, no child inherits it, and it is made 0600.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from gs_compile.errors import StorageError, StorageFullError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REMEDIES: Mapping[int, str] = {  # of what a run finds on a drive, or of this process
+    **dict.fromkeys(FULL, "make room or choose another storage="),
+    errno.EIO: "check this drive (dmesg, smartctl) or choose another storage=",
+    errno.EROFS: "after errors the system lets nobody write to a drive (dmesg): check it or choose another storage=",
+    errno.ENOENT: "another program has removed it, or its folder: give storage= a directory that nothing else clears",
+    errno.EMFILE: "a run has a file for each part and each checkpoint: raise the limit (ulimit -Hn), give a larger "
+    "micro_batch_size, or keep more in memory (host_memory=)",
+}
+SPARE_FILES = 64  # that are left to all else in the process: libraries, loaders, commits
 MOST_FILES = 1 << 17  # with a limit of a thousand million some programs take seconds to close what they do not have
 
 
@@ -24,6 +39,22 @@ def allow_files() -> None:
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if resource.RLIM_INFINITY != soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def check_files(number: int, folder: Path) -> None:
+    """Raise StorageError where this process may not open so many files more: before the first, not with the last."""
+    limit, num_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(list(Path("/proc/self/fd").iterdir()))
+    if resource.RLIM_INFINITY != limit < number + num_open + SPARE_FILES:
+        what = f"the run needs {number} files, and this process may have {limit} open, of which it has {num_open}"
+        raise StorageError(errno.EMFILE, f"{what}: {REMEDIES[errno.EMFILE]}", str(folder))
+
+
+def failed(what: str, error: OSError, path: Path, remedy: str = "") -> StorageError:
+    """What an error of the system is raised as: what failed, with all that is said of it, why, and what to do."""
+    number = error.errno or errno.EIO
+    remedy = remedy or REMEDIES.get(number, "")
+    kind = StorageFullError if number in FULL else StorageError
+    return kind(number, f"{what}: {error.strerror}{remedy and '; '}{remedy}", str(path))
 
 
 def open_file(name: str, flags: int, folder_fd: int) -> int:

@@ -15,6 +15,7 @@ from test_store_command import names, printed, refused, run
 
 from gs_compile.cli.stored import verify
 from gs_compile.errors import ManifestError
+from gs_compile.runtime.storage.folder import Folder
 from gs_compile.runtime.storage.manifest import NAME, NEXT, read
 from gs_compile.runtime.storage.store import Store
 
@@ -191,6 +192,30 @@ def test_export_refuses_before_it_writes(folders, commit, tmp_path):
     refused(2, "here is none", "export", tmp_path / "full", tmp_path / "out")
     flip(folders[0] / name_of("s0a"), 0)
     refused(5, "CorruptionError", "export", folders[0].parent, tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", ["verify", "export"])
+def test_a_run_that_goes_on_before_it_is_read_is_read_as_it_is_then(folders, commit, tmp_path, monkeypatch, command):
+    """It has committed and ended between the look at it and its lock."""
+    real = Folder.take
+
+    def take(path):
+        if read(folders[0]) == commit:
+            for folder in folders:
+                for name in names(folder):
+                    (folder / name).unlink()
+            later = stored_run(*folders, seed=1, step=4)
+            for folder in folders:
+                save(folder, later)
+        return real(path)
+
+    monkeypatch.setattr(Folder, "take", take)
+    if command == "verify":
+        assert [(each["step"], each["bad"]) for each in reports("verify", folders[0])] == [(4, [])]
+        return
+    assert "step 4" in printed("export", folders[0].parent, tmp_path / "out")
+    embedding = torch.frombuffer(bytearray(values(1)["wea"]), dtype=torch.float32)
+    assert torch.equal(loaded(tmp_path / "out")["embedding.weight"].flatten(), embedding)
 
 
 def test_export_to_a_full_disk(folders, commit, tmp_path):

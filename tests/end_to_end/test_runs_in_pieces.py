@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import tiered
 import torch
+from alive import most_allocated
 from tiered import BATCH, adamw, options, sgd, shared, step, tokens
 
 import gs_compile
@@ -82,4 +84,24 @@ def test_a_large_vocabulary_is_in_pieces_unasked(outputs, storage):
     assert {len(common.codes) for common in parts if common.codes} == {1}
     numbers = [sum(bool(common.codes) for common in code.common.parts.values()) for code in (codes[0], second)]
     assert numbers[0] == numbers[1]  # of parts
+    optimizer.engine.tiers.close()
+
+
+def test_an_evaluation_for_the_loss_alone_makes_no_logits(storage):
+    torch.manual_seed(0)
+    model, ids = Long(), tokens(0, 8).repeat(1, 48)[:, :256]
+    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-3)
+    model.compile(backend="greedysnake", options=options(storage))
+    step(model, optimizer, ids)
+
+    def evaluate(context):
+        with torch.no_grad(), context():
+            return model(input_ids=ids, labels=ids)
+
+    for context in (nullcontext, gs_compile.loss_alone):
+        evaluate(context)  # which compiles
+    (most, whole), (least, alone) = (most_allocated(evaluate, each) for each in (nullcontext, gs_compile.loss_alone))
+    assert alone.logits is None
+    assert least < whole.logits.nbytes < most
+    torch.testing.assert_close(alone.loss, whole.loss)
     optimizer.engine.tiers.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,12 +14,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lines import without
+from saving import saving
 from tiered import adamw, loss_of, options, shared, step, tokens
 
-from gs_compile.errors import MemoryBudgetError
+from gs_compile.errors import MemoryBudgetError, StorageFullError
+from gs_compile.placement.levels import Share
+from gs_compile.placement.slab import PAGE_NBYTES
 from gs_compile.planner.builder import peak
 from gs_compile.runtime import slab
 from gs_compile.runtime.slab import map_memory
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.stored import OURS
 from gs_compile.runtime.tiers import Tiers
 
 KEEPS_CAPTURES = True
@@ -65,6 +73,71 @@ def test_the_planned_memory_is_enough(storage, precision, clip, alpha, separate_
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= planned
         assert optimizer.engine.tiers.slab.has_block(optimizer.engine.snapshots[-1])  # the steps have left nothing
+
+
+def files_of(optimizer):
+    """The bytes of each file of a run on one drive."""
+    (drive,) = optimizer.engine.tiers.setting.store.drives
+    return [path.stat().st_size for path in drive.folder.iterdir() if OURS.fullmatch(path.name)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "chosen"),
+    [
+        ((), {"alpha": 0.5, "ratios": {"parameter": 0.4, "checkpoint": 0.3}}),
+        ((Share(1, "ssd", 0.5),), {"separate_device": True, "alpha": 0.0}),
+        ((), {"schedule": "horizontal", "ratios": {"gradient": 0.0}}),
+        ((), {"schedule": "horizontal", "separate_device": True, "ratios": {"gradient": 0.4}}),
+        ((), {"alpha": 0.3, "clip": "speculative", "durability": "step", "ratios": {"optimizer": 0.5}}),
+        ((), {"accumulate": True, "ratios": {"gradient": 0.0}}),
+    ],
+)
+def test_the_files_of_a_run_are_those_that_were_planned(tmp_path, shares, chosen):
+    """Not what a step has on SSD at a time: a checkpoint's file is there before it, and stays."""
+    make = partial(adamw, max_grad_norm=0.5) if "clip" in chosen else adamw
+    harness = harness_of()
+    with saving(*shares) if shares else nullcontext(), harness.fresh(make, options(tmp_path, **chosen)) as optimizer:
+        loss = loss_of(harness.model, tokens(0, 5))
+        before = files_of(optimizer)
+        loss.backward()
+        optimizer.step()
+        optimizer.synchronize()
+        engine, found = optimizer.engine, files_of(optimizer)
+        planned = peak(engine.snapshots[-1], "ssd")
+        assert found == before
+        assert engine.planning.ssd_nbytes == planned
+        assert len(engine.planning.files) == len(found)
+        assert 0 <= sum(found) - planned < PAGE_NBYTES * len(found)
+
+
+def test_files_of_calls_that_wait_together_are_reserved(storage):
+    harness = harness_of()
+    with harness.fresh(adamw, options(storage)) as optimizer:
+        first, second = (loss_of(harness.model, tokens(number)) for number in range(2))
+        (first + second).backward()
+        optimizer.step()
+        found = files_of(optimizer)
+        assert optimizer.engine.num_calls == 2
+        assert 0 <= sum(found) - optimizer.engine.planning.ssd_nbytes < PAGE_NBYTES * len(found)
+
+
+def test_a_step_that_storage_has_no_room_for_is_refused_before_it_begins(storage, monkeypatch):
+    """And the run goes on without it."""
+
+    def fallocate(fd, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    harness, losses = harness_of(), []
+    for is_refused in (False, True):
+        with harness.fresh(adamw, options(storage, alpha=0.5)) as optimizer:
+            losses.append(step(harness.model, optimizer, tokens(0, 2)))
+            if is_refused:
+                full = pytest.raises(StorageFullError, match=r"are needed and .* are free .*: make room")
+                with monkeypatch.context() as patched, full:
+                    patched.setattr(system, "fallocate", fallocate)
+                    loss_of(harness.model, tokens(1, 4))
+            losses.append(step(harness.model, optimizer, tokens(2, 2)))
+    assert losses[:2] == losses[2:]
 
 
 @pytest.mark.parametrize("line", ["", "self.synchronize()"], ids=["", "without it"])

@@ -81,7 +81,8 @@ def test_a_failed_call_surfaces_at_the_wait(extent, monkeypatch, verb, index, er
     assert transfer.is_over
     assert caught.value.errno == error
     assert caught.value.filename == str(extent.files[0].path)
-    assert os.strerror(error) in str(caught.value)
+    assert f"{os.strerror(error)}; {system.REMEDIES[error]}" in str(caught.value)
+    assert isinstance(caught.value, StorageFullError) == (error == errno.ENOSPC)
     with pytest.raises(StorageError):
         transfer.wait()
     assert moved(extent)
@@ -244,19 +245,20 @@ def test_a_folder_that_others_may_have_prepared_is_refused(tmp_path, trap):
 
 
 @pytest.mark.parametrize("refusal", ["open_file", "pwritev"])
-def test_refused_direct_io_is_said_once_and_works(tmp_path, monkeypatch, refusal):
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_refused_direct_io_is_said_once_and_works(tmp_path, monkeypatch, refusal, number):
     real_open, real_write, direct = system.open_file, system.pwritev, set()
 
     def opened(name, flags, folder):
         if refusal == "open_file" and flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no direct I/O")
+            raise OSError(number, "no direct I/O")
         fd = real_open(name, flags, folder)
         (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
         return fd
 
     def written(fd, memory, offset):
         if refusal == "pwritev" and fd in direct:
-            raise OSError(errno.EINVAL, "no direct I/O")
+            raise OSError(number, "no direct I/O")
         return real_write(fd, memory, offset)
 
     monkeypatch.setattr(system, "open_file", opened)

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -193,6 +194,17 @@ def test_a_directory_that_refuses_it_is_a_warning(source, encodings, caplog):
         read(source, keep_encoded=source.parent / "file")
     assert "Not a directory" in caplog.text
     assert len(encodings) == MATRICES
+
+
+def test_a_wait_for_the_lock_that_is_interrupted_leaves_no_file_open(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(encoded.fcntl, "flock", interrupt)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(KeyboardInterrupt), EncodedFolder(tmp_path, {"of": "nothing"}):
+        pass
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_of_several_that_make_one_the_first_is_kept(tmp_path):

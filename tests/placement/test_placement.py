@@ -90,9 +90,9 @@ def _check_peaks(program, placement, late):
 
 
 def _recount(program, placement, late):
-    """After each operation, the bytes of all memory that has anything in it."""
+    """After each operation, the bytes of all memory that has anything in it; on SSD of all files, which stay."""
     alive = set(placement.homes(late=late))
-    most = dict.fromkeys(("device", "host", "ssd"), 0)
+    most, files = dict.fromkeys(("device", "host", "ssd"), 0), {}
     renamed = {}  # what an alias of host memory is in the memory of
     for op in (None, *program.ops):
         if op is not None:
@@ -101,6 +101,8 @@ def _recount(program, placement, late):
             for value in op.results:
                 renamed[value] = op.reads[0] if op.verb == "alias" and op.reads[0].tier == "host" else value
         memory = dict(_memory(renamed.get(value, value), placement) for value in alive)
+        memory |= files
+        files |= {key: nbytes for key, nbytes in memory.items() if key[0] == "ssd"}
         for tier in most:
             most[tier] = max(most[tier], sum(nbytes for (where, _), nbytes in memory.items() if where == tier))
     return most

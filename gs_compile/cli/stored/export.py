@@ -9,15 +9,14 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gs_compile.cli.stored.runs import Found
-from gs_compile.cli.stored.values import Values, nbytes_of, opened
+from gs_compile.cli.stored.runs import Found, look
+from gs_compile.cli.stored.values import Values, nbytes_of, unchanged
 from gs_compile.errors import OptionError, StorageError
 from gs_compile.machine import in_groups
 from gs_compile.runtime.formats import narrow
@@ -44,13 +43,12 @@ def export(runs: Sequence[Found], target: Path, *, masters: bool = False, states
     """
     commits = _one_run(runs)
     _save_file()
-    with ExitStack() as stack:
-        ranks = [opened(stack, each) for each in commits]
+    with unchanged(commits, lambda: _one_run([look(each.folder) for each in runs])) as ranks:
         _make(target)
         found = _save(target, "model", list(_parameters(ranks, masters=masters)))
         if states:
             found |= _save(target, "optimizer", list(_states(ranks)))
-    facts = {name: getattr(commits[0], name) for name in ("run", "step", "optimizer")}
+    facts = {name: getattr(ranks[0].commit, name) for name in ("run", "step", "optimizer")}
     return {**facts, "directory": str(target), "files": found}
 
 

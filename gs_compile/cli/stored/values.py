@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple, cast
@@ -17,7 +17,7 @@ from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.rest import read_tensor
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.storage.drive import Drive
-from gs_compile.runtime.storage.last_commit import folders_of, names_in
+from gs_compile.runtime.storage.last_commit import folders_of, names_in, order
 from gs_compile.runtime.storage.ssd import THREADS
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.storage.stored import REST, Manifest, StoredTensor
@@ -81,7 +81,22 @@ def nbytes_of(stored: StoredTensor) -> int:
     return math.prod(stored.shape) * int(getattr(torch, stored.dtype).itemsize)
 
 
-def opened(stack: ExitStack, commit: Manifest) -> Values:
+@contextmanager
+def unchanged(commits: Sequence[Manifest], find: Callable[[], Sequence[Manifest]]) -> Iterator[list[Values]]:
+    """The values of commits whose runs no process has in the block. Where one has gone on since they were found, of
+    those that `find` gives.
+    """
+    with ExitStack() as stack:
+        values, now = [_opened(stack, each) for each in commits], find()
+        before, after = ([(each.run, *order(each)) for each in found] for found in (commits, now))
+        if before == after:
+            yield values
+            return
+    with unchanged(now, find) as values:
+        yield values
+
+
+def _opened(stack: ExitStack, commit: Manifest) -> Values:
     """The values of a commit, until the stack is closed; no file is removed then."""
     store = stack.enter_context(Store(()))
     store.former = commit

@@ -11,15 +11,15 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gs_compile.cli.stored.runs import Found, found_in, look
-from gs_compile.cli.stored.values import Values, opened
+from gs_compile.cli.stored.values import Values, unchanged
 from gs_compile.errors import CorruptionError, StorageError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
@@ -80,7 +80,17 @@ def verify(directory: Path) -> list[dict[str, Any]]:
     for each in found_in(directory):
         for commit in _commits(each)[:1]:
             runs.setdefault(commit.run, each.folder)
-    return [_verified(commit) for folder in runs.values() for commit in _commits(look(folder))]  # as it is by its turn
+    reports: list[dict[str, Any]] = []
+    for folder in runs.values():  # each as it is by its turn
+        for place in range(len(_commits(look(folder)))):
+            find = partial(_commit_at, folder, place)
+            with unchanged(find(), find) as found:
+                reports += map(_verified, found)
+    return reports
+
+
+def _commit_at(folder: Path, place: int) -> list[Manifest]:
+    return _commits(look(folder))[place : place + 1]
 
 
 def _commits(found: Found) -> list[Manifest]:
@@ -89,12 +99,11 @@ def _commits(found: Found) -> list[Manifest]:
     return found.known
 
 
-def _verified(commit: Manifest) -> dict[str, Any]:
+def _verified(values: Values) -> dict[str, Any]:
     begin = time.perf_counter()
-    with ExitStack() as stack:
-        bad = bad_blocks(opened(stack, commit))
+    bad = bad_blocks(values)
     seconds = time.perf_counter() - begin
-    facts = {name: getattr(commit, name) for name in ("run", "step", "nbytes")}
+    facts = {name: getattr(values.commit, name) for name in ("run", "step", "nbytes")}
     return {**facts, "seconds": seconds, "bad": [each.as_dict() for each in bad]}
 
 

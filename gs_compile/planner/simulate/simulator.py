@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gs_compile.placement.liveness import BEFORE, live_ranges
+from gs_compile.placement.liveness import BEFORE, live_ranges, peak
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import op_nbytes
@@ -187,8 +187,7 @@ class Simulation:
         found = {"host": program.slab_nbytes}
         if program.device is not None:
             found["device"] = program.device.nbytes
-        on_ssd = (live.slot for live in live_ranges(program.ops, self.placed) if live.slot.tier == "ssd")
-        return found | {"ssd": sum({slot.key: slot.nbytes for slot in on_ssd}.values())}
+        return found | {"ssd": peak(live_ranges(program.ops, self.placed), "ssd", len(program.ops))}
 
     @property
     def moved_nbytes(self) -> int:
