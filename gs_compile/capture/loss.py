@@ -56,6 +56,7 @@ from gs_compile.capture.operations import (
 )
 from gs_compile.capture.places import PAIRING
 from gs_compile.capture.samples import (
+    NUMBERED,
     REDUCES,
     Made,
     aligned,
@@ -333,6 +334,8 @@ class _Separation:
             return State("same")
         if misplaces := node.meta.get("misplaces"):
             return _mixed(node, misplaces)
+        if not self.made.numbers.isdisjoint(node.all_input_nodes):
+            return _mixed(node, NUMBERED)
         arguments = arguments_of(node)
         reduction, target = reduction_of(arguments), arguments.get("target")
         is_of_values = isinstance(target, fx.Node) and target.meta["spec"].dtype.is_floating_point

@@ -144,7 +144,8 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
         raise CaptureError(
             f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}, which do not go together: trained "
             "ones may have one dtype, or one dtype of 16 bits and float32, and frozen ones must not be narrower. "
-            "Convert the model, or these parameters, with .to(dtype)"
+            "Convert the model, or these parameters, with .to(dtype); one that is quantized comes from "
+            "gs_compile.from_pretrained, which takes its quantization_config"
         )
     return found
 

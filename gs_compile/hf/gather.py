@@ -261,13 +261,19 @@ def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
     if name == "position_ids" and _MASK not in first:
         return torch.cat([_followed(value, whole[0]) for value in values])
-    filling = _IGNORED if is_label else padding.token_id if name == "input_ids" else 0
+    filling = _IGNORED if is_label else padding.token_id if name == "input_ids" else _masked(name, values[0])
     are_tokens = all(value.shape[1] == _size(batch)[1] for batch, value in zip(batches, values, strict=True))
     is_left = are_tokens and padding.is_left_of(batches)
     return torch.cat([_padded(value, whole, filling, is_left=is_left) for value in values])
 
 
-def _padded(value: Tensor, whole: Sequence[int], filling: int, *, is_left: bool) -> Tensor:
+def _masked(name: str, value: Tensor) -> float:
+    """What leaves places out: 0, but in a mask of four dimensions that is added to the scores of tokens by tokens."""
+    is_added = name.endswith(_MASK) and value.dim() > 3 and value.is_floating_point()
+    return torch.finfo(value.dtype).min if is_added else 0
+
+
+def _padded(value: Tensor, whole: Sequence[int], filling: float, *, is_left: bool) -> Tensor:
     missing = [size - own for size, own in zip(whole, value.shape[1:], strict=True)]
     pairs = [(size, 0) if is_left else (0, size) for size in reversed(missing)]
     return functional.pad(value, list(itertools.chain.from_iterable(pairs)), value=filling)

@@ -57,7 +57,7 @@ def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **option
     """
     kind = type(trainer)
     if not issubclass(kind, TrainerMixin):
-        trainer.__class__ = type(kind.__name__, (TrainerMixin, kind), {"__module__": kind.__module__})
+        trainer.__class__ = _in_front(TrainerMixin, kind)
     try:
         trainer.run_layer_major(reference=reference, **options)
     except BaseException:
@@ -321,6 +321,22 @@ def _replaced(trainer: Any, **methods: Callable[..., Any]) -> Iterator[None]:
     finally:
         for name in methods:
             del vars(trainer)[name]
+
+
+def _in_front(mixin: type, kind: type) -> type:
+    """A kind of Trainer whose methods are those of `mixin` first.
+
+    `kind` is its first base all the same, as objects of a class that begins with ABC, or with Generic, which have no
+    attributes, can only become those of a class that begins so too.
+    """
+
+    class InFront(type(kind)):  # type: ignore[misc]  # the class of an abstract class is another one
+        def mro(cls) -> list[type]:
+            first = mixin.__mro__[:-1]
+            return [cls, *first, *(each for each in super().mro()[1:] if each not in first)]
+
+    found: type = InFront(kind.__name__, (kind, mixin), {"__module__": kind.__module__})
+    return found
 
 
 def _gathers(kind: type) -> type:

@@ -216,6 +216,19 @@ def test_outputs_beside_the_loss():
     assert torch.equal(only_loss["loss"], found["loss"])
 
 
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda p, y: functional.cross_entropy(p[:, 0], 2 * torch.arange(p.shape[0])),  # as contrastive ones have
+        lambda p, y: functional.mse_loss(p[:, 0, 0], torch.arange(p.shape[0]).float()),
+    ],
+)
+def test_a_loss_of_the_numbers_of_samples_is_refused(criterion):
+    """A micro-batch counts its own from 0."""
+    with pytest.raises(SeparationError, match="with the numbers of the samples"):
+        captured(short(criterion), *batch(4)).separated(2)
+
+
 def test_mixed_outputs_are_refused_unless_left_out():
     torch.manual_seed(0)
     model = short(lambda p, y: (cross_entropy(p, y), p.detach().std()))

@@ -52,6 +52,16 @@ def test_batches_of_a_collator_of_transformers():
         assert [each["scores"].shape for each in parts] == [(2, 6)] * 2
 
 
+@pytest.mark.parametrize("is_added", [True, False])
+def test_padding_is_left_out_by_a_mask_of_tokens_by_tokens(is_added):
+    """A mask of floats is added to scores, so 0 would let all tokens read the padding; another one is true or false."""
+    seen = [torch.ones(2, 1, n, n).tril().bool() for n in (2, 3)]
+    masks = [torch.where(each, 0.0, torch.finfo(torch.float32).min) if is_added else each for each in seen]
+    found = gathered([{"input_ids": each[:, 0, 0] * 0, "attention_mask": each} for each in masks])["attention_mask"]
+    assert torch.equal(found[2:], masks[1])
+    assert (found[0, 0] == (0.0 if is_added else 1)).tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 0]]
+
+
 def test_labels_of_a_decoder_need_no_mask():
     """As Whisper's, beside spectrograms of one length; each batch gets as many tokens as its own labels have."""
     batches = [{"input_features": torch.zeros(2, 8, 40), "labels": torch.full((2, n), n)} for n in (3, 5)]

@@ -1,6 +1,8 @@
-"""A Trainer that makes a model in each training, with the backend attached, against Trainer as it comes."""
+"""A Trainer that makes a model in each training, and one of a class of the user's own, with the backend attached."""
 
 from __future__ import annotations
+
+from abc import ABC
 
 import pytest
 from learner import distance, values
@@ -29,3 +31,18 @@ def test_a_model_that_each_training_makes(tmp_path):
     for (losses, learned), (expected, known) in zip(runs["mine"], runs["theirs"], strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert distance(learned, known) < 1e-5
+
+
+def test_a_trainer_that_is_abstract_first_is_attached(tmp_path):
+    """Its objects have another layout than those of a class that begins with Trainer."""
+
+    class Abstract(ABC, Trainer):
+        def _get_grad_norm(self, *args, **kwargs):
+            raise AssertionError("the optimizer of the tiers knows it")
+
+    plain = trainer(tmp_path, max_steps=1)
+    mine = Abstract(plain.model, plain.args, train_dataset=plain.train_dataset, data_collator=padded)
+    gs_compile.hf.attach(mine, storage=tmp_path / "storage", expert=EAGER)
+    mine.train()
+    assert isinstance(mine, Abstract)
+    assert len(curve(mine, "grad_norm")) == 1
