@@ -86,7 +86,7 @@ def resume(
             f"as {left[0]}=..., or pass {left[0]}=None to resume without it"
         )
     optimizer.kept.give_back(former.states)
-    optimizer.steps.missed = {named[each.name]: each.missed or 0 for each in former.parameters}
+    optimizer.steps.missed = {named[each.name]: each.missed for each in former.parameters}
     optimizer.go_on(former)
     optimizer.kept.user, optimizer.kept.step = former.user, former.step
     return Resumed(former.step, former.user)
