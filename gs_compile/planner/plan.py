@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -33,7 +33,7 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import load, named
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
-from gs_compile.planner.request import Request, States
+from gs_compile.planner.request import Made, Request, States
 from gs_compile.planner.simulate.prices import with_products
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.workloads import Levelled, Workloads, workloads_of
@@ -97,14 +97,8 @@ class Planner:
     counts: dict[Hashable, Counted] = field(default_factory=dict, compare=False, repr=False)
 
     def plan(self) -> StepPlan:
-        """The plan of what is asked for, or of `Request.storing_gradients` where that alone fits."""
-        try:
-            return self._plan()
-        except (NoFitError, MemoryBudgetError):
-            if (other := self.storing_gradients) is not None:
-                with suppress(NoFitError, MemoryBudgetError):
-                    return other._plan()
-            raise
+        """The plan of what is asked for, as of `or_storing_gradients`."""
+        return self.or_storing_gradients(Planner._plan)
 
     def _plan(self) -> StepPlan:
         """The plan of the request's schedule, for the batch that is given or that another schedule would take."""
@@ -149,17 +143,17 @@ class Planner:
         )
         return found.wider if request.saves else found
 
-    @property
-    def storing_gradients(self) -> Planner | None:
-        """The same, asked for `Request.storing_gradients`."""
-        request = self.request.storing_gradients
-        return None if request is None else self._asked(request)
+    def or_storing_gradients(self, made: Callable[[Planner], Made]) -> Made:
+        """What is made of this, or of the same asked for as by `Request.or_storing_gradients`."""
+        return self.request.or_storing_gradients(lambda request: made(self._asked(request)))
 
     def asked(self, **changes: Any) -> Planner:
         """The same model on the same machine, asked for something else."""
         return self._asked(replace(self.request, **changes))
 
     def _asked(self, request: Request) -> Planner:
+        if request == self.request:
+            return self
         return replace(self, request=request, workloads=self.workloads.asked(request))
 
     def searched(self) -> list[Found]:

@@ -292,7 +292,7 @@ class RunPlanner:
         least fits; it says what is needed.
         """
         for masters, sizes in self.model.sizes.items():
-            made_for = self._made_for(sizes)
+            made_for = self._made_for(sizes, self.request.accumulate)
             budgets = self.whole_nbytes, self.host_nbytes
             if (placement := as_before(self.problem(masters), former, made_for, *budgets)) is not None:
                 log.info("the plan of the resumed run is used again: its conditions have not changed")
@@ -305,33 +305,25 @@ class RunPlanner:
 
     def _decided(self) -> Planned:
         plan = self._decide()
-        masters = plan.problem.masters or self.masters
-        facts: dict[str, Any] = {ACCUMULATES: self.request.accumulate, NUM_CALLS: self.num_calls}
+        masters, accumulate = plan.problem.masters or self.masters, plan.problem.request.accumulate
+        facts: dict[str, Any] = {ACCUMULATES: accumulate, NUM_CALLS: self.num_calls}
         values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
         if plan.is_solved:
             values_nbytes = plan.problem.values_nbytes if plan.profile.separate else values_nbytes
-            made_for = self._made_for(self.model.sizes[masters])
+            made_for = self._made_for(self.model.sizes[masters], accumulate)
             facts |= facts_of(plan, made_for, self.whole_nbytes, values_nbytes)
         placement = plan.placement
         return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, facts=facts)
 
     def _decide(self) -> StepPlan:
-        """The plan of what is asked for, or of `Request.storing_gradients` where that alone fits."""
-        asked, other = self.request, self.request.storing_gradients
-        try:
-            return decide(self.problem(self.masters))
-        except MemoryBudgetError:
-            if other is None or self.ranks is not None:
-                raise
-            self.request = other
-            self.problem.cache_clear()
-            with suppress(MemoryBudgetError, NoFitError):
-                found = decide(self.problem(self.masters))
-                log.warning("%s", STORES_GRADIENTS)
-                return found
-            self.request = asked
-            self.problem.cache_clear()
-            raise
+        """The plan of what is asked for, of one rank as of `Request.or_storing_gradients`."""
+        problem = self.problem(self.masters)
+        if self.ranks is not None:
+            return decide(problem)
+        found = self.request.or_storing_gradients(lambda request: decide(problem.asked(request)))
+        if found.problem.request.accumulate and not self.request.accumulate:
+            log.warning("%s", STORES_GRADIENTS)
+        return found
 
     def _together(self, ranks: Ranks) -> Planned:
         """The first rank's; what has to be measured for it is measured by all."""
@@ -350,9 +342,9 @@ class RunPlanner:
         told = ranks.from_first("the plan", decided)
         return here[0] if here else told
 
-    def _made_for(self, sizes: Sequence[UnitSize]) -> str:
+    def _made_for(self, sizes: Sequence[UnitSize], accumulate: bool) -> str:
         model, number = self.model, self.ranks.number if self.ranks else 1
-        settled = model.clip, self.request.accumulate, has_own_memory(model.device), number
+        settled = model.clip, accumulate, has_own_memory(model.device), number
         return fingerprint(self.options, sizes, model.layouts, self.builder(self.masters).shape, *settled)
 
 
