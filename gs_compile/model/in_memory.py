@@ -42,7 +42,6 @@ def parameters_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
 
 
 def trained_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
-    """Those that are trained."""
     return ((place, each) for place, each in parameters_in_memory(groups) if each.requires_grad)
 
 

@@ -398,7 +398,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         return {p: n for p, n in missed.items() if self._is_trained(p)}
 
     def _is_trained(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is trained on the tiers."""
         return self.engine is not None and self.engine.trained_span(parameter) is not None
 
     def load_into_engine(self) -> None:

@@ -156,7 +156,6 @@ class Request:
 
     @property
     def spec(self) -> ScheduleSpec:
-        """Of the schedule."""
         from gs_compile.passes.baselines.registry import SCHEDULES  # heavy: not for a command line's help
 
         return SCHEDULES[self.schedule]
