@@ -204,7 +204,7 @@ class Planner:
                     tried = search if number == most else own.search()
                     log.info("simulating %d micro-batches", number)
                     made = decide(own, tried)
-                except (MemoryBudgetError, NoFitError):
+                except MemoryBudgetError:
                     continue
                 others = [each for each in found if each[0] is not problem]
                 return explained(made, tried, others, self.narrower(made.problem))
@@ -231,7 +231,7 @@ class Planner:
             try:
                 found = problem.search()
                 plans[size] = explained(decide(problem, found), found, [])
-            except (NoFitError, MemoryBudgetError):
+            except MemoryBudgetError:
                 if size == 1:  # the least, or what it needs
                     plans[size] = decide(problem)
             return size not in plans

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError, PlanError
+from gs_compile.errors import MemoryBudgetError, OptionError, PlanError
 from gs_compile.machine import parse_bytes
 from gs_compile.options import Clipping, Frozen, Masters, Options, Ratios, Recompute, contradiction
 from gs_compile.schedules import Schedule
@@ -185,9 +185,9 @@ class Request:
         is_free = self.clipping is None and self.alpha is None and self.schedule == "vertical" and self.ranks == 1
         try:
             return made(self)
-        except (NoFitError, MemoryBudgetError):
+        except MemoryBudgetError:
             if self.clip and is_free and not self.accumulate:
-                with suppress(NoFitError, MemoryBudgetError):
+                with suppress(MemoryBudgetError):
                     return made(replace(self, accumulate=True))
             raise
 
