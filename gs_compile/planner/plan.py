@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import Masters
@@ -33,7 +33,7 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import load, named
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, explained
-from gs_compile.planner.request import Made, Request, States
+from gs_compile.planner.request import Request, States
 from gs_compile.planner.simulate.prices import with_products
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.workloads import Levelled, Workloads, workloads_of
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 MORE = 1e-3  # of throughput: less is nothing
 
+T = TypeVar("T")
 Found = tuple[Problem, Search]
 
 
@@ -143,7 +144,7 @@ class Planner:
         )
         return found.wider if request.saves else found
 
-    def or_storing_gradients(self, made: Callable[[Planner], Made]) -> Made:
+    def or_storing_gradients(self, made: Callable[[Planner], T]) -> T:
         """What is made of this, or of the same asked for as by `Request.or_storing_gradients`."""
         return self.request.or_storing_gradients(lambda request: made(self._asked(request)))
 

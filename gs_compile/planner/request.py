@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gs_compile.passes.baselines.spec import ScheduleSpec
     from gs_compile.planner.measure.profile import Profile
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 Saturation = Literal["relative", "paper"]
 Precision = Literal["bf16", "model"]
 States = Literal["fp32", "bf16", "8bit"]
@@ -176,7 +176,7 @@ class Request:
         """Whether all updates wait: for the norm of all gradients, or for the last backward of a step."""
         return (self.clip and not self.speculative) or self.accumulate
 
-    def or_storing_gradients(self, made: Callable[[Request], Made]) -> Made:
+    def or_storing_gradients(self, made: Callable[[Request], T]) -> T:
         """What is made of this. Where that does not fit and nobody asks when updates run, it is made of the same with
         gradients that wait for the norm on SSD too, as those of several backwards.
 
