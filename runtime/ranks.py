@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import RankError
@@ -38,7 +39,6 @@ from gs_compile.runtime.stream import is_in_host_memory
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Tensor = torch.Tensor
 
 TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
 POLL = timedelta(seconds=0.2)  # between two looks at the other ranks' health

@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gs_compile.capture.internals import changes
@@ -31,7 +32,6 @@ from gs_compile.runtime.muon import STATES, update_whole
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.step_record import StepRecord
 
-Tensor = torch.Tensor
 BUCKET_NBYTES = 25 << 20  # that are exchanged at once, as DistributedDataParallel does
 
 

@@ -15,15 +15,13 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
 from gs_compile.capture.internals import changes, makes_replicas, makes_state_dict, tree_map_only, untraced
 from gs_compile.errors import ReleasedParameterError, UncapturedWarning
 from gs_compile.model.files import own_rows, shares_memory
-
-Tensor = torch.Tensor
 
 # Names of torch's functions that do not need a tensor's values: they ask for what it is, such as its shape, or make
 # another tensor like it. Names that begin with one of `_ASKS`, or with "new_", are among them.

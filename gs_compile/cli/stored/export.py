@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gs_compile.cli.stored.runs import Found
 from gs_compile.cli.stored.values import Values, nbytes_of, opened
@@ -23,8 +24,6 @@ from gs_compile.machine import in_groups
 from gs_compile.runtime.formats import narrow
 from gs_compile.runtime.storage.last_commit import common_step, step_of
 from gs_compile.runtime.storage.stored import BUFFER, Manifest
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
