@@ -21,7 +21,7 @@ from gs_compile.runtime.stream import network_backend, num_groups
 
 
 @dataclass(frozen=True)
-class Place:
+class Team:
     """Which of torch's ranks train together, and where this one is among them.
 
     replicas: rows of ranks; each row has the whole model, a shard on each rank. One row without HSDP.
@@ -75,8 +75,8 @@ class Place:
             dist.new_group([me], limit, "gloo", use_local_synchronization=True)
 
 
-def place_of(options: Options) -> Place | None:
-    """This process's place among the ranks; None: it trains alone. Initialises torch.distributed under torchrun.
+def team_of(options: Options) -> Team | None:
+    """The ranks that this process trains with; None: it trains alone. Initialises torch.distributed under torchrun.
 
     Raises `OptionError` where this process is not in the group or mesh of the options.
     """
@@ -98,44 +98,42 @@ def place_of(options: Options) -> Place | None:
         raise OptionError(f"rank {name} is not in the group of the options, which has {replicas}: leave it out there")
     if any(list(row) != sorted(row) for row in replicas):
         raise OptionError(f"the ranks of a group that shards have to ascend; got {replicas}")
-    place = Place(replicas, rows[0], replicas[rows[0]].index(name), dist.get_backend(groups[0]), groups)
-    return place if len(place.everyone) > 1 else None
+    team = Team(replicas, rows[0], replicas[rows[0]].index(name), dist.get_backend(groups[0]), groups)
+    return team if len(team.everyone) > 1 else None
 
 
-def new_groups(place: Place, timeout: float) -> tuple[Any, Any, Any, Any]:
+def new_groups(team: Team, timeout: float) -> tuple[Any, Any, Any, Any]:
     """Groups of all ranks, for their values and for their commits; of those that share the model; and of those that
     have the same shard.
     """
-    backend = "gloo" if place.backend == "gloo" else network_backend()
+    backend = "gloo" if team.backend == "gloo" else network_backend()
     limit = timedelta(seconds=timeout + 60)  # our own ends first, and says more
-    everyone, commits = (place.new_group([place.everyone], "gloo", limit) for _ in range(2))
-    rows = place.new_group(place.replicas, backend, limit)
-    columns = (
-        place.new_group(list(zip(*place.replicas, strict=True)), backend, limit) if len(place.replicas) > 1 else None
-    )
+    everyone, commits = (team.new_group([team.everyone], "gloo", limit) for _ in range(2))
+    rows = team.new_group(team.replicas, backend, limit)
+    columns = team.new_group(list(zip(*team.replicas, strict=True)), backend, limit) if len(team.replicas) > 1 else None
     return everyone, commits, rows, columns
 
 
-def mesh_of(place: Place, timeout: float) -> DeviceMesh:
+def mesh_of(team: Team, timeout: float) -> DeviceMesh:
     """Everyone in one dimension, for tensors in host memory; it lasts as long as the user's group."""
-    return DeviceMesh.from_group(_in_host_memory(place, timeout), "cpu")
+    return DeviceMesh.from_group(_in_host_memory(team, timeout), "cpu")
 
 
-def gathered(place: Place, value: Any) -> list[Any]:
+def gathered(team: Team, value: Any) -> list[Any]:
     """The `value` of each rank that trains together with this one, before they have met; all call it.
 
     No rank need know its device yet.
     """
-    given: list[Any] = [None] * len(place.everyone)
-    dist.all_gather_object(given, value, _in_host_memory(place, timeout=1800.0))
+    given: list[Any] = [None] * len(team.everyone)
+    dist.all_gather_object(given, value, _in_host_memory(team, timeout=1800.0))
     return given
 
 
-def _in_host_memory(place: Place, timeout: float) -> Any:
+def _in_host_memory(team: Team, timeout: float) -> Any:
     """A group of everyone that takes tensors in host memory: the user's, or a new one."""
-    if len(place.in_host_memory) == 1:
-        return place.in_host_memory[0]
-    return place.new_group([place.everyone], "gloo", timedelta(seconds=timeout))
+    if len(team.in_host_memory) == 1:
+        return team.in_host_memory[0]
+    return team.new_group([team.everyone], "gloo", timedelta(seconds=timeout))
 
 
 def num_processes() -> int:

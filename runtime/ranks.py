@@ -33,7 +33,7 @@ from gs_compile.options import Options
 from gs_compile.progress import stage
 from gs_compile.runtime import exchange
 from gs_compile.runtime.alarm import Alarm, words
-from gs_compile.runtime.groups import Place, as_bytes, from_bytes, mesh_of, new_groups, place_of
+from gs_compile.runtime.groups import Team, as_bytes, from_bytes, mesh_of, new_groups, team_of
 from gs_compile.runtime.stream import is_in_host_memory
 
 log = logging.getLogger(__name__)
@@ -56,15 +56,15 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def ranks_of(options: Options) -> Ranks | None:
     """The ranks that train one model with these options; None: one rank. Every rank calls it, in the same order."""
-    place = place_of(options)
-    if place is None:
+    team = team_of(options)
+    if team is None:
         return None
     try:
         with stage("meeting the other ranks"):
-            return Ranks(place)
+            return Ranks(team)
     except (RuntimeError, OSError) as error:
         raise RankError(
-            f"the ranks {', '.join(map(str, place.everyone))} did not meet: all of them must call the model, and none "
+            f"the ranks {', '.join(map(str, team.everyone))} did not meet: all of them must call the model, and none "
             f"end before, with an optimizer of gs_compile on all or on none ({error})"
         ) from error
 
@@ -90,26 +90,26 @@ class Ranks:
     timeout: seconds that a wait takes at most.
     """
 
-    def __init__(self, place: Place, timeout: float = TIMEOUT) -> None:
-        self.rank, self.number, self.total = place.rank, place.number, len(place.everyone)
-        self.replicas = len(place.replicas)
+    def __init__(self, team: Team, timeout: float = TIMEOUT) -> None:
+        self.rank, self.number, self.total = team.rank, team.number, len(team.everyone)
+        self.replicas = len(team.replicas)
         self.name = dist.get_rank()
-        self.names = place.everyone
+        self.names = team.everyone
         self.timeout = timeout
-        self._mesh = partial(mesh_of, place, timeout)
+        self._mesh = partial(mesh_of, team, timeout)
         self.place = self.names.index(self.name)
         self._alarm: Alarm | None = None
-        for group in place.in_host_memory:  # a rank that has ended has closed its connections, and this fails at once
+        for group in team.in_host_memory:  # a rank that has ended has closed its connections, and this fails at once
             here = torch.zeros(1, device="cpu")
             self._finish("the meeting", here, partial(dist.all_reduce, here, group=group, async_op=True))
-        self._first_row = place.replicas[0]
-        self._all, self._commits, self._row, self._column = groups = new_groups(place, timeout)
+        self._first_row = team.replicas[0]
+        self._all, self._commits, self._row, self._column = groups = new_groups(team, timeout)
         self._updates: Any = None
-        self._groups = list(groups) if place.is_world else []
-        self._join = partial(place.new_group, place.replicas, "gloo", timedelta(seconds=timeout + 60))
+        self._groups = list(groups) if team.is_world else []
+        self._join = partial(team.new_group, team.replicas, "gloo", timedelta(seconds=timeout + 60))
         self._alarm = alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
         self.num_here = alarm.num_here
-        if place.backend != "gloo":
+        if team.backend != "gloo":
             alarm.on_failure = partial(_abort, [group for group in (self._row, self._column) if group is not None])
         self._close = weakref.finalize(self, _close, self._alarm, self._groups)
         self._close.atexit = False

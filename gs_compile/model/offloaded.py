@@ -44,7 +44,7 @@ REPLICATED = (
 )
 
 
-class Place(Protocol):
+class Residence(Protocol):
     """Where the value of an offloaded parameter is (`residency.Residency`)."""
 
     def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor: ...
@@ -111,7 +111,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
     `.to(...)` and its like, when a module takes them up, change where and in what dtype the model computes.
     """
 
-    _greedysnake: Place
+    _greedysnake: Residence
 
     def in_memory(self) -> Tensor:
         values = self._greedysnake.shown_value(self, self.device)
