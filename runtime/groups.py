@@ -19,6 +19,9 @@ from gs_compile.options import Options
 from gs_compile.runtime.alarm import ending_error
 from gs_compile.runtime.stream import network_backend, num_groups
 
+TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
+LIMIT = timedelta(seconds=TIMEOUT + 60)  # of groups: waits of `Ranks` end first, and say more
+
 
 @dataclass(frozen=True)
 class Team:
@@ -50,19 +53,19 @@ class Team:
         """The user's groups, if they take tensors in host memory."""
         return () if self.backend == "nccl" else self.groups
 
-    def new_group(self, rows: Sequence[Sequence[int]], backend: str, limit: timedelta) -> Any:
+    def new_group(self, rows: Sequence[Sequence[int]], backend: str) -> Any:
         """A group of those of the `rows` that have this rank; all ranks call this with the same rows."""
         own, me = None, dist.get_rank()
         if not self.is_world:
-            self._even_out(me, limit)
+            self._even_out(me)
         for row in rows:
             if self.is_world or me in row:
                 local = not self.is_world  # ranks outside do not know of it
-                group = dist.new_group(list(row), limit, backend, use_local_synchronization=local)
+                group = dist.new_group(list(row), LIMIT, backend, use_local_synchronization=local)
                 own = group if me in row else own
         return own
 
-    def _even_out(self, me: int, limit: timedelta) -> None:
+    def _even_out(self, me: int) -> None:
         """Have all ranks be in as many groups, the fewer in further ones of their own.
 
         torch names a group that ranks outside do not know of by that number, and ranks meet by the name.
@@ -72,7 +75,7 @@ class Team:
         for group in self.in_host_memory:
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
         for _ in range(int(most) - number):
-            dist.new_group([me], limit, "gloo", use_local_synchronization=True)
+            dist.new_group([me], LIMIT, "gloo", use_local_synchronization=True)
 
 
 def team_of(options: Options) -> Team | None:
@@ -102,21 +105,20 @@ def team_of(options: Options) -> Team | None:
     return team if len(team.everyone) > 1 else None
 
 
-def new_groups(team: Team, timeout: float) -> tuple[Any, Any, Any, Any]:
+def new_groups(team: Team) -> tuple[Any, Any, Any, Any]:
     """Groups of all ranks, for their values and for their commits; of those that share the model; and of those that
     have the same shard.
     """
     backend = "gloo" if team.backend == "gloo" else network_backend()
-    limit = timedelta(seconds=timeout + 60)  # our own ends first, and says more
-    everyone, commits = (team.new_group([team.everyone], "gloo", limit) for _ in range(2))
-    rows = team.new_group(team.replicas, backend, limit)
-    columns = team.new_group(list(zip(*team.replicas, strict=True)), backend, limit) if len(team.replicas) > 1 else None
+    everyone, commits = (team.new_group([team.everyone], "gloo") for _ in range(2))
+    rows = team.new_group(team.replicas, backend)
+    columns = team.new_group(list(zip(*team.replicas, strict=True)), backend) if len(team.replicas) > 1 else None
     return everyone, commits, rows, columns
 
 
-def mesh_of(team: Team, timeout: float) -> DeviceMesh:
+def mesh_of(team: Team) -> DeviceMesh:
     """Everyone in one dimension, for tensors in host memory; it lasts as long as the user's group."""
-    return DeviceMesh.from_group(_in_host_memory(team, timeout), "cpu")
+    return DeviceMesh.from_group(_in_host_memory(team), "cpu")
 
 
 def gathered(team: Team, value: Any) -> list[Any]:
@@ -125,15 +127,15 @@ def gathered(team: Team, value: Any) -> list[Any]:
     No rank need know its device yet.
     """
     given: list[Any] = [None] * len(team.everyone)
-    dist.all_gather_object(given, value, _in_host_memory(team, timeout=1800.0))
+    dist.all_gather_object(given, value, _in_host_memory(team))
     return given
 
 
-def _in_host_memory(team: Team, timeout: float) -> Any:
+def _in_host_memory(team: Team) -> Any:
     """A group of everyone that takes tensors in host memory: the user's, or a new one."""
     if len(team.in_host_memory) == 1:
         return team.in_host_memory[0]
-    return team.new_group([team.everyone], "gloo", timedelta(seconds=timeout))
+    return team.new_group([team.everyone], "gloo")
 
 
 def num_processes() -> int:

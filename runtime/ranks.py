@@ -33,14 +33,13 @@ from gs_compile.options import Options
 from gs_compile.progress import stage
 from gs_compile.runtime import exchange
 from gs_compile.runtime.alarm import Alarm, words
-from gs_compile.runtime.groups import Team, as_bytes, from_bytes, mesh_of, new_groups, team_of
+from gs_compile.runtime.groups import TIMEOUT, Team, as_bytes, from_bytes, mesh_of, new_groups, team_of
 from gs_compile.runtime.stream import is_in_host_memory
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
 POLL = timedelta(seconds=0.2)  # between two looks at the other ranks' health
 CHUNK = 1 << 22  # elements of a sum that are sent at a time: they come to memory beside it
 LABEL = 128  # bytes that tell which call of the user's thread it is
@@ -90,23 +89,23 @@ class Ranks:
     timeout: seconds that a wait takes at most.
     """
 
-    def __init__(self, team: Team, timeout: float = TIMEOUT) -> None:
+    def __init__(self, team: Team) -> None:
         self.rank, self.number, self.total = team.rank, team.number, len(team.everyone)
         self.replicas = len(team.replicas)
         self.name = dist.get_rank()
         self.names = team.everyone
-        self.timeout = timeout
-        self._mesh = partial(mesh_of, team, timeout)
+        self.timeout = TIMEOUT
+        self._mesh = partial(mesh_of, team)
         self.place = self.names.index(self.name)
         self._alarm: Alarm | None = None
         for group in team.in_host_memory:  # a rank that has ended has closed its connections, and this fails at once
             here = torch.zeros(1, device="cpu")
             self._finish("the meeting", here, partial(dist.all_reduce, here, group=group, async_op=True))
         self._first_row = team.replicas[0]
-        self._all, self._commits, self._row, self._column = groups = new_groups(team, timeout)
+        self._all, self._commits, self._row, self._column = groups = new_groups(team)
         self._updates: Any = None
         self._groups = list(groups) if team.is_world else []
-        self._join = partial(team.new_group, team.replicas, "gloo", timedelta(seconds=timeout + 60))
+        self._join = partial(team.new_group, team.replicas, "gloo")
         self._alarm = alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
         self.num_here = alarm.num_here
         if team.backend != "gloo":
@@ -159,11 +158,11 @@ class Ranks:
             self._updates = self._join()
             self._groups += [self._updates] * bool(self._groups)
 
-    def spread(self, tensor: Tensor, source: int, what: str = "an update") -> None:
+    def spread(self, tensor: Tensor, source: int) -> None:
         """All in the group that shards get the values of its rank `source`, in place; host memory, contiguous."""
         content = tensor.view(torch.uint8)
         begin = partial(dist.broadcast, content, group=self._updates, group_src=source, async_op=True)
-        self._finish(what, content, begin)
+        self._finish("an update", content, begin)
 
     def commit_together(self, step: int) -> None:
         """Return when all ranks have come to commit this step."""

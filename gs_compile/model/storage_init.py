@@ -33,7 +33,6 @@ from gs_compile.model.files import SMALL_NBYTES, directory, is_mapped, leave_mem
 from gs_compile.model.residency import is_offloaded, residency_of, stash
 from gs_compile.options import Options
 from gs_compile.runtime.groups import mesh_of, team_of
-from gs_compile.runtime.ranks import TIMEOUT
 from gs_compile.runtime.stream import is_in_host_memory
 
 CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: a layer's usual weights are drawn, scaled and copied in it
@@ -229,7 +228,7 @@ def _share(parameters: dict[str, nn.Parameter], folder: Path, group: Any) -> Non
     team = team_of(Options(group=group))
     if team is None:
         return
-    mesh = mesh_of(team, TIMEOUT)
+    mesh = mesh_of(team)
     built: list[Any] = [None] * mesh.size()
     own = {name: (tuple(each.shape), each.dtype) for name, each in parameters.items()}
     dist.all_gather_object(built, own, mesh.get_group())
