@@ -31,7 +31,6 @@ class Team:
     """
 
     replicas: tuple[tuple[int, ...], ...]
-    row: int
     rank: int  # in its row
     backend: str  # of the groups that the user gave
     groups: tuple[Any, ...]  # these: that of everyone, or those of this rank's row and column
@@ -96,12 +95,12 @@ def team_of(options: Options) -> Team | None:
     else:
         groups = (options.group or dist.group.WORLD,)
         replicas = (tuple(dist.get_process_group_ranks(groups[0])),)
-    rows = [index for index, row in enumerate(replicas) if name in row]
-    if not rows:
+    own = next((row for row in replicas if name in row), None)
+    if own is None:
         raise OptionError(f"rank {name} is not in the group of the options, which has {replicas}: leave it out there")
     if any(list(row) != sorted(row) for row in replicas):
         raise OptionError(f"the ranks of a group that shards have to ascend; got {replicas}")
-    team = Team(replicas, rows[0], replicas[rows[0]].index(name), dist.get_backend(groups[0]), groups)
+    team = Team(replicas, own.index(name), dist.get_backend(groups[0]), groups)
     return team if len(team.everyone) > 1 else None
 
 
