@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType, joined, moment_types, pair, types_of
-from gs_compile.runtime.kernels import ADAM, ADAMW, LION, QUANTUM, SGD, Rule, sum_of_squares
+from gs_compile.runtime.kernels import ADAM, ADAMW, LION, QUANTUM, RULES, SGD, Rule, sum_of_squares
 
-RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, LION)}
 ADAM_HYPER = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SGD_HYPER = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "nesterov": False, "weight_decay": 0.1}
 HYPER: dict[str, dict[str, Any]] = {
