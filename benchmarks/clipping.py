@@ -42,7 +42,7 @@ from benchmarks import common
 from benchmarks.common import IN_MEMORY, conditions, in_turns, medians, parser_of, ratio_of_rounds, save
 from benchmarks.tiers import Run
 from examples import finetune_trainer, train_gpt2
-from gs_compile.errors import MemoryBudgetError, NoFitError
+from gs_compile.errors import MemoryBudgetError
 from gs_compile.planner.plan import plan
 from gs_compile.planner.request import Request
 from gs_compile.planner.simulate.simulator import predict
@@ -214,7 +214,7 @@ def simulated_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     plan(model, request, clipping=clipping, num_micro_batches=number)
                     for clipping in ("delayed", "speculative")
                 )
-            except (NoFitError, MemoryBudgetError):
+            except MemoryBudgetError:
                 continue
             seconds = {kind: found.seconds for kind, found in (("delayed", delayed), ("holds", speculative))}
             seconds["redone"] = redone_seconds(speculative)

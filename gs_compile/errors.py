@@ -216,5 +216,5 @@ class StatusError(GreedySnakeError, ValueError):
     """A directory has the status of no run, or one that cannot be read: torn, of a newer format, or something else."""
 
 
-class NoFitError(PlanError):
+class NoFitError(PlanError, MemoryBudgetError):
     """The model, with the settings that are fixed, fits nowhere; says what is short, by how much, and what is near."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
@@ -30,7 +31,6 @@ from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
 from gs_compile.runtime.values import Saved, tensors_of, without_contents
 
-Tensor = torch.Tensor
 Activation = Tensor | Saved
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-Tensor = torch.Tensor
 Begin = Callable[[], Any]  # a collective; gives torch's Work
 
 

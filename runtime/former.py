@@ -12,7 +12,7 @@ from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.units import Group, Part, UnitPlacement
 from gs_compile.program.ir import Unit, Value
 from gs_compile.runtime.coordinators import Setting
-from gs_compile.runtime.formats import Types, types_of
+from gs_compile.runtime.formats import Types
 from gs_compile.runtime.homes import Homes
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice, encoded_slice
@@ -83,11 +83,7 @@ def unit_of(stored: StoredUnit) -> UnitPlacement:
 
 
 def types_in(stored: StoredUnit) -> Types:
-    dtype: torch.dtype = getattr(torch, stored.dtype)
-    if stored.state:
-        return Types(dtype, tuple(getattr(torch, each) for each in stored.state))
-    number = int(stored.state_itemsize) // stored.gradient_itemsize - stored.has_master
-    return types_of(dtype, [None] * number, pairs=False)
+    return Types(getattr(torch, stored.dtype), tuple(getattr(torch, each) for each in stored.state))
 
 
 def _part(stored: StoredRange) -> Part:

@@ -26,16 +26,18 @@ ON_DEVICES = "nccl"  # alone, it takes no tensors in host memory
 POLL = 0.2  # seconds between two looks at torch's store
 _END = "greedysnake: the end of {}"
 
+TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
+LIMIT = timedelta(seconds=TIMEOUT + 60)  # of groups: waits of `Ranks` end first, and say more
+
 
 @dataclass(frozen=True)
-class Place:
+class Team:
     """Which of torch's ranks train together, and where this one is among them.
 
     replicas: rows of ranks; each row has the whole model, a shard on each rank. One row without HSDP.
     """
 
     replicas: tuple[tuple[int, ...], ...]
-    row: int
     rank: int  # in its row
     backend: str  # of the groups that the user gave
     groups: tuple[Any, ...]  # these: that of everyone, or those of this rank's row and column
@@ -57,19 +59,19 @@ class Place:
         """The user's groups, if they take tensors in host memory."""
         return () if self.backend == ON_DEVICES else self.groups
 
-    def new_group(self, rows: Sequence[Sequence[int]], backend: str, limit: timedelta) -> Any:
+    def new_group(self, rows: Sequence[Sequence[int]], backend: str) -> Any:
         """A group of those of the `rows` that have this rank; all ranks call this with the same rows."""
         own, me = None, dist.get_rank()
         if not self.is_world:
-            self._even_out(me, limit)
+            self._even_out(me)
         for row in rows:
             if self.is_world or me in row:
                 local = not self.is_world  # ranks outside do not know of it
-                group = dist.new_group(list(row), limit, backend, use_local_synchronization=local)
+                group = dist.new_group(list(row), LIMIT, backend, use_local_synchronization=local)
                 own = group if me in row else own
         return own
 
-    def _even_out(self, me: int, limit: timedelta) -> None:
+    def _even_out(self, me: int) -> None:
         """Have all ranks be in as many groups, the fewer in further ones of their own.
 
         torch names a group that ranks outside do not know of by that number, and ranks meet by the name.
@@ -79,11 +81,11 @@ class Place:
         for group in self.in_host_memory:
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
         for _ in range(int(most) - number):
-            dist.new_group([me], limit, "gloo", use_local_synchronization=True)
+            dist.new_group([me], LIMIT, "gloo", use_local_synchronization=True)
 
 
-def place_of(options: Options) -> Place | None:
-    """This process's place among the ranks; None: it trains alone. Initialises torch.distributed under torchrun.
+def team_of(options: Options) -> Team | None:
+    """The ranks that this process trains with; None: it trains alone. Initialises torch.distributed under torchrun.
 
     Raises `OptionError` where this process is not in the group or mesh of the options.
     """
@@ -100,48 +102,45 @@ def place_of(options: Options) -> Place | None:
     else:
         groups = (options.group or dist.group.WORLD,)
         replicas = (tuple(dist.get_process_group_ranks(groups[0])),)
-    rows = [index for index, row in enumerate(replicas) if name in row]
-    if not rows:
+    own = next((row for row in replicas if name in row), None)
+    if own is None:
         raise OptionError(f"rank {name} is not in the group of the options, which has {replicas}: leave it out there")
     if any(list(row) != sorted(row) for row in replicas):
         raise OptionError(f"the ranks of a group that shards have to ascend; got {replicas}")
-    place = Place(replicas, rows[0], replicas[rows[0]].index(name), dist.get_backend(groups[0]), groups)
-    return place if len(place.everyone) > 1 else None
+    team = Team(replicas, own.index(name), dist.get_backend(groups[0]), groups)
+    return team if len(team.everyone) > 1 else None
 
 
-def new_groups(place: Place, timeout: float) -> tuple[Any, Any, Any, Any]:
+def new_groups(team: Team) -> tuple[Any, Any, Any, Any]:
     """Groups of all ranks, for their values and for their commits; of those that share the model; and of those that
     have the same shard.
     """
-    backend = "gloo" if place.backend == "gloo" else network_backend()
-    limit = timedelta(seconds=timeout + 60)  # our own ends first, and says more
-    everyone, commits = (place.new_group([place.everyone], "gloo", limit) for _ in range(2))
-    rows = place.new_group(place.replicas, backend, limit)
-    columns = (
-        place.new_group(list(zip(*place.replicas, strict=True)), backend, limit) if len(place.replicas) > 1 else None
-    )
+    backend = "gloo" if team.backend == "gloo" else network_backend()
+    everyone, commits = (team.new_group([team.everyone], "gloo") for _ in range(2))
+    rows = team.new_group(team.replicas, backend)
+    columns = team.new_group(list(zip(*team.replicas, strict=True)), backend) if len(team.replicas) > 1 else None
     return everyone, commits, rows, columns
 
 
-def mesh_of(place: Place, timeout: float) -> DeviceMesh:
+def mesh_of(team: Team) -> DeviceMesh:
     """Everyone in one dimension, for tensors in host memory; it lasts as long as the user's group."""
-    return DeviceMesh.from_group(_in_host_memory(place, timeout), "cpu")
+    return DeviceMesh.from_group(_in_host_memory(team), "cpu")
 
 
-def await_everyone(place: Place, timeout: float) -> None:
+def await_everyone(team: Team) -> None:
     """Return when all ranks have come here as often as this one; RuntimeError where the script of one has ended.
 
     By torch's store, for ranks that have no group yet which takes tensors in host memory.
     """
-    store, names = default_store(), place.everyone
+    store, names = default_store(), team.everyone
     number = store.add(f"greedysnake {names}: of {dist.get_rank()}", 1)
     store.add(meeting := f"greedysnake {names}: {number}", 1)
-    end = time.monotonic() + timeout
+    end = time.monotonic() + TIMEOUT
     while store.add(meeting, 0) < len(names):
         if ended := [name for name in names if store.check([_END.format(name)])]:
             raise RuntimeError(f"the script of rank {', '.join(map(str, ended))} has ended")
         if time.monotonic() > end:
-            raise RuntimeError(f"rank {dist.get_rank()} has waited {timeout:.0f} s for the others")
+            raise RuntimeError(f"rank {dist.get_rank()} has waited {TIMEOUT:.0f} s for the others")
         time.sleep(POLL)
 
 
@@ -160,21 +159,21 @@ def _tell_of_end(store: dist.Store, name: int) -> None:
     multiprocessing.util.Finalize(None, tell, exitpriority=60)  # ahead of `_destroy`
 
 
-def gathered(place: Place, value: Any) -> list[Any]:
+def gathered(team: Team, value: Any) -> list[Any]:
     """The `value` of each rank that trains together with this one, before they have met; all call it.
 
     No rank need know its device yet.
     """
-    given: list[Any] = [None] * len(place.everyone)
-    dist.all_gather_object(given, value, _in_host_memory(place, timeout=1800.0))
+    given: list[Any] = [None] * len(team.everyone)
+    dist.all_gather_object(given, value, _in_host_memory(team))
     return given
 
 
-def _in_host_memory(place: Place, timeout: float) -> Any:
+def _in_host_memory(team: Team) -> Any:
     """A group of everyone that takes tensors in host memory: the user's, or a new one."""
-    if len(place.in_host_memory) == 1:
-        return place.in_host_memory[0]
-    return place.new_group([place.everyone], "gloo", timedelta(seconds=timeout))
+    if len(team.in_host_memory) == 1:
+        return team.in_host_memory[0]
+    return team.new_group([team.everyone], "gloo")
 
 
 def num_processes() -> int:

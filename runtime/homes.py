@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.shards import QUANTUM, Owned, owned
@@ -21,8 +22,6 @@ from gs_compile.runtime.formats import EIGHT_BITS, firsts, joined, narrow, narro
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.storage.store import Extent
-
-Tensor = torch.Tensor
 
 
 class Homes:

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gs_compile.runtime.kernels import Hyper, Rule, scratch
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.stream import Device, settle, wait_for
 
-Tensor = torch.Tensor
 STATES = ("momentum_buffer",)
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5  # iterations, as of torch.optim.Muon

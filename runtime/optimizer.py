@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.units import UnitPlacement
@@ -23,8 +24,6 @@ from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.stream import Reading
 from gs_compile.runtime.updates import Recipe, Update
 from gs_compile.runtime.values import Gradient, flat_of
-
-Tensor = torch.Tensor
 
 PIECE = 1 << 22  # elements whose squares are summed at once: 32 MiB in float64
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import RankError
@@ -32,15 +33,13 @@ from gs_compile.options import Options
 from gs_compile.progress import stage
 from gs_compile.runtime import exchange
 from gs_compile.runtime.alarm import Alarm, words
-from gs_compile.runtime.groups import Place, as_bytes, await_everyone, from_bytes, mesh_of, new_groups, place_of
+from gs_compile.runtime.groups import TIMEOUT, Team, as_bytes, await_everyone, from_bytes, mesh_of, new_groups, team_of
 from gs_compile.runtime.stream import is_in_host_memory
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Tensor = torch.Tensor
 
-TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
 POLL = timedelta(seconds=0.2)  # between two looks at the other ranks' health
 CHUNK = 1 << 22  # elements of a sum that are sent at a time: they come to memory beside it
 LABEL = 128  # bytes that tell which call of the user's thread it is
@@ -56,15 +55,15 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def ranks_of(options: Options) -> Ranks | None:
     """The ranks that train one model with these options; None: one rank. Every rank calls it, in the same order."""
-    place = place_of(options)
-    if place is None:
+    team = team_of(options)
+    if team is None:
         return None
     try:
         with stage("meeting the other ranks"):
-            return Ranks(place)
+            return Ranks(team)
     except (RuntimeError, OSError) as error:
         raise RankError(
-            f"the ranks {', '.join(map(str, place.everyone))} did not meet: all of them must call the model, and none "
+            f"the ranks {', '.join(map(str, team.everyone))} did not meet: all of them must call the model, and none "
             f"end before, with an optimizer of gs_compile on all or on none ({error})"
         ) from error
 
@@ -90,28 +89,28 @@ class Ranks:
     timeout: seconds that a wait takes at most.
     """
 
-    def __init__(self, place: Place, timeout: float = TIMEOUT) -> None:
-        self.rank, self.number, self.total = place.rank, place.number, len(place.everyone)
-        self.replicas = len(place.replicas)
+    def __init__(self, team: Team) -> None:
+        self.rank, self.number, self.total = team.rank, team.number, len(team.everyone)
+        self.replicas = len(team.replicas)
         self.name = dist.get_rank()
-        self.names = place.everyone
-        self.timeout = timeout
-        self._mesh = partial(mesh_of, place, timeout)
+        self.names = team.everyone
+        self.timeout = TIMEOUT
+        self._mesh = partial(mesh_of, team)
         self.place = self.names.index(self.name)
         self._alarm: Alarm | None = None
-        if not place.in_host_memory:
-            await_everyone(place, timeout)
-        for group in place.in_host_memory:  # a rank that has ended has closed its connections, and this fails at once
+        if not team.in_host_memory:
+            await_everyone(team)
+        for group in team.in_host_memory:  # a rank that has ended has closed its connections, and this fails at once
             here = torch.zeros(1, device="cpu")
             self._finish("the meeting", here, partial(dist.all_reduce, here, group=group, async_op=True))
-        self._first_row = place.replicas[0]
-        self._all, self._commits, self._row, self._column = groups = new_groups(place, timeout)
+        self._first_row = team.replicas[0]
+        self._all, self._commits, self._row, self._column = groups = new_groups(team)
         self._updates: Any = None
-        self._groups = list(groups) if place.is_world else []
-        self._join = partial(place.new_group, place.replicas, "gloo", timedelta(seconds=timeout + 60))
+        self._groups = list(groups) if team.is_world else []
+        self._join = partial(team.new_group, team.replicas, "gloo")
         self._alarm = alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
         self.num_here = alarm.num_here
-        if place.backend != "gloo":
+        if team.backend != "gloo":
             alarm.on_failure = partial(_abort, [group for group in (self._row, self._column) if group is not None])
         self._close = weakref.finalize(self, _close, self._alarm, self._groups)
         self._close.atexit = False
@@ -161,11 +160,11 @@ class Ranks:
             self._updates = self._join()
             self._groups += [self._updates] * bool(self._groups)
 
-    def spread(self, tensor: Tensor, source: int, what: str = "an update") -> None:
+    def spread(self, tensor: Tensor, source: int) -> None:
         """All in the group that shards get the values of its rank `source`, in place; host memory, contiguous."""
         content = tensor.view(torch.uint8)
         begin = partial(dist.broadcast, content, group=self._updates, group_src=source, async_op=True)
-        self._finish(what, content, begin)
+        self._finish("an update", content, begin)
 
     def commit_together(self, step: int) -> None:
         """Return when all ranks have come to commit this step."""

@@ -50,7 +50,6 @@ def read_rest(store: Store) -> dict[str, torch.Tensor]:
 
 
 def read_tensor(store: Store, stored: StoredTensor) -> torch.Tensor:
-    """One of them."""
     found = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     if found.nbytes:
         store.adopt(REST).read(found, stored.offset).wait()

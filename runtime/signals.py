@@ -127,7 +127,6 @@ def _waits_for_backward() -> bool:
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
-    """Whether a frame is one of a finalizer, or called by one."""
     while frame is not None:
         if frame.f_code is _FINALIZE or frame.f_code.co_name == "__del__":
             return True

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.program.ir import Unit
 from gs_compile.runtime.codecs import CODECS, Encoded
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)

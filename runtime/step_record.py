@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gs_compile.program.ir import Unit
 from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.stream import Reading
-
-Tensor = torch.Tensor
 
 
 @dataclass

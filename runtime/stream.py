@@ -21,11 +21,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gs_compile.errors import DeviceError
 from gs_compile.machine import available_memory, usable_memory
-
-Tensor = torch.Tensor
 
 fused_adam, fused_adamw, fused_sgd = torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 
 import torch
+from torch import Tensor
 
 from gs_compile.placement.units import UnitPlacement
 from gs_compile.program.ir import Unit, Value
@@ -16,8 +17,6 @@ from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.tiers import Tiers
-
-Tensor = torch.Tensor
 
 
 class Sums:

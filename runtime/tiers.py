@@ -9,8 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-import torch
-
 from gs_compile.errors import LaneError, RankError, StorageError
 from gs_compile.placement.kinds import is_of_units, nbytes_of, slot_of
 from gs_compile.placement.placement import Placement
@@ -32,8 +30,6 @@ from gs_compile.runtime.threads import refuse_without_threads
 from gs_compile.runtime.trace import Trace
 from gs_compile.runtime.updates import Recipe
 from gs_compile.runtime.values import Held, ValueTable
-
-Tensor = torch.Tensor
 
 MOST_PLACES = 16  # programs whose places are known: training and evaluation at a few lengths
 

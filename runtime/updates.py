@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gs_compile.placement.shards import owned, place_of
 from gs_compile.placement.units import Stretch, UnitPlacement
@@ -22,8 +23,6 @@ from gs_compile.runtime.kernels import CHUNK, Hyper, Rule
 from gs_compile.runtime.muon import BLEND, DESCEND, Matrices, Orthogonalizer
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.values import flat_of
-
-Tensor = torch.Tensor
 
 
 class Run(NamedTuple):

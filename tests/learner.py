@@ -14,7 +14,7 @@ import torch
 from tiered import Harness, Make, adamw, gpt2, loss_of, options, outcome, shared, step, tokens, two_groups
 
 import gs_compile
-from gs_compile.model.optim import TieredOptimizer
+from gs_compile.model.tiered_optimizer import TieredOptimizer
 
 EVERY = {
     "AdamW": gs_compile.AdamW,

@@ -23,8 +23,8 @@ from torch.nn import functional
 import gs_compile
 from gs_compile.codegen.compiled import Compilation, compilations_of
 from gs_compile.model import engine, first_step
-from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.residency import residency_of, restore, stash
+from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.placement.traffic import traffic
 from gs_compile.runtime.storage.folder import LOCK

@@ -37,6 +37,7 @@ PREDICTED = {
 ABOUT = About(
     pid=1,
     process_start=0,
+    process_space=0,
     began=WRITTEN - 1900.0,
     rank=0,
     num_ranks=1,

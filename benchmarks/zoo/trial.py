@@ -20,8 +20,8 @@ from benchmarks.zoo.case import Case, Example
 from benchmarks.zoo.refusal import refusal
 from gs_compile.codegen.compiled import Compilation, compilations_of
 from gs_compile.errors import GreedySnakeError, LaneError, ProgramError, ReleasedParameterError, StorageError
-from gs_compile.model.optim import TieredOptimizer
 from gs_compile.model.residency import is_offloaded, residency_of, restore, stash
+from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 
 STEPS, SEED = 2, 0

@@ -10,28 +10,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._logging import trace_structured
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-__all__ = [
-    "TorchDispatchMode",
-    "add_artifact",
-    "backward_hooks",
-    "changes",
-    "comes_to",
-    "has_scheduler",
-    "makes_replicas",
-    "makes_state_dict",
-    "num_holders",
-    "tree_leaves",
-    "tree_map_only",
-    "untraced",
-    "wants_all",
-    "without_modes",
-    "without_overrides",
-    "wrap_compiled_call",
-]
-
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 _FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")  # as it is installed alone, or with the rest

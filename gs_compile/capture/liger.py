@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-Tensor = torch.Tensor
 # Of what a model hands on to its loss, this is for the loss.
 _SETTINGS = ("label_smoothing", "lse_square_scale", "use_token_scaling", "return_token", "return_predicted")
 

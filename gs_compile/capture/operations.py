@@ -168,7 +168,6 @@ def spelling(node: fx.Node) -> str:
 
 @cache
 def _is_tagged(name: str, tag: torch.Tag) -> bool:
-    """Whether torch has an operation of that name with a tag."""
     packet = getattr(torch.ops.aten, name, None)
     return packet is not None and any(tag in getattr(packet, each).tags for each in packet.overloads())
 

@@ -30,7 +30,6 @@ from gs_compile.cli.requests import Directory, File, InspectRequest, Json, Stora
 from gs_compile.errors import (
     GreedySnakeError,
     MemoryBudgetError,
-    NoFitError,
     OptionError,
     PlanError,
     ProfileError,
@@ -41,7 +40,7 @@ from gs_compile.planner.request import Request
 INTERRUPTED = 130
 TERMINATED = 143
 EXIT_CODES = (  # the first that fits
-    ((MemoryBudgetError, NoFitError), 3),
+    (MemoryBudgetError, 3),
     ((OptionError, ProfileError, PlanError), 2),
     (StorageLockedError, 6),
     (OSError, 5),  # the storage's, or a file that was asked for cannot be written

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -56,8 +56,6 @@ NAMES = {  # of the tensors that quantized checkpoints have of a weight; of mxfp
     for (of_bits, nested), codec in OF_4_BITS.items()
 }
 UNREAD = ("weight_format", "weight.quant_map", "weight.nested_quant_map")  # among them, as a codec says it itself
-
-Tensor = torch.Tensor
 
 
 @register_quantization_config(METHOD)

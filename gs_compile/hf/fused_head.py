@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from gs_compile.errors import OptionError, VersionError
 
-Tensor = torch.Tensor
 _IGNORED = -100  # a label that no loss counts
 _SETTINGS = frozenset({"cast_lm_head_to_fp32", "original_forward", "outputs", "temperature"})  # of `add_fused_lm_head`
 

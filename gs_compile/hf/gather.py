@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from gs_compile.capture.internals import tree_leaves, tree_map_only
 from gs_compile.errors import OptionError
 
-Tensor = torch.Tensor
 _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import serialization
 
-from gs_compile.errors import LaneError, MemoryBudgetError, NoFitError, OptionError
+from gs_compile.errors import LaneError, MemoryBudgetError, OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
@@ -193,7 +193,7 @@ class TrainerMixin(DurableTrainer):
                 compile_within(self._batch_size)
         try:
             yield
-        except (MemoryBudgetError, NoFitError, RuntimeError) as error:
+        except (MemoryBudgetError, RuntimeError) as error:
             engine = self._tiered_optimizer.engine
             if engine is not None and engine.closed:
                 raise LaneError(

@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from gs_compile.capture.graph import Input
 from gs_compile.capture.internals import num_holders
 from gs_compile.errors import OptimizerError, SharedMemoryWarning
 from gs_compile.model.offloaded import Alias
 from gs_compile.model.residency import is_offloaded, residency_of
-
-Tensor = torch.Tensor
 
 
 def overlapping(tensors: Mapping[str, Tensor], matters: Callable[[str, str], bool]) -> tuple[str, str] | None:

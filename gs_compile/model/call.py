@@ -68,7 +68,6 @@ class Call:
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """These."""
         return [self.args[number] for number in self.trained_numbers]
 
     def run(self) -> list[Any]:

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gs_compile.capture.graph_breaks import last_given_up
 from gs_compile.codegen.layout import bind, tied_units
@@ -47,7 +48,6 @@ from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.sums import Sums
 
-Tensor = torch.Tensor
 AGAIN = "the model was called again"
 KEPT = (
     "Several calls can wait for their backward only if the first step of the run had several backwards, or with "

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -26,7 +27,6 @@ from gs_compile.errors import RankError, StorageError, StorageFullError
 from gs_compile.machine import format_bytes, free_storage
 from gs_compile.runtime.stream import is_in_host_memory
 
-Tensor = torch.Tensor
 Read = Callable[[int, int], Tensor]  # the elements from one place to another
 SMALL_NBYTES = 64 << 10  # below, a tensor stays in memory: norms and biases, too little to be worth a file each
 CHUNK_NBYTES = 16 << 20  # what is in memory while a file is written: large requests, and a small part of any budget

@@ -148,10 +148,10 @@ def _differences(
     if beside != {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()}:
         yield "it has other parameters beside the compiled model"
     for there, own in pairs:
-        if there.group not in (None, own.group):
+        if there.group != own.group:
             yield f"{own.name} was in param group {there.group} there, and is in {own.group} here"
     for there, own in pairs:
-        if there.missed not in (None, own.missed):
+        if there.missed != own.missed:
             yield (
                 f"{own.name} took {there.missed} steps fewer than others there, and {own.missed} here "
                 "(`gs_compile.resume` takes them up, the option resume alone does not)"

@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gs_compile.capture.internals import changes
@@ -32,7 +33,6 @@ from gs_compile.runtime.muon import STATES, update_whole
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.step_record import StepRecord
 
-Tensor = torch.Tensor
 BUCKET_NBYTES = 25 << 20  # that are exchanged at once, as DistributedDataParallel does
 
 
@@ -66,7 +66,6 @@ def give_names(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def trained_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
-    """Those that are trained."""
     return ((place, each) for place, each in parameters_in_memory(groups) if each.requires_grad)
 
 

@@ -14,10 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from gs_compile.errors import OptimizerError
-from gs_compile.model.optimizer import Group, Tensor
+from gs_compile.model.optimizer import Group
 from gs_compile.model.settings import check_settings
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.formats import StateType
@@ -91,7 +91,7 @@ class Muon(TieredOptimizer):
         """Names of the tensors of a state, but for those of matrices."""
         return ADAMW.states
 
-    def components_of(self, parameter: torch.Tensor, group: Group | None = None) -> tuple[str, ...]:
+    def components_of(self, parameter: Tensor, group: Group | None = None) -> tuple[str, ...]:
         """Until the model's first call has shown which are of layers, all of two dimensions are shown as matrices."""
         if group is not None:
             return STATES if self.matrices(parameter, group, of_layer=True) else ADAMW.states

@@ -15,15 +15,13 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
 from gs_compile.capture.internals import changes, makes_replicas, makes_state_dict, tree_map_only, untraced
 from gs_compile.errors import ReleasedParameterError, UncapturedWarning
 from gs_compile.model.files import own_rows, shares_memory
-
-Tensor = torch.Tensor
 
 # Names of torch's functions that do not need a tensor's values: they ask for what it is, such as its shape, or make
 # another tensor like it. Names that begin with one of `_ASKS`, or with "new_", are among them.
@@ -46,7 +44,7 @@ REPLICATED = (
 )
 
 
-class Place(Protocol):
+class Residence(Protocol):
     """Where the value of an offloaded parameter is (`residency.Residency`)."""
 
     def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor: ...
@@ -113,7 +111,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
     `.to(...)` and its like, when a module takes them up, change where and in what dtype the model computes.
     """
 
-    _greedysnake: Place
+    _greedysnake: Residence
 
     def in_memory(self) -> Tensor:
         values = self._greedysnake.shown_value(self, self.device)

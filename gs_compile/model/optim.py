@@ -9,9 +9,6 @@ from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType
 from gs_compile.runtime.kernels import ADAM, ADAMW, LION
-from gs_compile.status.step import StepInfo
-
-__all__ = ["SGD", "Adam", "AdamW", "Lion", "StepInfo", "TieredOptimizer"]
 
 
 class AdamW(TieredOptimizer):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from gs_compile.model.kept import Kept
 from gs_compile.model.step_count import StepCount
@@ -15,7 +16,6 @@ from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.step_record import StepRecord
 
 Group = Mapping[str, Any]  # a param group
-Tensor = torch.Tensor
 
 
 class Optimizer(Protocol):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gs_compile.capture.graph import Captured, OutputSpec, layer_name, output_values
 from gs_compile.capture.internals import watches_gradient
@@ -19,7 +20,6 @@ from gs_compile.errors import OutputGradientError
 from gs_compile.program.ir import EPILOGUE, Unit, Value
 from gs_compile.runtime.units import Accumulator, CompiledUnits
 
-Tensor = torch.Tensor
 Gradients = Sequence[Tensor | None]
 LOSS_ALONE: ContextVar[bool] = ContextVar("loss alone", default=False)  # of the calls that this thread makes
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.capture.internals import without_modes
@@ -29,7 +30,6 @@ from gs_compile.runtime.formats import rounds_to
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.tiers import Tiers
 
-Tensor = torch.Tensor
 MASTER = "master"  # the entry of a state that is the parameter's fp32 value
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +36,6 @@ from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.tiers import Tiers
 
-Tensor = torch.Tensor
 ROUNDED = (
     "a frozen parameter of shape {} has got other values, which are quantized to {} as the first ones were. To merge "
     "adapters into weights that are not quantized, do it inside `with gs_compile.materialize(model):`, and save there"

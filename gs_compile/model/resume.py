@@ -22,7 +22,7 @@ from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrde
 from gs_compile.model.former_run import check_parameters
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
-from gs_compile.runtime.groups import gathered, place_of
+from gs_compile.runtime.groups import gathered, team_of
 from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
 from gs_compile.runtime.storage.stored import Manifest
@@ -68,8 +68,8 @@ def resume(
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
             raise OptionError(f"{name} has no state_dict and load_state_dict: a {type(each).__name__}")
     options = Options(storage=storage, group=group, mesh=mesh)
-    place = place_of(options)
-    optimizer.kept.storage, optimizer.kept.ranks = options.storage, place.everyone if place else ()
+    team = team_of(options)
+    optimizer.kept.storage, optimizer.kept.ranks = options.storage, team.everyone if team else ()
     optimizer.kept.states.update(states)
     former = last_of(options)
     if former is None:
@@ -86,7 +86,7 @@ def resume(
             f"as {left[0]}=..., or pass {left[0]}=None to resume without it"
         )
     optimizer.kept.give_back(former.states)
-    optimizer.steps.missed = {named[each.name]: each.missed or 0 for each in former.parameters}
+    optimizer.steps.missed = {named[each.name]: each.missed for each in former.parameters}
     optimizer.go_on(former)
     optimizer.kept.user, optimizer.kept.step = former.user, former.step
     return Resumed(former.step, former.user)
@@ -107,9 +107,9 @@ def _check(optimizer: Any) -> None:
 
 def last_of(options: Options) -> Manifest | None:
     """The last commit in `storage` that this process has, or of several ranks all have."""
-    place = place_of(options)
-    left = commits_in(map(folder_in, options.storage), prepared=place is not None)
-    return newest_of(left, partial(gathered, place) if place else None)
+    team = team_of(options)
+    left = commits_in(map(folder_in, options.storage), prepared=team is not None)
+    return newest_of(left, partial(gathered, team) if team else None)
 
 
 class StepSampler(Sampler[list[int]]):

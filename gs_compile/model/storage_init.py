@@ -32,8 +32,7 @@ from gs_compile.model.aliases import is_plain, overlapping
 from gs_compile.model.files import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, shared, trim
 from gs_compile.model.residency import is_offloaded, residency_of, stash
 from gs_compile.options import Options
-from gs_compile.runtime.groups import mesh_of, place_of
-from gs_compile.runtime.ranks import TIMEOUT
+from gs_compile.runtime.groups import mesh_of, team_of
 from gs_compile.runtime.stream import is_in_host_memory
 
 CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: a layer's usual weights are drawn, scaled and copied in it
@@ -226,10 +225,10 @@ def _stash_all(parameters: dict[str, nn.Parameter], files: NewTensorsInFiles) ->
 
 def _share(parameters: dict[str, nn.Parameter], folder: Path, group: Any) -> None:
     """Where there are several ranks, each keeps its rows of what the first has drawn."""
-    place = place_of(Options(group=group))
-    if place is None:
+    team = team_of(Options(group=group))
+    if team is None:
         return
-    mesh = mesh_of(place, TIMEOUT)
+    mesh = mesh_of(team)
     built: list[Any] = [None] * mesh.size()
     own = {name: (tuple(each.shape), each.dtype) for name, each in parameters.items()}
     dist.all_gather_object(built, own, mesh.get_group())

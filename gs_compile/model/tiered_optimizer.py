@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gs_compile.capture.dynamo import absorb_libraries
 from gs_compile.capture.given_up import watch
@@ -33,7 +34,7 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.gradients import are_dropped, end_gradients, take_given
 from gs_compile.model.idle import count_missed
 from gs_compile.model.kept import Kept
-from gs_compile.model.optimizer import Group, Tensor
+from gs_compile.model.optimizer import Group
 from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
@@ -70,7 +71,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.steps = StepCount()
         self.num_skipped = 0
         self.num_steps_read: int | None = None  # before the first call, which may go on from another number
-        self.first_group_of: Mapping[torch.Tensor, int] = {}  # `group_of` as the engine was made
+        self.first_group_of: Mapping[Tensor, int] = {}  # `group_of` as the engine was made
         self.last_step: StepInfo | None = None
         self._ended = math.nan  # when it was closed
         self.kept = Kept()
@@ -104,7 +105,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.num_steps_read = self.steps.taken
         return self.steps.taken
 
-    def note_missed(self, parameters: Iterable[torch.Tensor]) -> None:
+    def note_missed(self, parameters: Iterable[Tensor]) -> None:
         """These are trained from the next step on, with the state that they had when they were frozen, if any."""
         taken = {p: optimizer_state.whole_step(self.state[p]) if self._has_values(p) else 0 for p in parameters}
         self.steps.missed = {**self.steps.missed, **{p: self.steps.taken - number for p, number in taken.items()}}
@@ -115,7 +116,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         found = [self.rule.components(group) for group in self.param_groups]
         return max(found, key=len, default=())
 
-    def components_of(self, parameter: torch.Tensor, group: Group | None = None) -> tuple[str, ...]:
+    def components_of(self, parameter: Tensor, group: Group | None = None) -> tuple[str, ...]:
         """Those of one parameter. group: its own, before the model's first call: as far as that is known then."""
         return self.components
 
@@ -159,7 +160,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return record
 
     @property
-    def group_of(self) -> Mapping[torch.Tensor, int]:
+    def group_of(self) -> Mapping[Tensor, int]:
         """The number of each parameter's param group."""
         return {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
 
@@ -369,33 +370,32 @@ class TieredOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def stored_state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+    def stored_state(self, parameter: Tensor) -> dict[str, Any] | None:
         """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
         span = self.engine.trained_span(parameter) if self.engine is not None else None
         if self.engine is not None and span is not None:
             return self.engine.state(span, self.steps.of(parameter))
         state = self.state.get(parameter, {})
-        is_shown = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
+        is_shown = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
         if is_offloaded(parameter) and not is_shown:  # it was trained; in files
             return dict(state)
         if self.engine is not None and not state:
             return None
         return optimizer_state.zeros(parameter, state) if is_shown else in_memory.copied(state)
 
-    def keep_state(self, parameter: torch.Tensor) -> None:
+    def keep_state(self, parameter: Tensor) -> None:
         """Have the state of a parameter in files, before another engine has it, or none does as it is frozen."""
         if self._is_trained(parameter):
             self.state[parameter] = self.stored_state(parameter) or {}
 
-    def _has_values(self, parameter: torch.Tensor) -> bool:
+    def _has_values(self, parameter: Tensor) -> bool:
         """Whether a parameter has a state that is not on the tiers."""
         return optimizer_state.has_values(self.state.get(parameter, {}))
 
-    def _of_trained(self, missed: Mapping[torch.Tensor, int]) -> dict[torch.Tensor, int]:
+    def _of_trained(self, missed: Mapping[Tensor, int]) -> dict[Tensor, int]:
         return {p: n for p, n in missed.items() if self._is_trained(p)}
 
-    def _is_trained(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is trained on the tiers."""
+    def _is_trained(self, parameter: Tensor) -> bool:
         return self.engine is not None and self.engine.trained_span(parameter) is not None
 
     def load_into_engine(self) -> None:
@@ -417,14 +417,14 @@ class TieredOptimizer(torch.optim.Optimizer):
                     self.engine.first_step.states[parameter] = state
             self.show_state(parameter)
 
-    def show_state(self, parameter: torch.Tensor, group: Group | None = None) -> None:
+    def show_state(self, parameter: Tensor, group: Group | None = None) -> None:
         """Show a parameter's state. group: as of `components_of`."""
         like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
         shown = dict.fromkeys(self.components_of(parameter, group), like.as_subclass(optimizer_state.StoredState))
         self.state[parameter] = {"step": self.steps.shown(parameter), **shown}
 
     @property
-    def _parameters(self) -> list[torch.Tensor]:
+    def _parameters(self) -> list[Tensor]:
         """In the order in which state dicts number them."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
@@ -454,7 +454,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     return {} if optimizer is None or optimizer.last_step is None else optimizer.last_step.metrics()
 
 
-def optimizers_of(parameters: Iterable[torch.Tensor]) -> Iterator[TieredOptimizer]:
+def optimizers_of(parameters: Iterable[Tensor]) -> Iterator[TieredOptimizer]:
     """Of each parameter the gs_compile optimizer that was made for it, and is alive."""
     references = (residency_of(parameter).optimizer for parameter in parameters)
     return (found for reference in references if reference is not None and (found := reference()) is not None)

@@ -95,7 +95,6 @@ class Occupants(Generic[User]):
 
     @property
     def users(self) -> list[User]:
-        """Of all ranges."""
         return [user for _, users in self._ranges for user in users]
 
     def leave(self, offset: int, nbytes: int, users: Sequence[User]) -> None:

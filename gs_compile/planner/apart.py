@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from gs_compile.errors import MemoryBudgetError, NoFitError
+from gs_compile.errors import MemoryBudgetError
 from gs_compile.planner.choose import choose
 from gs_compile.planner.lp.search import GROWTH, Search
 from gs_compile.planner.problem import Problem
@@ -46,7 +46,7 @@ def _alike(problem: Problem, found: Search) -> StepPlan | None:
     if len(problem.formulas.stacks) == 1:
         return None
     alike = replace(problem, apart=False)
-    with suppress(NoFitError, MemoryBudgetError):
+    with suppress(MemoryBudgetError):
         return with_saved(alike, choose(alike, alike.search()))
     return None
 

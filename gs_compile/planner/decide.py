@@ -52,18 +52,18 @@ def decide(problem: Problem, found: Search | None = None) -> StepPlan:
 
     found: by the linear program, of this problem, where that is known.
 
-    Raises `PlanError` or `OptionError` where what is asked for contradicts what there is, `NoFitError` or
-    `MemoryBudgetError` where not even the least fits; of a step that is going to run before anything is measured.
+    Raises `PlanError` or `OptionError` where what is asked for contradicts what there is, `MemoryBudgetError` where not
+    even the least fits; of a step that is going to run before anything is measured.
     """
     if problem.layer_updates > 1:
         problem, found = problem.updated_in(1), None
     try:
         made = _decided(problem, found)
-    except (NoFitError, MemoryBudgetError) as error:
+    except MemoryBudgetError as error:
         if problem.whole_masters is None:
             raise
         log.info("the plan does not fit with split masters, so masters are whole: %s", error)
-        with suppress(NoFitError, MemoryBudgetError):
+        with suppress(MemoryBudgetError):
             return told(_decided(problem.whole_masters().like(problem), None))
         raise  # what split ones need, which is mostly less
     if made.problem.whole_masters is None or not any(unit.num_resident for unit in made.placement.units):
@@ -76,7 +76,7 @@ def _faster_masters(made: StepPlan, whole: Problem) -> StepPlan:
     are split, and late updates need the old halves.
     """
     most = FASTER * made.seconds
-    with suppress(NoFitError, MemoryBudgetError):
+    with suppress(MemoryBudgetError):
         found = whole.search()
         if found.best.seconds < most and (other := _decided(whole, found)).seconds < most:
             return other
@@ -93,11 +93,11 @@ def _decided(problem: Problem, found: Search | None) -> StepPlan:
 def _solved(problem: Problem, found: Search | None) -> StepPlan:
     try:
         made = _best_clipping(problem, found)
-    except (NoFitError, MemoryBudgetError):
+    except MemoryBudgetError:
         return _scarce(problem)
     best, most = made, WORTH * made.seconds
     for cut in faster(problem, made):
-        with suppress(NoFitError, MemoryBudgetError):
+        with suppress(MemoryBudgetError):
             other = _best_clipping(cut)
             best = other if other.seconds < min(most, best.seconds) else best
     return best
@@ -117,7 +117,7 @@ def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
         return chosen
     try:
         other = _best_clipping(problem.asked(replace(request, clipping="speculative")))
-    except (NoFitError, MemoryBudgetError):
+    except MemoryBudgetError:
         return replace(chosen, notes=(*chosen.notes, "Speculative updates do not fit."))
     seconds = f"{chosen.seconds:.3g} s a step with delayed updates, {other.seconds:.3g} s with speculative ones"
     if other.seconds * GROWTH < chosen.seconds:
@@ -152,7 +152,7 @@ def _scarce(problem: Problem) -> StepPlan:
 def _first(problems: Iterable[Problem]) -> list[StepPlan]:
     """The plan of the first of these for which the linear program finds one; empty where it finds none."""
     for problem in problems:
-        with suppress(NoFitError, MemoryBudgetError):
+        with suppress(MemoryBudgetError):
             return [_best_clipping(problem)]
     return []
 

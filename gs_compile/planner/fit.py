@@ -115,11 +115,9 @@ def ways(request: Request) -> Iterator[tuple[str, Request]]:
 
 def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
     try:
-        problem, search = planner.searched()[0]
+        planner, (problem, search) = planner.or_storing_gradients(lambda each: (each, each.searched()[0]))
     except NoFitError as error:
-        other = planner.storing_gradients
-        found = None if other is None else _fit(way, other, longest=longest)
-        return found if found and not found.missing else Fit(way=way, missing=error.message)
+        return Fit(way=way, missing=error.message)
     peaks, written = problem.needs(search.best)
     size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
     largest = _largest(planner, size)

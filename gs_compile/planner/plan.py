@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import Masters
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 MORE = 1e-3  # of throughput: less is nothing
 
+T = TypeVar("T")
 Found = tuple[Problem, Search]
 
 
@@ -97,14 +98,8 @@ class Planner:
     counts: dict[Hashable, Counted] = field(default_factory=dict, compare=False, repr=False)
 
     def plan(self) -> StepPlan:
-        """The plan of what is asked for, or of `Request.storing_gradients` where that alone fits."""
-        try:
-            return self._plan()
-        except (NoFitError, MemoryBudgetError):
-            if (other := self.storing_gradients) is not None:
-                with suppress(NoFitError, MemoryBudgetError):
-                    return other._plan()
-            raise
+        """The plan of what is asked for, as of `or_storing_gradients`."""
+        return self.or_storing_gradients(Planner._plan)
 
     def _plan(self) -> StepPlan:
         """The plan of the request's schedule, for the batch that is given or that another schedule would take."""
@@ -149,17 +144,17 @@ class Planner:
         )
         return found.wider if request.saves else found
 
-    @property
-    def storing_gradients(self) -> Planner | None:
-        """The same, asked for `Request.storing_gradients`."""
-        request = self.request.storing_gradients
-        return None if request is None else self._asked(request)
+    def or_storing_gradients(self, made: Callable[[Planner], T]) -> T:
+        """What is made of this, or of the same asked for as by `Request.or_storing_gradients`."""
+        return self.request.or_storing_gradients(lambda request: made(self._asked(request)))
 
     def asked(self, **changes: Any) -> Planner:
         """The same model on the same machine, asked for something else."""
         return self._asked(replace(self.request, **changes))
 
     def _asked(self, request: Request) -> Planner:
+        if request == self.request:
+            return self
         return replace(self, request=request, workloads=self.workloads.asked(request))
 
     def searched(self) -> list[Found]:
@@ -210,7 +205,7 @@ class Planner:
                     tried = search if number == most else own.search()
                     log.info("simulating %d micro-batches", number)
                     made = decide(own, tried)
-                except (MemoryBudgetError, NoFitError):
+                except MemoryBudgetError:
                     continue
                 others = [each for each in found if each[0] is not problem]
                 return explained(made, tried, others, self.narrower(made.problem))
@@ -237,7 +232,7 @@ class Planner:
             try:
                 found = problem.search()
                 plans[size] = explained(decide(problem, found), found, [])
-            except (NoFitError, MemoryBudgetError):
+            except MemoryBudgetError:
                 if size == 1:  # the least, or what it needs
                     plans[size] = decide(problem)
             return size not in plans

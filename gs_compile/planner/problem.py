@@ -144,7 +144,9 @@ class Problem:
 
     def asked(self, request: Request) -> Problem:
         """The same model and machine, asked for something else."""
-        return self if request == self.request else replace(self, request=request)
+        if request == self.request:
+            return self
+        return replace(self, request=request, builder=self.builder.laid_out(accumulates=request.accumulate))
 
     def updated_in(self, number: int) -> Problem:
         """With each layer's update in so many pieces."""

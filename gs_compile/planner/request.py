@@ -7,13 +7,14 @@ also the flags of the command line, the second by the options of the backend (`R
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from gs_compile.errors import OptionError, PlanError
+from gs_compile.errors import MemoryBudgetError, OptionError, PlanError
 from gs_compile.machine import parse_bytes
 from gs_compile.options import Clipping, Frozen, Masters, Options, Ratios, Recompute, contradiction
 from gs_compile.schedules import Schedule
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from gs_compile.passes.baselines.spec import ScheduleSpec
     from gs_compile.planner.measure.profile import Profile
 
+T = TypeVar("T")
 Saturation = Literal["relative", "paper"]
 Precision = Literal["bf16", "model"]
 States = Literal["fp32", "bf16", "8bit"]
@@ -154,7 +156,6 @@ class Request:
 
     @property
     def spec(self) -> ScheduleSpec:
-        """Of the schedule."""
         from gs_compile.passes.baselines.registry import SCHEDULES  # heavy: not for a command line's help
 
         return SCHEDULES[self.schedule]
@@ -175,14 +176,20 @@ class Request:
         """Whether all updates wait: for the norm of all gradients, or for the last backward of a step."""
         return (self.clip and not self.speculative) or self.accumulate
 
-    @property
-    def storing_gradients(self) -> Request | None:
-        """The same, with gradients that wait for the norm on SSD too, as those of several backwards; None: not free to.
+    def or_storing_gradients(self, made: Callable[[Request], T]) -> T:
+        """What is made of this. Where that does not fit and nobody asks when updates run, it is made of the same with
+        gradients that wait for the norm on SSD too, as those of several backwards.
 
-        It takes less host memory, and each step writes and reads all gradients.
+        That takes less host memory, and each step writes and reads all gradients.
         """
         is_free = self.clipping is None and self.alpha is None and self.schedule == "vertical"
-        return replace(self, accumulate=True) if self.clip and is_free and not self.accumulate else None
+        try:
+            return made(self)
+        except MemoryBudgetError:
+            if self.clip and is_free and not self.accumulate:
+                with suppress(MemoryBudgetError):
+                    return made(replace(self, accumulate=True))
+            raise
 
     @property
     def alphas(self) -> tuple[float, ...]:

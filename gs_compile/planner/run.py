@@ -292,7 +292,7 @@ class RunPlanner:
         least fits; it says what is needed.
         """
         for masters, sizes in self.model.sizes.items():
-            made_for = self._made_for(sizes)
+            made_for = self._made_for(sizes, self.request.accumulate)
             budgets = self.whole_nbytes, self.host_nbytes
             if (placement := as_before(self.problem(masters), former, made_for, *budgets)) is not None:
                 log.info("the plan of the resumed run is used again: its conditions have not changed")
@@ -305,36 +305,23 @@ class RunPlanner:
 
     def _decided(self) -> Planned:
         plan = self._decide()
-        masters = plan.problem.masters or self.masters
-        facts: dict[str, Any] = {ACCUMULATES: self.request.accumulate, NUM_CALLS: self.num_calls}
+        masters, accumulate = plan.problem.masters or self.masters, plan.problem.request.accumulate
+        facts: dict[str, Any] = {ACCUMULATES: accumulate, NUM_CALLS: self.num_calls}
         values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
         if plan.is_solved:
             values_nbytes = plan.problem.values_nbytes if plan.profile.separate else values_nbytes
-            made_for = self._made_for(self.model.sizes[masters])
+            made_for = self._made_for(self.model.sizes[masters], accumulate)
             facts |= facts_of(plan, made_for, self.whole_nbytes, values_nbytes)
         placement = plan.placement
         return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, facts=facts)
 
     def _decide(self) -> StepPlan:
-        """The plan of what is asked for, or of `Request.storing_gradients` where that alone fits."""
-        asked, other = self.request, self.request.storing_gradients
-        try:
-            return decide(self.problem(self.masters))
-        except MemoryBudgetError:
-            if other is None:
-                raise
-            self._ask(other)
-            with suppress(MemoryBudgetError, NoFitError):
-                found = decide(self.problem(self.masters))
-                log.warning("%s", STORES_GRADIENTS)
-                return found
-            self._ask(asked)
-            raise
-
-    def _ask(self, request: Request) -> None:
-        """Plan for another request from now on."""
-        self.request = request
-        self.problem.cache_clear()
+        """The plan of what is asked for, as of `Request.or_storing_gradients`."""
+        problem = self.problem(self.masters)
+        found = self.request.or_storing_gradients(lambda request: decide(problem.asked(request)))
+        if found.problem.request.accumulate and not self.request.accumulate:
+            log.warning("%s", STORES_GRADIENTS)
+        return found
 
     def _together(self, ranks: Ranks) -> Planned:
         """The first rank's; what has to be measured for it is measured by all."""
@@ -351,22 +338,15 @@ class RunPlanner:
             return replace(here[0], plan=None)
 
         told = ranks.from_first("the plan", decided)
-        if not here and told.facts[ACCUMULATES] and (other := self.request.storing_gradients) is not None:
-            self._ask(other)  # as the first rank has, by `_decide`
         return here[0] if here else told
 
     def _needs_figures(self, problem: Problem) -> bool:
         """Whether the plan needs figures of the machine; raises what `_decide` raises without any."""
-        try:
-            return isinstance(undecided(problem), Problem)
-        except MemoryBudgetError:
-            if self.request.storing_gradients is None:
-                raise
-            return True
+        return self.request.or_storing_gradients(lambda request: isinstance(undecided(problem.asked(request)), Problem))
 
-    def _made_for(self, sizes: Sequence[UnitSize]) -> str:
+    def _made_for(self, sizes: Sequence[UnitSize], accumulate: bool) -> str:
         model, number = self.model, self.ranks.number if self.ranks else 1
-        settled = model.clip, self.request.accumulate, has_own_memory(model.device), number
+        settled = model.clip, accumulate, has_own_memory(model.device), number
         return fingerprint(self.options, sizes, model.layouts, self.builder(self.masters).shape, *settled)
 
 

@@ -52,7 +52,7 @@ class About:
     budgets: Mapping[str, int]
     drives: Mapping[str, float]
     rated_nbytes: int
-    process_space: int = 0
+    process_space: int
 
 
 @dataclass(frozen=True, kw_only=True)

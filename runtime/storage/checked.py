@@ -19,7 +19,6 @@ from gs_compile.runtime.formats import EIGHT_BITS, state_itemsize
 from gs_compile.runtime.storage.grid import PAGE, Grid, lengths
 from gs_compile.runtime.storage.stored import (
     FOLDERS,
-    FORMAT,
     OURS,
     REST,
     Manifest,
@@ -30,7 +29,6 @@ from gs_compile.runtime.storage.stored import (
     StoredUnit,
 )
 
-FORMATS = (1, FORMAT)  # that are read
 MAX_DIMENSIONS = 64
 MAX_PATH = 4096
 RUN = re.compile(r"[0-9a-f]{8}")
@@ -54,7 +52,6 @@ class Span(NamedTuple):
 
 def check(manifest: Manifest) -> None:
     """Raise a ValueError that names the first entry that does not agree with the others."""
-    _demand(manifest.format in FORMATS, "format", manifest.format, "is not", FORMAT)
     _demand(RUN.fullmatch(manifest.run), "run: not 8 hex digits")
     _demand(not manifest.together or RUN.fullmatch(manifest.together), "together: not 8 hex digits")
     _demand(manifest.rank < manifest.world, "rank: of", manifest.world, "there is no", manifest.rank)
@@ -68,8 +65,7 @@ def check(manifest: Manifest) -> None:
         members[each.unit].append(each)
     for unit in manifest.units:
         _check_unit(unit)
-        number = _num_moments(members[unit.unit], len(manifest.components))
-        _check_state(unit, number if manifest.format > 1 else None)
+        _check_state(unit, _num_moments(members[unit.unit], len(manifest.components)))
     for part in manifest.parts:
         _check_part(part, manifest.run)
     _check_parts(manifest)
@@ -97,19 +93,15 @@ def _num_moments(members: Sequence[StoredParameter], in_general: int) -> int:
     return max((1 if each.second else len(each.components) or in_general for each in trained), default=in_general)
 
 
-def _check_state(unit: StoredUnit, num_components: int | None) -> None:
-    """num_components: None where the unit does not say what its state is: all are as wide as the gradient."""
+def _check_state(unit: StoredUnit, num_moments: int) -> None:
     name, wide = f"unit {unit.unit}", unit.gradient_itemsize
     _demand(unit.state_itemsize or not unit.has_master, name, "has a master, and no state")
-    if num_components is None:
-        _demand(unit.state_itemsize in range(0, 64 * wide, wide) and not unit.state, name, "itemsizes")
-        return
     dtypes = [getattr(torch, each) for each in unit.state if each in ITEMSIZES]
     is_sized = len(dtypes) == len(unit.state) and unit.state_itemsize == state_itemsize(dtypes)
     _demand(is_sized, name, "itemsizes of its state")
     is_pair = unit.state[:1] == ("int16",)
     master, moments = (unit.state[:1], unit.state[1:]) if wide > unit.itemsize else ((), unit.state)
-    _demand(len(moments) == num_components, name, "components of its state")
+    _demand(len(moments) == num_moments, name, "components of its state")
     _demand(unit.has_master == bool(master and not is_pair), name, "its master")
     _demand(not is_pair or unit.dtype == "bfloat16", name, "its masters' halves")
     wides = {f"float{8 * wide}"}

@@ -176,8 +176,8 @@ def decoded(data: bytes | bytearray) -> Manifest:
     _check_size(data)
     raw = json.loads(data, object_pairs_hook=_object, parse_int=_number(int), parse_float=_number(float))
     found = raw.get("format") if isinstance(raw, dict) else None
-    if type(found) is int and found > FORMAT:
-        raise ValueError(f"format {found}, and this GreedySnake reads up to format {FORMAT}: install a newer one")
+    if type(found) is int and found != FORMAT:
+        raise ValueError(f"format {found}, and this GreedySnake reads format {FORMAT}: install one that reads that")
     del raw
     manifest = _adapter().validate_json(data)
     check(manifest)

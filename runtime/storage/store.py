@@ -207,14 +207,14 @@ class Store(contextlib.AbstractContextManager["Store"]):
             for drive, file in chain.from_iterable(each.on_drives for each in old):
                 drive.remove(file)
             if self._last is not None:
-                self._forget_former(made)
+                self._forget_former()
 
     def _keep_both(self, made: Manifest) -> None:
         """This commit may count from now on, or the last one, until all drives have this one."""
         for drive in self.drives:
             drive.lasting |= names_in(made, drive.folder)
 
-    def _forget_former(self, made: Manifest) -> None:
+    def _forget_former(self) -> None:
         """Remove what the former run's commit has, unless this one's has it, or parts go on in it."""
         for drive in self._others.values():
             drive.lasting = frozenset()  # new files are on this run's drives, and no other's stay in use

@@ -94,7 +94,7 @@ class StoredUnit:
     gradient_itemsize: Count
     state_itemsize: Count | Annotated[float, Interval(ge=0, le=1 << 60)]  # not whole where moments have 8 bits
     has_master: bool
-    state: Many[str] = ()  # dtypes of the components; those of format 1 are all as wide as the gradient
+    state: Many[str]  # dtypes of the components, the master's first
 
     def numel(self, *when: str) -> int:
         return sum(group.numel for group in self.groups if not when or group.when in when)
@@ -114,8 +114,7 @@ class StoredUnit:
 class StoredParameter:
     """Where a parameter is in the whole space of its unit, all ranks' shares together; dtype: "" for the unit's; codec:
     in which it is stored, "" for none; components: of its state, () for the commit's; second: as of `Slice`; group: the
-    optimizer's param group, of a trained one; missed: the steps before its first. None: an older commit, which does
-    not say.
+    optimizer's param group, of a trained one; missed: the steps before its first.
     """
 
     name: str
@@ -128,7 +127,7 @@ class StoredParameter:
     components: Many[str] = ()
     second: Count = 0
     group: Count | None = None
-    missed: Count | None = None
+    missed: Count = 0
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
 from gs_compile.runtime import ranks as module
 from gs_compile.runtime.alarm import OF_US
-from gs_compile.runtime.groups import gathered, place_of
+from gs_compile.runtime.groups import gathered, team_of
 from gs_compile.runtime.ranks import ranks_of
 from gs_compile.runtime.storage.folder import folder_in
 
@@ -53,7 +53,7 @@ def moves(info, tmp_path):
         found["agree"] = ranks.agree("letters", {"letter": "ab"[info.rank] * (1 + info.rank)})
         found["made"] = ranks.from_first("a plan", lambda: {"made by": info.rank})
     ranks.close()
-    on_devices = replace(place_of(Options()), backend="nccl")  # this group would take tensors on them alone
+    on_devices = replace(team_of(Options()), backend="nccl")  # this group would take tensors on them alone
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "all_gather_object", lambda given, value, group: groups.append(group))
         gathered(on_devices, None)

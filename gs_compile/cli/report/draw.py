@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from gs_compile.cli.report.explain import report, step_report
 from gs_compile.cli.report.timeline import KINDS, kind_of, timeline_html
-from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
+from gs_compile.errors import MemoryBudgetError, PlanError
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
@@ -111,7 +111,7 @@ def _plans(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator
     for number in sizes:
         try:
             yield make(plan.workload, request, num_micro_batches=number)
-        except (NoFitError, MemoryBudgetError):
+        except MemoryBudgetError:
             return
 
 

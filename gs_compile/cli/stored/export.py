@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gs_compile.cli.stored.runs import Found, look
 from gs_compile.cli.stored.values import Values, nbytes_of, unchanged
@@ -22,8 +23,6 @@ from gs_compile.machine import in_groups
 from gs_compile.runtime.formats import narrow
 from gs_compile.runtime.storage.last_commit import common_step, step_of
 from gs_compile.runtime.storage.stored import BUFFER, Manifest
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)

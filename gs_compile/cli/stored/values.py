@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from gs_compile.runtime.former import FormerHomes
 from gs_compile.runtime.ranks import Ranks
@@ -21,8 +22,6 @@ from gs_compile.runtime.storage.last_commit import folders_of, names_in, order
 from gs_compile.runtime.storage.ssd import THREADS
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.storage.stored import REST, Manifest, StoredTensor
-
-Tensor = torch.Tensor
 
 
 class OneRank(NamedTuple):
