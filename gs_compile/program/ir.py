@@ -134,7 +134,7 @@ class Program:
     @property
     def joints(self) -> frozenset[int]:
         """The layers that begin another stack: their verbs say so."""
-        return frozenset(op.unit for op in self.ops if op.verb in JOINING and isinstance(op.unit, int))
+        return frozenset(op.stage.unit for op in self.ops if op.verb in JOINING and isinstance(op.stage.unit, int))
 
     @property
     def by_micro_batch(self) -> bool:

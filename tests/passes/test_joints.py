@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import expecttest
 import pytest
 from tiers import Options, lowered, place, stages
@@ -10,7 +12,7 @@ from gs_compile.errors import ProgramError
 from gs_compile.passes.snake import snake
 from gs_compile.passes.vertical import vertical
 from gs_compile.placement.verify import verify
-from gs_compile.program.ir import StepShape
+from gs_compile.program.ir import FILL, StepShape
 from gs_compile.program.text import parse
 
 
@@ -142,3 +144,11 @@ def device_peak(num_layers: int, joint: int) -> int:
 
 def test_device_memory_does_not_grow_with_the_depth_of_either_stack():
     assert device_peak(13, 4) == device_peak(13, 8) == device_peak(23, 11)
+
+
+def test_a_joint_ahead_of_all_stages_is_refused():
+    good = snake(vertical(5, 2, shape=two_stacks(2)))
+    at = next(at for at, op in enumerate(good.ops) if op.verb == "join")
+    broken = good.with_ops((replace(good.ops[at], stage=FILL), *good.ops[:at], *good.ops[at + 1 :]), "by hand")
+    with pytest.raises(ProgramError, match="join"):
+        verify(broken)
