@@ -166,10 +166,11 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str
     if node.meta.get("uneven"):
         return PART
     of_floats = spec.dtype.is_floating_point or (name in COMPARING and any(map(_is_of_floats, read)))
-    if of_floats and computes_with_batch(node, name):
+    is_value = of_floats or (block_of(node) is None and not made.data.isdisjoint(read))  # experts count by it
+    if is_value and computes_with_batch(node, name):
         return SIZE
     given = [source for source in read if source in made.numbers and node not in made.numbers]
-    if given and (not all(map(_is_in_order, given)) if _picks(name) else spec.dtype.is_floating_point):
+    if given and (not _picks_own_rows(node, name, given) if _picks(name) else spec.dtype.is_floating_point):
         return NUMBERED
     is_value = spec.dtype.is_floating_point and (computes(name) or name in TO_FLOATS)
     if is_value and not made.ranks.isdisjoint(read):
@@ -276,6 +277,19 @@ def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
         return False
     is_mask = first.meta["spec"].dtype is torch.bool
     return first.meta.get("storage") is not None and not is_mask  # inside a vmap masks are looked up by sample
+
+
+def _picks_own_rows(node: fx.Node, name: str, numbers: Sequence[fx.Node]) -> bool:
+    """Whether the numbers of the samples, as an index, pick of each sample what is its own."""
+    target = tensor_spec(node.args[0])
+    if not all(map(_is_in_order, numbers)) or target is None or len(target.batch_dims) != 1:
+        return all(map(_is_in_order, numbers))
+    if name in BY_INDICES:
+        return _are_samples(target, _dimensions(node, name, target))
+    if name in ("getitem", "setitem", "index_put"):
+        used = [each for each in tree_leaves(node.args[1]) if each in numbers]
+        return used in ([], [index_along(node, target.batch_dims[0])])
+    return True
 
 
 def _why_it_picks(node: fx.Node, name: str, made: Made) -> str:

@@ -116,10 +116,10 @@ class Transfer:
 
     def _ask(self, *, all_but: int) -> None:
         """all_but: so many of the first drive's blocks need no thread."""
-        self._has_begun = True
         for movers, moves in self.left.items():
             movers.ask(len(moves) - all_but, partial(self._take_part, moves))
             all_but = 0
+        self._has_begun = True
 
     def _take_part(self, moves: deque[Move]) -> None:
         """Move blocks until none is left to begin."""

@@ -389,3 +389,21 @@ def test_a_scan_over_the_sequence_trains():
 def test_what_is_no_output(criterion, words):
     with pytest.raises(SeparationError, match=words):
         captured(Tiny(criterion), *batch(4)).separated(2)
+
+
+def numbered(p):
+    return torch.arange(p.shape[0])
+
+
+@pytest.mark.parametrize(
+    ("criterion", "words"),
+    [
+        (lambda p, y: p[numbered(p), 0, numbered(p)].sum(), "with the numbers of the samples"),
+        (lambda p, y: p[:, 0].gather(1, numbered(p)[:, None]).sum(), "with the numbers of the samples"),
+        (lambda p, y: p.gather(-1, ((y + p.shape[0]) % 2)[..., None]).sum(), "computes with the batch size"),
+    ],
+)
+def test_numbers_of_samples_and_their_count_pick_no_columns(criterion, words):
+    """Each sample's own row is picked by its number, and nothing else: a micro-batch counts its samples from 0."""
+    with pytest.raises(SeparationError, match=words):
+        captured(Tiny(criterion), *batch(4)).separated(2)
