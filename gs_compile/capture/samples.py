@@ -166,8 +166,8 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str
     if node.meta.get("uneven"):
         return PART
     of_floats = spec.dtype.is_floating_point or (name in COMPARING and any(map(_is_of_floats, read)))
-    is_value = of_floats or (block_of(node) is None and not made.data.isdisjoint(read))  # experts count by it
-    if is_value and computes_with_batch(node, name):
+    of_data = block_of(node) is None and not made.data.isdisjoint(read)  # inside, experts count their tokens so
+    if (of_floats or of_data) and computes_with_batch(node, name):
         return SIZE
     given = [source for source in read if source in made.numbers and node not in made.numbers]
     if given and (not _picks_own_rows(node, name, given) if _picks(name) else spec.dtype.is_floating_point):
@@ -281,9 +281,11 @@ def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
 
 def _picks_own_rows(node: fx.Node, name: str, numbers: Sequence[fx.Node]) -> bool:
     """Whether the numbers of the samples, as an index, pick of each sample what is its own."""
+    if not all(map(_is_in_order, numbers)):
+        return False
     target = tensor_spec(node.args[0])
-    if not all(map(_is_in_order, numbers)) or target is None or len(target.batch_dims) != 1:
-        return all(map(_is_in_order, numbers))
+    if target is None or len(target.batch_dims) != 1:
+        return True
     if name in BY_INDICES:
         return _are_samples(target, _dimensions(node, name, target))
     if name in ("getitem", "setitem", "index_put"):

@@ -100,15 +100,10 @@ class Transfer:
                     self._take_part(moves)
             self._wait()
         except BaseException:
-            self.settle()
+            self._wait()
             raise
         if self._error is not None:
             raise self._error
-
-    def settle(self) -> None:
-        """Return when nothing moves any more, whatever became of it."""
-        if self._has_begun:
-            self._wait()
 
     def _wait(self) -> None:
         with self._changed:
