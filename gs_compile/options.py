@@ -7,9 +7,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gs_compile.errors import OptionError
 from gs_compile.machine import parse_bytes
@@ -122,13 +125,7 @@ class Expert:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("expert.schedule", self.schedule, get_args(Schedule))
-        _one_of("expert.compiler", self.compiler, ("auto", "inductor", "eager"))
-        _one_of("expert.masters", self.masters, (*get_args(Masters), None))
-        _one_of("expert.clip", self.clip, (*get_args(Clipping), None))
-        _one_of("expert.recompute", self.recompute, get_args(Recompute))
-        for name in ("snake", "separate_device", "trace"):
-            _one_of(f"expert.{name}", getattr(self, name), (True, False))
+        _check_words(self, "expert.")
         object.__setattr__(self, "alpha", _fraction("expert.alpha", self.alpha))
         object.__setattr__(self, "ratios", Ratios.of(self.ratios, "expert.ratios"))
         if self.threads is not None:
@@ -224,22 +221,16 @@ class Options:
 
     def __post_init__(self) -> None:
         _whole("micro_batch_size", self.micro_batch_size, "a whole number of samples, 1 or more")
-        _one_of("outputs", self.outputs, ("all", "loss"))
-        _one_of("precision", self.precision, ("model", "bf16"))
-        _one_of("frozen", self.frozen, (*get_args(Frozen), None))
+        _check_words(self)
         object.__setattr__(self, "frozen_skip", _names("frozen_skip", self.frozen_skip))
         object.__setattr__(self, "storage", _directories(default_storage() if self.storage is None else self.storage))
         for name in ("host_memory", "device_memory"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
         object.__setattr__(self, "durability", _steps(self.durability))
-        _one_of("resume", self.resume, ("auto", None))
         if self.resume and not self.durability:
             raise OptionError(
                 'resume is "auto" and durability is "off": give durability="step" or a number of steps, too'
             )
-        _one_of("accumulate", self.accumulate, (True, False))
-        _one_of("deterministic", self.deterministic, (True, False))
-        _one_of("progress", self.progress, (True, False, None))
         for name in ("report", "status"):
             object.__setattr__(self, name, _path(name, getattr(self, name)))
         object.__setattr__(self, "expert", expert := _nested("expert", Expert, self.expert))
@@ -411,6 +402,26 @@ def _whole(name: str, value: object, form: str) -> None:
         raise OptionError(f"{name} must be {form}; got {value!r}")
 
 
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if not any(value is entry or (value == entry and type(value) is type(entry)) for entry in allowed):
-        raise OptionError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+def _check_words(options: Any, prefix: str = "") -> None:
+    """Raise OptionError for a field that says none of the words of its type."""
+    for name, words in words_of(type(options)).items():
+        value = getattr(options, name)
+        if not any(value is word or (value == word and type(value) is type(word)) for word in words):
+            raise OptionError(f"{prefix}{name} must be one of {', '.join(map(repr, words))}; got {value!r}")
+
+
+@cache
+def words_of(cls: type, **late: type) -> dict[str, tuple[Any, ...]]:
+    """What each field of a class may say whose type is a few words, or true or false; late: types of others that are
+    not imported there.
+    """
+    found = {name: _words(kind) for name, kind in get_type_hints(cls, localns=late).items()}
+    return {name: words for name, words in found.items() if words}
+
+
+def _words(kind: Any) -> tuple[Any, ...]:
+    """What a type allows, one by one; () where that is not a few words."""
+    if get_origin(kind) in (Union, UnionType):
+        parts = [_words(part) for part in get_args(kind)]
+        return tuple(chain.from_iterable(parts)) if all(parts) else ()
+    return get_args(kind) if get_origin(kind) is Literal else {bool: (True, False), NoneType: (None,)}.get(kind, ())

@@ -56,7 +56,7 @@ def plan(
     """Plan one model on one machine, or on the ranks of several. Given settings are kept, and the rest is chosen.
 
     model: "gpt-65b", a HuggingFace model type, a config or its path, a module, or a `Workload`, which is complete.
-    settings: fields of a `Request`, which override those of `request`.
+    settings: fields of a `Request`, which override those of `request`; `greedysnake plan --help` describes them.
 
     The schedule "single" plans one forward and backward over the vertical order's batch, or over as much of it as fits.
     Other schedules are planned for the batch that the vertical order would take, if it fits.

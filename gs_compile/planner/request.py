@@ -7,16 +7,16 @@ also the flags of the command line, the second by the options of the backend (`R
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from gs_compile.errors import MemoryBudgetError, OptionError, PlanError
 from gs_compile.machine import parse_bytes
-from gs_compile.options import Clipping, Frozen, Masters, Options, Ratios, Recompute, contradiction
+from gs_compile.options import Clipping, Frozen, Masters, Options, Ratios, Recompute, contradiction, words_of
 from gs_compile.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -32,82 +32,117 @@ OptimizerName = Literal["adamw", "muon"]
 ALPHAS = tuple(number / 100 for number in range(51))  # that the planner chooses from
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
 SECONDS_PER_YEAR = 365 * 86400
-ALLOWED: Mapping[str, tuple[Any, ...]] = {  # what fields of words may say
-    "precision": (None, *get_args(Precision)),
-    "schedule": get_args(Schedule),
-    "saturation": get_args(Saturation),
-    "recompute": get_args(Recompute),
-    "masters": (None, *get_args(Masters)),
-    "states": get_args(States),
-    "optimizer": get_args(OptimizerName),
-    "clipping": (None, *get_args(Clipping)),
-    "frozen": (None, *get_args(Frozen)),
-}
-OF_EXPERTS = ("alpha", "ratios", "schedule", "recompute", "masters", "layer_tokens")
-SIZES = ("sequence", "batch_size", "micro_batch_size", "num_micro_batches", "lora")
-NUMBERS = {**dict.fromkeys(SIZES, 1), "layer_tokens": 0}  # and the least that each may be
+CHOSEN = "chosen"  # by the plan, where nothing is given
+
+
+def setting(default: Any, text: str, **told: Any) -> Any:
+    """A field of a `Request`, described once, for readers and for `greedysnake plan --help`.
+
+    told: `least` of a whole number; for the command line `flag`, its name there if not the field's own, `metavar`, and
+        `unset`, its default in words.
+    """
+    given = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**given, metadata={"text": text, **told})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is asked of a plan; raises `PlanError` or `OptionError` where settings contradict each other.
 
-    machine: a name or file of a machine profile; None: this machine, measured once. storage: its SSDs.
-    batch_size: samples of a step of all ranks, in whole micro-batches; without it and `num_micro_batches`, as few as
-        saturate the machine. sequence: tokens of a sample.
-    alpha: the part of each update that is late. ratios: a `Ratios`, or a dict of its fields.
-    clip: gradients are clipped by the norm of all. clipping: when updates run then, as `Expert.clip`.
-    accumulate: a step has several backwards, as `Options.accumulate`: all updates wait for the last of them.
-    host_memory, device_memory, durability, recompute, schedule, masters: as in the backend's options.
-    precision: "bf16" with fp32 masters, or "model", the model's own; None: bf16 for what has no weights yet.
-    wear_years: how long the drives are to last at their rated endurance, training all day.
-    saturation: a batch is large enough where more micro-batches bring less than a tenth of what they are more, or, with
-        "paper", where one more brings less than 1 %.
-    gpus, nodes, network: ranks of a node, nodes, bytes a second that a node receives.
-    optimizer: of a named model: "adamw", or "muon", whose matrices have momentum alone. states: what moments are stored
-        in; of Muon's not 8bit.
-    lora: the rank of the adapters that alone are trained, PEFT's LoRA on all linear layers of blocks, of a model that
-        is named or a config; None: the model as it is. frozen: as in `Options`, of what is not trained.
-    layer_tokens: as in `Expert`.
+    Options of the backend with the same name say more of what they do. `clipping` is `Expert.clip`.
     """
 
-    machine: str | Path | Profile | None = None
-    storage: Sequence[Path | str] | Path | str | None = None
-    sequence: int = 2048
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    num_micro_batches: int | None = None
-    alpha: float | None = None
-    ratios: Any = field(default_factory=Ratios)  # as given; a `Ratios` is made of it
-    schedule: Schedule = "vertical"
-    clip: bool = False
-    clipping: Clipping | None = None
-    accumulate: bool = False
-    host_memory: int | str | None = None
-    device_memory: int | str | None = None
-    precision: Precision | None = None
-    optimizer: OptimizerName = "adamw"
-    states: States = "fp32"
-    wear_years: float | None = None
-    recompute: Recompute = "auto"
-    masters: Masters | None = None
-    durability: Literal["off", "step"] | int = "off"
-    saturation: Saturation = "relative"
-    gpus: int = 1
-    nodes: int = 1
-    network: str | float | None = None
-    lora: int | None = None
-    frozen: Frozen | None = None
-    layer_tokens: int | None = None
+    machine: str | Path | Profile | None = setting(
+        None, 'A machine such as "a100", or the path of a profile.', metavar="NAME", unset="this one, measured"
+    )
+    storage: Sequence[Path | str] | Path | str | None = setting(
+        None, "A storage directory; repeat for each drive.", metavar="DIR", unset="in the user's cache"
+    )
+    sequence: int = setting(2048, "Tokens in a sample.", least=1, metavar="T")
+    batch_size: int | None = setting(
+        None,
+        "Samples in a step, of all GPUs, in whole micro-batches.",
+        least=1,
+        metavar="B",
+        unset="as few as keep the machine busy",
+    )
+    micro_batch_size: int | None = setting(None, "Samples in a micro-batch.", least=1, metavar="S", unset=CHOSEN)
+    num_micro_batches: int | None = setting(
+        None, "Micro-batches in a step.", flag="--micro-batches", least=1, metavar="N", unset=CHOSEN
+    )
+    alpha: float | None = setting(
+        None, "The part of each update that is delayed to the next forward.", metavar="A", unset=CHOSEN
+    )
+    ratios: Any = setting(  # as given; a `Ratios` is made of it
+        Ratios,
+        "The part of a class (parameter, checkpoint, optimizer) in host memory, such as parameter=0.5.",
+        flag="--ratio",
+        metavar="CLASS=X",
+        unset=CHOSEN,
+    )
+    schedule: Schedule = setting("vertical", "The order of the step.")
+    clip: bool = setting(False, "Clip by the norm of all gradients.", flag="--clip")
+    clipping: Clipping | None = setting(
+        None, "With --clip: updates wait for the norm, or run earlier and may be rolled back.", unset=CHOSEN
+    )
+    accumulate: bool = setting(
+        False, "A step has several backwards, and updates wait for the last one.", flag="--accumulate"
+    )
+    host_memory: int | str | None = setting(
+        None, 'A budget of host memory, such as "64GiB".', metavar="SIZE", unset="the machine's"
+    )
+    device_memory: int | str | None = setting(None, "A budget of device memory.", metavar="SIZE", unset="the machine's")
+    precision: Precision | None = setting(None, "bf16 with fp32 masters, or the model's own dtype.", unset="bf16")
+    optimizer: OptimizerName = setting("adamw", "AdamW, or Muon for the matrices of layers and AdamW for the rest.")
+    states: States = setting("fp32", "The type in which the optimizer's moments are stored; Muon has none of 8bit.")
+    wear_years: float | None = setting(
+        None, "Years that the drives must last at their rated endurance, training all day.", metavar="Y"
+    )
+    recompute: Recompute = setting(
+        "auto", "What a backward computes again: the whole forward, none of it, or what is faster."
+    )
+    masters: Masters | None = setting(
+        None,
+        "fp32 masters of bf16 parameters: the parameter is the upper half, or the state has all of it.",
+        unset="the faster",
+    )
+    durability: Literal["off", "step"] | int = setting(
+        "off", 'Which steps can be resumed: "off", "step" (each), or N (every N-th).', metavar="N"
+    )
+    saturation: Saturation = setting(
+        "relative",
+        "When a batch is large enough: more brings under a tenth of its growth, or one micro-batch more under 1 %.",
+    )
+    gpus: int = setting(1, "GPUs in a node; each has its own micro-batches.", least=1, metavar="G")
+    nodes: int = setting(1, "Number of nodes, each like the machine.", least=1, metavar="N")
+    network: str | float | None = setting(
+        None, "The rate at which a node receives from others, such as 25GB/s.", metavar="RATE", unset="none"
+    )
+    lora: int | None = setting(
+        None,
+        "Train only PEFT's LoRA adapters of this rank, on all linear layers of blocks, of a model by name or config.",
+        least=1,
+        metavar="R",
+        unset="none",
+    )
+    frozen: Frozen | None = setting(None, "The format of frozen matrices of layers.", unset="not quantized")
+    layer_tokens: int | None = setting(
+        None,
+        "Tokens that layers, except attention, run on at a time; 0: all.",
+        least=0,
+        metavar="T",
+        unset=CHOSEN,
+    )
 
     def __post_init__(self) -> None:
-        for name, words in ALLOWED.items():
+        for name, words in words_of(Request, Profile=object).items():
             if (value := getattr(self, name)) not in words:
-                raise PlanError(f"{name} is {value!r}; there are {' and '.join(filter(None, words))}")
-        for name, least in NUMBERS.items():
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, Integral) or value < least):
-                raise PlanError(f"{name} is {value!r}; it must be a whole number, {least} or more")
+                there = " and ".join(str(word) for word in words if word is not None)
+                raise PlanError(f"{name} is {value!r}; there are {there}")
+        for each in fields(self):
+            value, least = getattr(self, each.name), each.metadata.get("least")
+            if None not in (value, least) and (not isinstance(value, Integral) or value < least):
+                raise PlanError(f"{each.name} is {value!r}; it must be a whole number, {least} or more")
         for name in ("alpha", "wear_years"):
             value = getattr(self, name)
             if not isinstance(value, Real | None):
@@ -139,20 +174,8 @@ class Request:
         clipping = expert.clip if clip else None
         if wrong := contradicts_alpha(expert.alpha, clipping, accumulate, names=("expert.alpha", "expert.clip")):
             raise OptionError(wrong)
-        return cls(
-            machine=options.machine,
-            storage=options.storage,
-            micro_batch_size=options.micro_batch_size,
-            clip=clip,
-            clipping=clipping,
-            accumulate=accumulate,
-            host_memory=options.host_memory,
-            device_memory=options.device_memory,
-            precision=options.precision,
-            frozen=options.frozen,
-            durability=options.durability,
-            **{name: getattr(expert, name) for name in OF_EXPERTS},
-        )
+        every = vars(options) | vars(expert) | {"clip": clip, "clipping": clipping, "accumulate": accumulate}
+        return cls(**{each.name: every[each.name] for each in fields(cls) if each.name in every})
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -328,13 +351,4 @@ def contradicts_alpha(
     return None
 
 
-# What a workload says itself, as a request that is silent of it.
-ITSELF: Mapping[str, Any] = {
-    "masters": None,
-    "optimizer": "adamw",
-    "states": "fp32",
-    "lora": None,
-    "frozen": None,
-    "layer_tokens": None,
-}
-FIELDS = tuple(each.name for each in fields(Request))
+SILENT = {each.name: each.default for each in fields(Request)}  # what each field is where nobody asks for anything

@@ -21,7 +21,7 @@ from gs_compile.placement.shards import shared
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import workload_levels
 from gs_compile.planner.cost.known_workloads import KnownWorkloads
-from gs_compile.planner.request import ITSELF, Request
+from gs_compile.planner.request import SILENT, Request
 from gs_compile.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class GivenWorkloads:
     def __init__(self, model: Workload, request: Request) -> None:
         self.model, self.request = model, request
         for what, names in IN_A_WORKLOAD.items():
-            if any(getattr(request, name) != ITSELF[name] for name in names):
+            if any(getattr(request, name) != SILENT[name] for name in names):
                 leave = " and ".join(", ".join(names).rsplit(", ", 1))
                 raise PlanError(f"the workload {model.name} already has {what}: leave {leave} out")
 

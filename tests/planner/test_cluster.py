@@ -98,7 +98,7 @@ def test_what_a_rank_has_of_its_node():
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"gpus": 0}, PlanError, "0 GPUs on each of 1 nodes: both must be 1 or more"),
+        ({"gpus": 0}, PlanError, "gpus is 0; it must be a whole number, 1 or more"),
         ({"nodes": 2}, PlanError, "2 nodes: give the network between them"),
         ({"network": "fast"}, OptionError, "network must be a whole number of bytes, or text"),
         ({"nodes": 2, "network": 0}, PlanError, "network is 0; it must be bytes per second"),

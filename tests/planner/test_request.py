@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from planned import gpt
 
-from gs_compile.cli.requests import FLAGS, plans
+from gs_compile.cli.requests import plans
 from gs_compile.errors import OptionError, PlanError
-from gs_compile.options import Options, Ratios
+from gs_compile.options import Options, Ratios, words_of
 from gs_compile.planner.plan import plan
-from gs_compile.planner.request import ALLOWED, NUMBERS, Request
+from gs_compile.planner.request import Request
 
 HERE = Path(__file__).parents[1] / "machine.json"
+NUMBERS = {each.name: least for each in fields(Request) if (least := each.metadata.get("least")) is not None}
+WORDS = words_of(Request, Profile=object)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,7 @@ HERE = Path(__file__).parents[1] / "machine.json"
         ({"saturation": "never"}, "saturation is 'never'; there are relative and paper"),
         ({"recompute": "typo"}, "recompute is 'typo'; there are auto and "),
         ({"masters": "half"}, "masters is 'half'; there are split and whole"),
+        ({"clip": None}, "clip is None; there are True and False"),
         ({"states": "4bit"}, "states is '4bit'; there are fp32 and bf16 and 8bit"),
         ({"clipping": "late", "clip": True}, "clipping is 'late'; there are delayed and speculative"),
         ({"alpha": -0.1}, "alpha is -0.1; it must be a part of each update, from 0 to 1"),
@@ -81,10 +84,10 @@ def test_what_options_refuse_too_is_refused_in_their_words(settings, complaint):
     assert complaint in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("name", WORDS)
 def test_every_word_there_is_may_be_asked_for(name):
-    for word in ALLOWED[name]:
-        assert getattr(Request(**{name: word}, clip=name == "clipping"), name) == word
+    for word in WORDS[name]:
+        assert getattr(Request(**{"clip": name == "clipping", name: word}), name) == word
 
 
 def test_what_is_given_in_short_is_kept_in_full():
@@ -144,10 +147,6 @@ def test_a_run_asks_for_what_its_options_say(alpha):
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-def test_there_is_a_flag_for_each_field_and_no_other():
-    assert set(FLAGS) == {each.name for each in fields(Request)}
-
-
 def test_what_is_not_given_on_the_command_line_is_what_a_request_has():
     asked = []
 
@@ -155,10 +154,10 @@ def test_what_is_not_given_on_the_command_line_is_what_a_request_has():
     def command(model: str, request: Request, as_json: bool = False) -> None:
         asked.append((model, request, as_json))
 
-    parameters = signature(command).parameters
-    defaults = {name: parameters[name].default.default for name in FLAGS}
+    parameters, names = signature(command).parameters, [each.name for each in fields(Request)]
+    defaults = {name: parameters[name].default.default for name in names}
     command("gpt-65b", **defaults)
     assert asked == [("gpt-65b", Request(), False)]
     usual = {each.name: each.default for each in fields(Request) if each.name != "ratios"}
     assert {name: value for name, value in defaults.items() if name != "ratios"} == usual
-    assert list(parameters) == ["model", *FLAGS, "as_json"]
+    assert list(parameters) == ["model", *names, "as_json"]

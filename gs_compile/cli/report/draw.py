@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +21,12 @@ from gs_compile.errors import MemoryBudgetError, PlanError
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.request import ITSELF
+from gs_compile.planner.request import SILENT
 from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph, rate_text
+from gs_compile.planner.workloads import IN_A_WORKLOAD
 from gs_compile.program.ir import EPILOGUE, WORDS
 from gs_compile.schedules import BASELINE, BY_MICRO_BATCH, Schedule
 
@@ -53,7 +54,7 @@ STYLE = {
 SHOWN = {"h2d": "load", "d2h": "offload", "ssd_read": "SSD read", "ssd_write": "SSD write", "net": "network"}
 GIB = 2**30
 APART = 0.08  # of a figure's width, between two notes on a line
-ONE_RANK: Mapping[str, Any] = {"gpus": 1, "nodes": 1, "network": None, **ITSELF}
+ONE_RANK = {name: SILENT[name] for name in chain(("gpus", "nodes", "network"), *IN_A_WORKLOAD.values())}
 COMPARED: tuple[Schedule, ...] = ("vertical", BASELINE)  # that figures show side by side
 
 

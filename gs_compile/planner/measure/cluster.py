@@ -22,10 +22,8 @@ def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | 
 
     network: bytes a second that a node receives while it sends as many, or text such as "25GB/s".
 
-    Raises `PlanError` where a number is none, or where it is not known how fast ranks exchange data.
+    Raises `PlanError` where it is not known how fast ranks exchange data.
     """
-    if gpus < 1 or nodes < 1:
-        raise PlanError(f"{gpus} GPUs on each of {nodes} nodes: both must be 1 or more")
     given = None if network is None else _rate(network)
     ranks, rate = gpus * nodes, machine.net_bytes_per_second
     if ranks == 1:
