@@ -28,12 +28,9 @@ def settings(planner: Planner, first: StepPlan) -> Iterator[tuple[str, dict[str,
     yield "masters whole", {"masters": "whole"}
     yield "states in bf16", {"states": "bf16"}
     yield "states in 8 bits", {"states": "8bit"}
-    masters = first.masters if first.problem.whole_masters else None
-    for states, solution, _ in sparing(first, planner.narrower(first.problem)):
-        asked: dict[str, Any] = {"micro_batch_size": first.workload.micro_batch_size, "masters": masters}
-        asked["num_micro_batches"] = solution.num_micro_batches
-        words = {None: "", "bf16": ", states in bf16", "8bit": ", states in 8 bits"}[states]
-        yield f"twice the life{words}", asked | ({"states": states} if states else {})
+    for asked, _, _ in sparing(first, planner.narrower(first.problem)):
+        words = {None: "", "bf16": ", states in bf16", "8bit": ", states in 8 bits"}[asked.get("states")]
+        yield f"twice the life{words}", asked
     yield "LoRA of rank 16", {"lora": 16}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain, combinations
+from typing import Any
 
+from gs_compile.errors import NoFitError
 from gs_compile.machine import format_bytes
 from gs_compile.options import Ratios
 from gs_compile.placement.workload import Workload
@@ -17,7 +19,7 @@ from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
-from gs_compile.planner.request import States, several
+from gs_compile.planner.request import SECONDS_PER_YEAR, States, several
 from gs_compile.planner.step_plan import SECONDS_PER_DAY, Alternative, StepPlan, time_text
 from gs_compile.planner.summary import rate_text
 from gs_compile.schedules import BASELINE
@@ -26,8 +28,6 @@ WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
 MOST_ALTERNATIVES = 3
 FASTER_DEVICE = 0.1
 MOST_DAYS = 3 * 365.0  # of training, that drives last: for longer, nobody asks
-MOST_TIMES = 8  # as many micro-batches, for drives to last longer
-PARTS = 16  # of the batch: a larger one is told no finer
 STORES_GRADIENTS = (
     "host memory has no room for all gradients, which wait for their norm: each step writes and reads the rest on SSD"
 )
@@ -120,54 +120,43 @@ def notes(plan: StepPlan) -> Iterator[str]:
 
 
 def longer_life(plan: StepPlan, narrower: Narrower = ()) -> Iterator[str]:
-    """With what drives that wear within years last at least twice as long, and what that costs, by the linear program;
-    narrower: as of `sparing`.
+    """The settings with which drives that wear within years last twice as long, and what that costs, by the linear
+    program; narrower: as of `sparing`.
     """
-    problem, rated, tokens = plan.problem, plan.profile.ssd_rated_nbytes, plan.workload.tokens
-    if not 0 < rated < MOST_DAYS * plan.written_per_day or problem.request.spec.whole_batch:
+    request, rated, tokens = plan.problem.request, plan.profile.ssd_rated_nbytes, plan.workload.tokens
+    if not 0 < rated < MOST_DAYS * plan.written_per_day or request.spec.whole_batch:
         return
-    masters = [f"{problem.workload.masters} masters"] if problem.whole_masters else []  # others may be chosen
-    now = plan.bound
-    for states, found, per_day in sparing(plan, narrower):
-        narrow = [f"states in {'8 bits' if states == '8bit' else states}"] if states else []
-        words = ", ".join([*narrow, *masters, f"{several(found.num_micro_batches)} a step"])
-        larger, smaller = (f"{each.num_micro_batches * tokens:,}" for each in (found, now))
-        speed, before = (rate_text(each.throughput * tokens) for each in (found, now))
-        exact = "; training is not bit for bit that with states in fp32" if states else ""
+    is_batch_given = (request.batch_size, request.num_micro_batches) != (None, None)
+    for settings, best, per_day in sparing(plan, narrower):
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         life = f"the drives last {time_text(rated / per_day)}" if per_day else "nothing is written to SSD"
+        larger, smaller = (f"{each.num_micro_batches * tokens:,}" for each in (best, plan.bound))
+        speed, before = (rate_text(each.throughput * tokens) for each in (best, plan.bound))
+        exact = "; training is not bit for bit that with states in fp32" if "states" in settings else ""
         yield (
-            f"{life} with {words}, by the linear program: {larger} tokens a step "
-            f"instead of {smaller}, {speed} tokens/s instead of {before}{exact}"
+            f"with `{flags}`{' and no given batch' if is_batch_given else ''} {life}, by the linear program: {larger} "
+            f"tokens a step instead of {smaller}, {speed} tokens/s instead of {before}{exact}"
         )
-    if not any(size.frozen for size in problem.workload.sizes):
+    if not any(size.frozen for size in plan.workload.sizes):
         yield ADAPTERS
 
 
-def sparing(plan: StepPlan, narrower: Narrower) -> Iterator[tuple[States | None, Solution, float]]:
-    """The smallest batch, from the plan's on, with which a day writes at most half as many bytes, by the linear
-    program, and these bytes: with states as they are (None), and with each of `narrower`, the problem with states in
-    fewer bits; with updates in pieces where whole ones do not fit.
+def sparing(plan: StepPlan, narrower: Narrower) -> Iterator[tuple[dict[str, Any], Solution, float]]:
+    """What to ask for such that drives last twice as long as by the plan, the linear program's answer to that with the
+    plan's alpha, and the bytes that it writes in a day: with states as they are, and with each of `narrower`, the
+    problem with states in fewer bits; with updates in pieces where whole ones do not fit.
     """
+    days = 2 * plan.profile.ssd_rated_nbytes / plan.written_per_day
+    lasting = {"wear_years": float(f"{days * SECONDS_PER_DAY / SECONDS_PER_YEAR:.2g}")}
     for states, problem in chain([(None, plan.problem)], narrower):
-        found = _sparing(problem, plan) or _sparing(problem.updated_in(SCARCE_UPDATES), plan)
-        if found is not None:
-            yield states, *found
-
-
-def _sparing(problem: Problem, plan: StepPlan) -> tuple[Solution, float] | None:
-    now, known = plan.num_micro_batches, dict[int, tuple[Solution, float]]()
-    numbers = range(now, MOST_TIMES * now + 1, max(1, now // PARTS))
-
-    def is_enough(number: int) -> bool:
-        solution = problem.solved(number, plan.alpha)
-        if solution is None:
-            return True  # nor does a larger one fit
-        _, written = problem.needs(solution)
-        known[number] = solution, written / solution.seconds * SECONDS_PER_DAY
-        return known[number][1] <= plan.written_per_day / 2
-
-    place = bisect_left(numbers, True, key=is_enough)
-    return known.get(numbers[place]) if place < len(numbers) else None
+        request = replace(problem.request, alpha=plan.alpha, batch_size=None, num_micro_batches=None, **lasting)
+        whole = problem.asked(request).at(0)
+        for asked in (whole, whole.updated_in(SCARCE_UPDATES)):
+            with suppress(NoFitError):
+                best = asked.search().best
+                per_day = asked.needs(best)[1] / best.seconds * SECONDS_PER_DAY
+                yield ({"states": states} if states else {}) | lasting, best, per_day
+                break
 
 
 def richer(problem: Problem) -> dict[str, Callable[[Problem], Problem]]:

@@ -158,6 +158,17 @@ def test_drives_last_as_long_as_they_are_to():
     assert not any("the drives last as long as asked" in note for note in free.notes)
 
 
+def test_drives_last_twice_as_long_with_what_a_plan_says_of_that():
+    """What is left to the plan does not have it write more again."""
+    asked = {"machine": rated(10**15), "host_memory": "160MiB", "micro_batch_size": 1}
+    free = plan(TINY, **asked)
+    (years,) = (
+        float(year) for note in free.notes for year in re.findall(r"^with `--wear-years (.*?)` the drives", note)
+    )
+    spared = plan(TINY, **asked, wear_years=years)
+    assert spared.written_per_day < 0.55 * free.written_per_day
+
+
 def test_a_plan_says_why():
     found = plan(TINY, machine="a100", host_memory="160MiB", micro_batch_size=1, num_micro_batches=2)
     assert [words.split(":")[0] for words in found.binding] == [
