@@ -103,5 +103,5 @@ def slow_code(monkeypatch):
         }
         return replace(workload, costs=costs)
 
-    monkeypatch.setattr("gs_compile.planner.run.timed", timed)
+    monkeypatch.setattr("gs_compile.planner.at_hand.timed", timed)
     monkeypatch.setattr("gs_compile.planner.cost.timing.timed_levels", lambda workload, *_: workload)

@@ -15,7 +15,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.planner import decide
 from gs_compile.planner.builder import peak
 from gs_compile.planner.plan import StepPlan
-from gs_compile.planner.run import Planned, RunPlanner
+from gs_compile.planner.run import CallBudgets, Planned, RunPlanner
 from gs_compile.program.ir import Unit
 
 
@@ -30,8 +30,8 @@ def saving(
     """
     usual, made = RunPlanner._decided, list[Placement]()
 
-    def decided(run: RunPlanner) -> Planned:
-        found = usual(run)
+    def decided(run: RunPlanner, budgets: CallBudgets) -> Planned:
+        found = usual(run, budgets)
         placement = found.placement.decided(carried=carried, retained=retained, held=held, ahead=len(carried))
         if shares:
             ratios = tuple(replace(each, checkpoint=0.0, device_checkpoint=0.0) for each in placement.decision.ratios)

@@ -22,10 +22,11 @@ from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Masters, Options
+from gs_compile.planner.at_hand import ModelAtHand
 from gs_compile.planner.measure.machines import Where
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, num_calls_of
-from gs_compile.planner.run import ModelAtHand, RunPlanner
+from gs_compile.planner.run import RunPlanner
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices

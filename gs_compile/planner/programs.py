@@ -45,7 +45,7 @@ class StepPrograms:
 
     def __init__(self, planner: RunPlanner, planned: Planned) -> None:
         self.planner, self.planned = planner, planned
-        self.placement, self.host_nbytes = planned.placement, planner.host_nbytes
+        self.placement, self.host_nbytes = planned.placement, planned.budgets.host_nbytes
         self.builder = replace(planner.builder(planned.masters), layout=planned.placement.layout)
         self._programs: dict[Any, tuple[Program, ...]] = {}
         self._placements: dict[tuple[Layout, bool], Placement] = {}
@@ -156,10 +156,10 @@ class StepPrograms:
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""
         planner, builder = self.planner, replace(self.builder, shape=shape) if shape.training else self.builder
-        problem = planner.problem(self.planned.masters, placement.decision.layer_tokens)
+        problem = planner.problem(self.planned.budgets, self.planned.masters, placement.decision.layer_tokens)
         workload = problem.wider.workload if placement.shares else problem.workload
         budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": self.device_nbytes}
-        return predict(builder.usual(placement), placement, workload, planner.profile, **budgets)
+        return predict(builder.usual(placement), placement, workload, planner.figures.profile, **budgets)
 
     @property
     def device_nbytes(self) -> int | None:
@@ -213,7 +213,7 @@ class StepPrograms:
         rows.append(("updates", f"{share:.0%} late, in the next forward (alpha {placement.decision.alpha:g})"))
         peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in program.peaks)
         rows.append(("peaks", f"{peaks}; host budget {format_bytes(self.host_nbytes)}"))
-        rows += [("not saved", refusal) for refusal in self.planner.levels.refusals()]
+        rows += [("not saved", refusal) for refusal in self.planner.figures.levels.refusals()]
         if (plan := self.planned.plan) and plan.is_solved:
             rows.append(("planned", f"{plan.seconds:.3g} s a step"))
         width = max(len(label) for label, _ in rows) + len(": ")

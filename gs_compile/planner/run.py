@@ -8,79 +8,49 @@ The log (`gs_compile.planner.run`) says what was decided.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
-from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError
+from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, parse_bytes, usable_memory
 from gs_compile.options import Masters, Options
 from gs_compile.placement.boundaries import total
 from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.slab import fixed_offsets
-from gs_compile.placement.workload import UnitSize, Workload, beside_slab
+from gs_compile.placement.workload import UnitSize, beside_slab
 from gs_compile.planner import in_pieces
+from gs_compile.planner.at_hand import Figures, ModelAtHand
 from gs_compile.planner.builder import StepBuilder, peak, waiting_nbytes
-from gs_compile.planner.cost.known_times import KnownTimes
-from gs_compile.planner.cost.timing import LayerLevels, priced, timed
-from gs_compile.planner.cost.workload import activations, workload_of
-from gs_compile.planner.decide import decide, remedies, undecided
+from gs_compile.planner.cost.workload import activations
+from gs_compile.planner.decide import decide, undecided
 from gs_compile.planner.lp.counting import Counted
-from gs_compile.planner.measure.machines import Where, remembered_code
-from gs_compile.planner.measure.machines import profile as find_profile
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.measure.shipped import ENVIRONMENT, named
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import STORES_GRADIENTS
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS, as_before, facts_of, fingerprint
-from gs_compile.planner.simulate.prices import with_products
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
-from gs_compile.progress import stage
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import device_of, has_own_memory
 from gs_compile.runtime.threads import update_threads
-
-if TYPE_CHECKING:
-    from gs_compile.codegen.compiled import SpecializedModel
 
 log = logging.getLogger(__name__)
 
 MOST_ROUNDS = 4  # of planning with less: what several calls share is known once it is planned
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelAtHand:
-    """What a plan of a model at hand is made of.
+class CallBudgets(NamedTuple):
+    """What one call of the model may use where several are under way at a time; of the device None: nothing is said."""
 
-    sizes: of its units, with each kind of masters that may be chosen: "split" first. layouts: of each micro-batch.
-    tied: the units that share parameters. clip: the optimizer clips gradients. accumulate: a step is known to have
-        several backwards. num_calls: that are between forward and backward at a time, as far as that is known.
-        host_nbytes: the budget of host memory, where it is known; None: as the options say.
-    where: the device, and what leaves it.
-    """
-
-    options: Options
-    sizes: Mapping[Masters, tuple[UnitSize, ...]]
-    layouts: Sequence[SpecializedModel]
-    tied: Set[Any]
-    where: Where
-    clip: bool
-    accumulate: bool = False
-    num_calls: int = 1
-    host_nbytes: int | None = None
-    ranks: Ranks | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.where.device
+    host_nbytes: int
+    device_nbytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,44 +64,43 @@ class Planned:
 
     placement: Placement
     masters: Masters
+    budgets: CallBudgets
     values_nbytes: int | None
     plan: StepPlan | None = None
     facts: Mapping[str, Any]
 
 
 class RunPlanner:
-    """The problem of a model at hand: what is asked for, and what is measured when it is needed."""
+    """The problem of a model at hand: what is asked for, what there is of memory, and what is measured.
+
+    whole_nbytes, whole_device_nbytes: the budgets of all calls that are under way at a time.
+    """
 
     def __init__(self, model: ModelAtHand) -> None:
         options, ranks, layouts = model.options, model.ranks, model.layouts
-        self.model, self.ranks, self.options = model, ranks, options
+        self.model, self.ranks, self.options, self.num_calls = model, ranks, options, model.num_calls
         self.request = Request.of(options, clip=model.clip, accumulate=model.accumulate)
-        here = ranks.num_here if ranks else 1
-        self.num_threads = options.expert.threads or update_threads(not has_own_memory(model.device), here)
-        batch = activations(layouts)
+        self.num_threads = options.expert.threads or update_threads(not has_own_memory(model.device), model.num_here)
         self.beside_nbytes = beside_slab(chain.from_iterable(model.sizes.values()))
-        host_nbytes = model.host_nbytes or host_budget(options, here) - self.beside_nbytes
-        own = host_nbytes, device_budget(options, model.device), batch
-        hosts, devices, batches = zip(*(ranks.agree("the budgets and batches", own) if ranks else [own]), strict=True)
+        host_nbytes = model.host_nbytes or host_budget(options, model.num_here) - self.beside_nbytes
+        here = host_nbytes, device_budget(options, model.device), activations(layouts)
+        every_rank = ranks.agree("the budgets and batches", here) if ranks else [here]
+        hosts, devices, batches = zip(*every_rank, strict=True)
         number = layouts[0].split.num_layers
         sizes = (sum(total(nbytes, number) for several in each.values() for nbytes in several) for each in batches)
         self.batch = max(zip(sizes, batches, strict=True), key=itemgetter(0))[1]
         self.whole_nbytes: int = min(hosts)
         self.whole_device_nbytes: int | None = None if None in devices else min(devices)
-        # Of one call, where several are under way at a time.
-        self.host_nbytes, self.device_nbytes = self.whole_nbytes, self.whole_device_nbytes
-        self.num_calls = model.num_calls
         self.counts = dict[Hashable, Counted]()
-        self.levels = self._levels()
-        # Of this run: they go with it.
-        self.problem, self._priced, self._timed = cache(self._problem), cache(self._price), cache(self._time)
+        self.figures = Figures(model, self.request, self.builder(model.masters), self.num_threads)
+        self.problem = cache(self._problem)  # of this run: it goes with it
+
+    def measure_again(self, profile: Profile | None = None) -> None:
+        """Let what was timed be timed again when it is asked for, on this machine or on that of a profile."""
+        self.figures = self.figures.again(profile)
+        self.problem.cache_clear()
 
     # What is given ----------------------------------------------------------------------------------------------------
-
-    @property
-    def masters(self) -> Masters:
-        """Those that are tried first."""
-        return next(iter(self.model.sizes))
 
     def builder(self, masters: Masters) -> StepBuilder:
         """What lays out the steps of the batch that all ranks plan for."""
@@ -151,89 +120,27 @@ class RunPlanner:
         )
         return StepBuilder(sizes=sizes, layout=layout, shape=shape)
 
-    def _problem(self, masters: Masters, layer_tokens: int | None = None) -> Problem:
+    def _problem(self, budgets: CallBudgets, masters: Masters, layer_tokens: int | None = None) -> Problem:
         others = [each for each in self.model.sizes if each != masters]
-        has_others = others and masters == self.masters
+        has_others = others and masters == self.model.masters
         tokens, separate = self.model.layouts[0].num_tokens, has_own_memory(self.model.device)
-        pieces = in_pieces.sizes(tokens, self.request, separate=separate)
+        pieces = in_pieces.sizes(tokens, self.request, separate=separate) if layer_tokens is None else ()
+        figures = self.figures
         return Problem(
             builder=self.builder(masters),
             request=self.request,
-            machine=lambda: self.profile,
-            code=partial(self._priced, masters, layer_tokens),
-            saving=self.levels if layer_tokens is None else None,
-            host_nbytes=self.host_nbytes,
-            device_nbytes=self.device_nbytes,
+            machine=lambda: figures.profile,
+            code=partial(figures.priced, masters, layer_tokens),
+            saving=figures.levels if layer_tokens is None else None,
+            host_nbytes=budgets.host_nbytes,
+            device_nbytes=budgets.device_nbytes,
             will_run=True,
-            whole_masters=partial(self.problem, others[0], layer_tokens) if has_others else None,
-            in_pieces={each: partial(self.problem, masters, each) for each in pieces if layer_tokens is None},
+            whole_masters=partial(self.problem, budgets, others[0], layer_tokens) if has_others else None,
+            in_pieces={each: partial(self.problem, budgets, masters, each) for each in pieces},
             layer_tokens=layer_tokens,
             masters=masters,
             counts=self.counts,
         )
-
-    @cached_property
-    def profile(self) -> Profile:
-        """Measured by all ranks together if none is named; raises `OptionError` for one of another kind of device."""
-        with stage("measuring this machine, once"):
-            found = find_profile(self.options.machine, self.options.storage, ranks=self.ranks, where=self.model.where)
-        if found.separate and not self.builder(self.masters).layout.separate:
-            raise OptionError(
-                f"machine is {named(self.options.machine)!r}, whose device has memory of its own, and this model is on "
-                f"the {self.model.device}: leave machine out, and {ENVIRONMENT} unset, and this one is measured"
-            )
-        return found
-
-    @property
-    def workload(self) -> Workload:
-        """What the layers' code costs here, on all tokens at a time."""
-        return self._timed(None)
-
-    def _time(self, layer_tokens: int | None) -> Workload:
-        """The same on so many tokens at a time, timed once, with the units as they are tried first.
-
-        Raises `NoFitError` where the device has no memory for that.
-        """
-        layout, builder = self.model.layouts[0].in_pieces(layer_tokens), self.builder(self.masters)
-        workload = workload_of(layout, builder.sizes)
-        beside = dict if layer_tokens else partial(self.levels.to_compile, workload, last=self.request.saves_all)
-        with suppress(torch.OutOfMemoryError):  # whose frames hold what there was room for
-            found = timed(workload, layout, self.times, beside)
-            return replace(found, shape=builder.shape, world=builder.layout.world)
-        needed = format_bytes(workload.workspace_nbytes)
-        raise NoFitError(f"the device has no room for what a unit computes with, {needed}: {remedies(self.request)}")
-
-    @cached_property
-    def times(self) -> KnownTimes:
-        """Of code that ran on this machine before; where figures are given nothing is kept."""
-        if named(self.options.machine):
-            return KnownTimes()
-        total, device = self.ranks.total if self.ranks else 1, self.model.device
-        return KnownTimes(remembered_code(self.options.storage, total, device))
-
-    def measure_again(self, profile: Profile | None = None) -> None:
-        """Let what was timed be timed again when it is asked for, on this machine or as a profile says."""
-        self.times.forget()
-        self._timed.cache_clear()
-        self._priced.cache_clear()
-        self.problem.cache_clear()
-        self.levels = self._levels()
-        if profile is not None:
-            vars(self)["profile"] = profile
-
-    def _levels(self) -> LayerLevels:
-        is_compiled = self.options.expert.compiler != "eager"
-        return LayerLevels(self.model.layouts, lambda: self.workload, self.times, compiled=is_compiled)
-
-    def _price(self, masters: Masters, layer_tokens: int | None) -> Workload:
-        """The workload with what updates of these units take on this machine."""
-        sizes = self.model.sizes[masters]
-        if not named(self.options.machine):
-            sizes = priced(sizes, self.profile, self.num_threads)
-        if self.beside_nbytes:
-            sizes = with_products(sizes, self.profile)
-        is_narrow = any(size.itemsize < size.gradient_itemsize for size in sizes)
-        return replace(self._timed(layer_tokens), sizes=sizes, masters=masters if is_narrow else None)
 
     # What is decided --------------------------------------------------------------------------------------------------
 
@@ -242,99 +149,116 @@ class RunPlanner:
 
         former: as of `_plan`, which raises what this does.
         """
+        whole_device = self.whole_device_nbytes
+        budgets = CallBudgets(self.whole_nbytes, whole_device)
         for number in range(MOST_ROUNDS):
             if number == MOST_ROUNDS - 1:
-                self.host_nbytes = self.whole_nbytes // self.num_calls
-            self.problem.cache_clear()
+                budgets = budgets._replace(host_nbytes=self.whole_nbytes // self.num_calls)
             try:
-                found = self._plan(former)
+                planned = self._plan(budgets, former)
             except MemoryBudgetError as error:
                 if self.num_calls == 1:
                     raise
-                raise self._refused(error.message) from error
-            if self.num_calls == 1 or self._share_out(found, is_last=number >= MOST_ROUNDS - 2):
-                return found
-        raise self._refused(f"device_memory is {format_bytes(self.device_nbytes or 0)}: give it more")
+                raise self._refused(error.message, whole_device) from error
+            if self.num_calls == 1:
+                return planned
+            if whole_device is None and planned.plan is not None and planned.plan.is_solved:
+                whole_device = planned.plan.problem.budgets.device_nbytes or None
+            budgets, fits = self._shared_out(planned, whole_device, is_last=number >= MOST_ROUNDS - 2)
+            if fits:
+                return replace(planned, budgets=budgets)
+        why = f"device_memory is {format_bytes(budgets.device_nbytes or 0)}: give it more"
+        raise self._refused(why, whole_device)
 
-    def _refused(self, why: str) -> MemoryBudgetError:
-        """why: of each of the calls that wait for their backward."""
-        host, device = format_bytes(self.whole_nbytes + self.beside_nbytes), self.whole_device_nbytes
-        more = f" and device_memory {format_bytes(device)}" if device is not None else ""
+    def _refused(self, why: str, device_nbytes: int | None) -> MemoryBudgetError:
+        """why: of each of the calls that wait for their backward; device_nbytes: of all of them."""
+        host = format_bytes(self.whole_nbytes + self.beside_nbytes)
+        more = f" and device_memory {format_bytes(device_nbytes)}" if device_nbytes is not None else ""
         return MemoryBudgetError(
             f"host_memory is {host}{more} for {self.num_calls} calls of the model that wait for their backward at a "
             f"time; for each, {why}"
         )
 
-    def _share_out(self, found: Planned, *, is_last: bool) -> bool:
-        """Whether calls by a plan have room beside each other; if not, a call gets less.
+    def _shared_out(self, planned: Planned, whole_device: int | None, *, is_last: bool) -> tuple[CallBudgets, bool]:
+        """What a call gets beside others by a plan, and whether the plan keeps that.
 
-        is_last: so much less of the device that as much may wait there as by this plan.
+        whole_device: bytes of the device for all of them. is_last: a call gets so much less of it that as much may wait
+        there as by this plan.
         """
-        programs = list(self.builder(found.masters).programs(found.placement))
-        fixed_nbytes = fixed_offsets(found.placement).nbytes  # which all share
-        self.host_nbytes = fixed_nbytes + (self.whole_nbytes - fixed_nbytes) // self.num_calls
-        fits: bool = max(peak(program, "host") for program in programs) <= self.host_nbytes
-        if (whole := self.whole_device_nbytes) is None and found.plan is not None and found.plan.is_solved:
-            whole = self.whole_device_nbytes = found.plan.problem.budgets.device_nbytes or None
-        if whole is None:
-            return fits
-        had, waiting = self.device_nbytes or whole, waiting_nbytes(programs[0], found.placement)
-        most = whole - (self.num_calls - 1) * waiting
-        running = had - waiting  # of one call at a time
-        if had > most:
-            self.device_nbytes = most if is_last else running + (whole - running) // self.num_calls
-        return fits and had <= most
+        programs = list(self.builder(planned.masters).programs(planned.placement))
+        fixed_nbytes = fixed_offsets(planned.placement).nbytes  # which all share
+        budgets = planned.budgets._replace(
+            host_nbytes=fixed_nbytes + (self.whole_nbytes - fixed_nbytes) // self.num_calls
+        )
+        fits: bool = max(peak(program, "host") for program in programs) <= budgets.host_nbytes
+        if whole_device is None:
+            return budgets, fits
+        before, waiting = budgets.device_nbytes or whole_device, waiting_nbytes(programs[0], planned.placement)
+        most = whole_device - (self.num_calls - 1) * waiting
+        if before <= most:
+            return budgets, fits
+        running = before - waiting  # of one call at a time
+        less = most if is_last else running + (whole_device - running) // self.num_calls
+        return budgets._replace(device_nbytes=less), False
 
-    def _plan(self, former: Mapping[str, Any]) -> Planned:
+    def _plan(self, budgets: CallBudgets, former: Mapping[str, Any]) -> Planned:
         """The plan of a commit that the run goes on from, if nothing has changed that it was made for; else a new one.
 
         former: what the commit has of its plan; empty: there is none. Raises `MemoryBudgetError` where not even the
         least fits; it says what is needed.
         """
         for masters, sizes in self.model.sizes.items():
-            made_for = self._made_for(sizes, self.request.accumulate)
-            budgets = self.whole_nbytes, self.host_nbytes
-            if (placement := as_before(self.problem(masters), former, made_for, *budgets)) is not None:
+            made_for, problem = self._made_for(sizes, self.request.accumulate), self.problem(budgets, masters)
+            placement = as_before(problem, former, made_for, self.whole_nbytes, budgets.host_nbytes)
+            if placement is not None:
                 log.info("the plan of the resumed run is used again: its conditions have not changed")
                 values_nbytes = former["values_nbytes"]
-                return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, facts=former)
-        found = self._decided() if self.ranks is None else self._together(self.ranks)
-        if found.plan is not None:
-            log.info("%s", "; ".join([words(found.plan), *self.levels.refusals()]))
-        return found
+                return Planned(
+                    placement=placement, masters=masters, budgets=budgets, values_nbytes=values_nbytes, facts=former
+                )
+        planned = self._decided(budgets) if self.ranks is None else self._together(self.ranks, budgets)
+        if planned.plan is not None:
+            log.info("%s", "; ".join([words(planned.plan), *self.figures.levels.refusals()]))
+        return planned
 
-    def _decided(self) -> Planned:
-        plan = self._decide()
-        masters, accumulate = plan.problem.masters or self.masters, plan.problem.request.accumulate
+    def _decided(self, budgets: CallBudgets) -> Planned:
+        plan = self._decide(budgets)
+        masters, accumulate = plan.problem.masters or self.model.masters, plan.problem.request.accumulate
         facts: dict[str, Any] = {ACCUMULATES: accumulate, NUM_CALLS: self.num_calls}
-        values_nbytes = self.device_nbytes if plan.problem.builder.layout.separate else None
+        values_nbytes = budgets.device_nbytes if plan.problem.builder.layout.separate else None
         if plan.is_solved:
             values_nbytes = plan.problem.values_nbytes if plan.profile.separate else values_nbytes
             made_for = self._made_for(self.model.sizes[masters], accumulate)
             facts |= facts_of(plan, made_for, self.whole_nbytes, values_nbytes)
-        placement = plan.placement
-        return Planned(placement=placement, masters=masters, values_nbytes=values_nbytes, plan=plan, facts=facts)
+        return Planned(
+            placement=plan.placement,
+            masters=masters,
+            budgets=budgets,
+            values_nbytes=values_nbytes,
+            plan=plan,
+            facts=facts,
+        )
 
-    def _decide(self) -> StepPlan:
+    def _decide(self, budgets: CallBudgets) -> StepPlan:
         """The plan of what is asked for, as of `Request.or_storing_gradients`."""
-        problem = self.problem(self.masters)
-        found = self.request.or_storing_gradients(lambda request: decide(problem.asked(request)))
-        if found.problem.request.accumulate and not self.request.accumulate:
+        problem = self.problem(budgets, self.model.masters)
+        plan = self.request.or_storing_gradients(lambda request: decide(problem.asked(request)))
+        if plan.problem.request.accumulate and not self.request.accumulate:
             log.warning("%s", STORES_GRADIENTS)
-        return found
+        return plan
 
-    def _together(self, ranks: Ranks) -> Planned:
+    def _together(self, ranks: Ranks, budgets: CallBudgets) -> Planned:
         """The first rank's; what has to be measured for it is measured by all."""
         own_pass = self.request.spec.variants is not None
-        first = self.problem(self.masters)
+        first = self.problem(budgets, self.model.masters)
         if self.beside_nbytes:  # whose price needs it
-            _ = self.profile
+            _ = self.figures.profile
         if ranks.from_first("whether to plan", lambda: own_pass or self._needs_figures(first)):
-            _ = self.profile
+            _ = self.figures.profile
         here: list[Planned] = []
 
         def decided() -> Planned:
-            here.append(self._decided())
+            here.append(self._decided(budgets))
             return replace(here[0], plan=None)
 
         told = ranks.from_first("the plan", decided)
@@ -347,7 +271,7 @@ class RunPlanner:
     def _made_for(self, sizes: Sequence[UnitSize], accumulate: bool) -> str:
         model, number = self.model, self.ranks.number if self.ranks else 1
         settled = model.clip, accumulate, has_own_memory(model.device), number
-        return fingerprint(self.options, sizes, model.layouts, self.builder(self.masters).shape, *settled)
+        return fingerprint(self.options, sizes, model.layouts, self.builder(model.masters).shape, *settled)
 
 
 def words(plan: StepPlan) -> str:

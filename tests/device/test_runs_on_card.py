@@ -271,7 +271,7 @@ def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds)
         losses = [step(model, optimizer, tokens(0))]
         engine = optimizer.engine
         values_nbytes = dict(engine.snapshots[-1].peaks)["device"]
-        planned = values_nbytes + engine.planning.planner.workload.workspace_nbytes + BATCH_NBYTES
+        planned = values_nbytes + engine.planning.planner.figures.workload.workspace_nbytes + BATCH_NBYTES
         torch.accelerator.synchronize()
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(0)

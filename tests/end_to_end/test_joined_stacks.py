@@ -88,9 +88,9 @@ def apart():
     encoder = Ratios(checkpoint=1.0, parameter=0.0, optimizer=1.0, device_checkpoint=0.0, device_parameter=0.0)
     ratios = encoder, replace(encoder, checkpoint=0.0, parameter=1.0, optimizer=0.0)
 
-    def decided(run):
-        found = usual(run)
-        made.append(run.builder(run.masters).placement(replace(found.placement.decision, ratios=ratios)))
+    def decided(run, budgets):
+        found = usual(run, budgets)
+        made.append(run.builder(run.model.masters).placement(replace(found.placement.decision, ratios=ratios)))
         return replace(found, placement=made[-1])
 
     with pytest.MonkeyPatch.context() as patched:

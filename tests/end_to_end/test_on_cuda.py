@@ -194,7 +194,7 @@ def test_what_is_reserved_is_planned(tmp_path):
     for number in range(2, 5):
         step(model, optimizer, tokens(number))
     engine, stats = optimizer.engine, torch.accelerator.memory_stats(0)
-    planned = dict(engine.snapshots[-1].peaks)["device"] + engine.planning.planner.workload.workspace_nbytes
+    planned = dict(engine.snapshots[-1].peaks)["device"] + engine.planning.planner.figures.workload.workspace_nbytes
     optimizer.engine.tiers.close()
     assert stats["num_alloc_retries"] == stats["num_ooms"] == 0
     assert stats["allocated_bytes.all.peak"] <= planned + BESIDE

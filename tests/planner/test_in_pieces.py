@@ -13,7 +13,7 @@ from planned import A100, gpt, problem
 
 from gs_compile.errors import GreedySnakeError, NoFitError
 from gs_compile.placement.placement import Decision
-from gs_compile.planner import run
+from gs_compile.planner import at_hand
 from gs_compile.planner.builder import SCARCE_UPDATES
 from gs_compile.planner.decide import decide
 from gs_compile.planner.fit import does_fit
@@ -21,7 +21,6 @@ from gs_compile.planner.in_pieces import SIZES, WORTH, smaller, smallest
 from gs_compile.planner.plan import planner_of
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import _check
-from gs_compile.planner.run import RunPlanner
 from gs_compile.planner.summary import settings
 
 WORKLOAD = gpt(4, 512, sequence=4096)  # whose layers compute in 68 MiB
@@ -137,12 +136,12 @@ def test_a_device_without_room_to_time_whole_layers(monkeypatch):
         raise torch.OutOfMemoryError("no memory left")
 
     layout = SimpleNamespace(in_pieces=lambda size: size, split=SimpleNamespace(num_layers=1))
-    monkeypatch.setattr(run, "timed", timed)
-    monkeypatch.setattr(run, "workload_of", lambda layout, sizes: WORKLOAD)
-    one = SimpleNamespace(model=SimpleNamespace(layouts=[layout]), times=None, masters="split", request=Request())
-    one.builder = lambda masters: SimpleNamespace(sizes=(), shape=None, layout=SimpleNamespace(world=1))
+    monkeypatch.setattr(at_hand, "timed", timed)
+    monkeypatch.setattr(at_hand, "workload_of", lambda layout, sizes: WORKLOAD)
+    one = SimpleNamespace(model=SimpleNamespace(layouts=[layout]), times=None, request=Request())
+    one.builder = SimpleNamespace(sizes=(), shape=None, layout=SimpleNamespace(world=1))
     with pytest.raises(NoFitError, match=r"no room for what a unit computes with, 68\.0 MiB"):
-        RunPlanner._time(one, 512)
+        at_hand.Figures._timed(one, 512)
 
 
 def test_the_plan_of_a_commit_has_pieces_that_a_plan_can_have():

@@ -12,10 +12,11 @@ from planned import gpt
 
 from gs_compile.options import Options
 from gs_compile.planner import run
+from gs_compile.planner.at_hand import ModelAtHand
 from gs_compile.planner.cost import timing as module
 from gs_compile.planner.cost.timing import LayerLevels
 from gs_compile.planner.measure.machines import Where
-from gs_compile.planner.run import ModelAtHand, RunPlanner
+from gs_compile.planner.run import CallBudgets, RunPlanner
 from gs_compile.program.ir import StepShape
 
 
@@ -35,7 +36,8 @@ def test_nothing_else_holds_the_planner_of_a_run():
     options = Options.of({"host_memory": 10**9})
     given = {"sizes": {"split": ()}, "layouts": [layout], "tied": frozenset(), "clip": False}
     planner = RunPlanner(ModelAtHand(options=options, where=Where(torch.device("cpu")), **given))
-    assert planner.problem("split") is planner.problem("split")
+    budgets = CallBudgets(planner.whole_nbytes, planner.whole_device_nbytes)
+    assert planner.problem(budgets, "split") is planner.problem(budgets, "split")
     gone = weakref.ref(planner)
     del planner
     gc.collect()

@@ -50,7 +50,7 @@ def plans(info, tmp_path):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "host_budget", lambda *_: budget)
         planning, program, found = learn(harness, options(tmp_path, ratios=CHOSEN) | {"machine": MACHINE})
-    profile, plan = planning.planner.profile, planning.planned.plan
+    profile, plan = planning.planner.figures.profile, planning.planned.plan
     return {
         "budget": (budget, planning.host_nbytes, peak(program, "host")),
         "plan": (planning.placement.units, planning.placement.decision.alpha),

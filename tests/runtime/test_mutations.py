@@ -112,7 +112,7 @@ TAKE_MORE = {
 
 def has_what_is_planned(twin, _, optimizer):
     engine = optimizer.engine
-    planned = dict(engine.snapshots[-1].peaks)["device"] + engine.planning.planner.workload.workspace_nbytes
+    planned = dict(engine.snapshots[-1].peaks)["device"] + engine.planning.planner.figures.workload.workspace_nbytes
     assert planned // 2 < twin.reserved_nbytes <= planned
 
 

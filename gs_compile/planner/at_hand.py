@@ -1,0 +1,141 @@
+"""at_hand: what the plan of a run is made of: a model at hand, and the figures of its code on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gs_compile.errors import NoFitError, OptionError
+from gs_compile.machine import format_bytes
+from gs_compile.options import Masters, Options
+from gs_compile.placement.workload import UnitSize, Workload
+from gs_compile.planner.builder import StepBuilder
+from gs_compile.planner.cost.known_times import KnownTimes
+from gs_compile.planner.cost.timing import LayerLevels, priced, timed
+from gs_compile.planner.cost.workload import workload_of
+from gs_compile.planner.decide import remedies
+from gs_compile.planner.measure.machines import Where, remembered_code
+from gs_compile.planner.measure.machines import profile as measured_profile
+from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.measure.shipped import ENVIRONMENT, named
+from gs_compile.planner.request import Request
+from gs_compile.planner.simulate.prices import with_products
+from gs_compile.progress import stage
+from gs_compile.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from gs_compile.codegen.compiled import SpecializedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAtHand:
+    """What a plan of a model at hand is made of.
+
+    sizes: of its units, with each kind of masters that may be chosen: "split" first. layouts: of each micro-batch.
+    tied: the units that share parameters. clip: the optimizer clips gradients. accumulate: a step is known to have
+        several backwards. num_calls: that are between forward and backward at a time, as far as that is known.
+        host_nbytes: the budget of host memory, where it is known; None: as the options say.
+    where: the device, and what leaves it.
+    """
+
+    options: Options
+    sizes: Mapping[Masters, tuple[UnitSize, ...]]
+    layouts: Sequence[SpecializedModel]
+    tied: Set[Any]
+    where: Where
+    clip: bool
+    accumulate: bool = False
+    num_calls: int = 1
+    host_nbytes: int | None = None
+    ranks: Ranks | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.where.device
+
+    @property
+    def masters(self) -> Masters:
+        """Those that are tried first."""
+        return next(iter(self.sizes))
+
+    @property
+    def num_here(self) -> int:
+        """The ranks on this machine."""
+        return self.ranks.num_here if self.ranks else 1
+
+
+class Figures:
+    """The rates of this machine, and the seconds that a model's code takes on it: measured when they are asked for,
+    once.
+
+    builder: of steps of the model's units as they are tried first. num_threads: of the optimizer on the CPU.
+    """
+
+    def __init__(self, model: ModelAtHand, request: Request, builder: StepBuilder, num_threads: int) -> None:
+        self.model, self.request, self.builder, self.num_threads = model, request, builder, num_threads
+        compiled = model.options.expert.compiler != "eager"
+        self.levels = LayerLevels(model.layouts, lambda: self.workload, self.times, compiled=compiled)
+        self.timed, self.priced = cache(self._timed), cache(self._priced)  # of this run: they go with it
+
+    def again(self, profile: Profile | None = None) -> Figures:
+        """The same, whose code is timed again when that is asked for, on this machine or on that of a profile."""
+        self.times.forget()
+        found = Figures(self.model, self.request, self.builder, self.num_threads)
+        vars(found)["profile"] = profile or self.profile
+        return found
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Measured by all ranks together if none is named; raises `OptionError` for one of another kind of device."""
+        options, device = self.model.options, self.model.device
+        with stage("measuring this machine, once"):
+            found = measured_profile(options.machine, options.storage, ranks=self.model.ranks, where=self.model.where)
+        if found.separate and not self.builder.layout.separate:
+            raise OptionError(
+                f"machine is {named(options.machine)!r}, whose device has memory of its own, and this model is on "
+                f"the {device}: leave machine out, and {ENVIRONMENT} unset, and this one is measured"
+            )
+        return found
+
+    @cached_property
+    def times(self) -> KnownTimes:
+        """Of code that ran on this machine before; where figures are given nothing is kept."""
+        model = self.model
+        if named(model.options.machine):
+            return KnownTimes()
+        num_ranks = model.ranks.total if model.ranks else 1
+        return KnownTimes(remembered_code(model.options.storage, num_ranks, model.device))
+
+    @property
+    def workload(self) -> Workload:
+        """What the layers' code costs here, on all tokens at a time."""
+        return self.timed(None)
+
+    def _timed(self, layer_tokens: int | None) -> Workload:
+        """The same on so many tokens at a time, timed once, with the units as they are tried first.
+
+        Raises `NoFitError` where the device has no memory for that.
+        """
+        layout, builder = self.model.layouts[0].in_pieces(layer_tokens), self.builder
+        workload = workload_of(layout, builder.sizes)
+        beside = dict if layer_tokens else partial(self.levels.to_compile, workload, last=self.request.saves_all)
+        with suppress(torch.OutOfMemoryError):  # whose frames hold what there was room for
+            found = timed(workload, layout, self.times, beside)
+            return replace(found, shape=builder.shape, world=builder.layout.world)
+        needed = format_bytes(workload.workspace_nbytes)
+        raise NoFitError(f"the device has no room for what a unit computes with, {needed}: {remedies(self.request)}")
+
+    def _priced(self, masters: Masters, layer_tokens: int | None) -> Workload:
+        """The workload with what updates of these units take on this machine."""
+        sizes = self.model.sizes[masters]
+        if not named(self.model.options.machine):
+            sizes = priced(sizes, self.profile, self.num_threads)
+        if any(size.products for size in sizes):
+            sizes = with_products(sizes, self.profile)
+        is_narrow = any(size.itemsize < size.gradient_itemsize for size in sizes)
+        return replace(self.timed(layer_tokens), sizes=sizes, masters=masters if is_narrow else None)
