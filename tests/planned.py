@@ -82,7 +82,7 @@ def gpt(
         costs=costs,
         micro_batch_size=1,
         sequence=sequence,
-        x_nbytes=sequence * hidden * itemsize,
+        x_nbytes=(sequence * hidden * itemsize,),
         dtype="bf16" if bf16 else "fp32",
         shape=shape,
     )
@@ -109,8 +109,8 @@ def toys(draw: st.DrawFn, whole: bool = False) -> tuple[Workload, int]:
         micro_batch_size=1,
         sequence=8,
         x_nbytes=x_nbytes(num_layers, shape, draw(st.sampled_from([512, 65536]))),
-        side_nbytes=draw(st.sampled_from([0, 1024])) if shape.sides else 0,
-        dside_nbytes=draw(st.sampled_from([0, 2048])) if shape.side_gradients else 0,
+        side_nbytes=(draw(st.sampled_from([0, 1024])) if shape.sides else 0,),
+        dside_nbytes=(draw(st.sampled_from([0, 2048])) if shape.side_gradients else 0,),
         shape=shape,
     )
     return workload, num_micro_batches

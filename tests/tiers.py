@@ -16,7 +16,7 @@ from toy import TieredToy, frozen_quanta, steps, tensors
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.passes.vertical import vertical
-from gs_compile.placement.boundaries import Nbytes, alike
+from gs_compile.placement.boundaries import BoundaryNbytes, shortest
 from gs_compile.placement.cut import cut
 from gs_compile.placement.levels import Level, Share, Shares
 from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
@@ -115,10 +115,10 @@ def with_gradient(num_layers: int, shape: StepShape) -> frozenset[Unit | None]:
     return frozenset(value.unit for op in ops for value in op.into if value.kind == "dw")
 
 
-def x_nbytes(num_layers: int, shape: StepShape, first: int = X_NBYTES) -> Nbytes:
+def x_nbytes(num_layers: int, shape: StepShape, first: int = X_NBYTES) -> BoundaryNbytes:
     """Of each boundary: each further stack hands on half as much."""
     above = range(num_layers + 1)
-    return alike([first >> sum(joint < layer for joint in shape.joints) for layer in above])
+    return shortest([first >> sum(joint < layer for joint in shape.joints) for layer in above])
 
 
 @cache
@@ -153,8 +153,8 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
     layout = Layout(
         num_layers=num_layers,
         x_nbytes=(x_nbytes(num_layers, shape),) * num_micro_batches,
-        side_nbytes=(SIDE_NBYTES,) * num_micro_batches,
-        dside_nbytes=(2 * SIDE_NBYTES,) * num_micro_batches,
+        side_nbytes=((SIDE_NBYTES,),) * num_micro_batches,
+        dside_nbytes=((2 * SIDE_NBYTES,),) * num_micro_batches,
         levels=(levels,) * num_layers,
         joints=shape.joints,
         separate=options.separate,

@@ -40,7 +40,7 @@ from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.baselines.spec import ScheduleSpec
 from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.placement.boundaries import Nbytes, alike
+from gs_compile.placement.boundaries import BoundaryNbytes, shortest
 from gs_compile.placement.levels import Level
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
@@ -151,12 +151,12 @@ class SpecializedModel:
         return prod(self.checkpoints[0].shape[:-1])
 
     @cached_property
-    def x_nbytes(self) -> Nbytes:
+    def x_nbytes(self) -> BoundaryNbytes:
         """Bytes of the checkpoints of one micro-batch."""
-        return alike([spec.nbytes for spec in self.checkpoints])
+        return shortest([spec.nbytes for spec in self.checkpoints])
 
     @cached_property
-    def side_nbytes(self) -> Nbytes:
+    def side_nbytes(self) -> BoundaryNbytes:
         """Bytes of all side inputs of one micro-batch, at the boundaries above what makes them; beside those of the
         prologue the taps and their gradients, which are there no longer.
         """
@@ -166,7 +166,7 @@ class SpecializedModel:
         return self._of_sides(lambda spec: spec.nbytes, beside=taps)
 
     @cached_property
-    def dside_nbytes(self) -> Nbytes:
+    def dside_nbytes(self) -> BoundaryNbytes:
         """The same of their gradients, which are summed in fp32 or wider."""
 
         def nbytes(spec: TensorSpec) -> int:
@@ -174,10 +174,10 @@ class SpecializedModel:
 
         return self._of_sides(nbytes)
 
-    def _of_sides(self, count: Callable[[TensorSpec], int], *, beside: int = 0) -> Nbytes:
+    def _of_sides(self, count: Callable[[TensorSpec], int], *, beside: int = 0) -> BoundaryNbytes:
         found = [sum(map(count, self.split.sides.get(unit.unit, ()))) for unit in self.split.units[:-1]]
         found[0] += beside if self.split.sides.get(PROLOGUE) else 0
-        return tuple(found) if self.split.joints else found[0]
+        return shortest(found) if self.split.joints else (found[0],)
 
     def compile_code(self, shape: StepShape, levels: Mapping[Unit, Iterable[int]] = MappingProxyType({})) -> None:
         """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile.

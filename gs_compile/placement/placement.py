@@ -9,7 +9,7 @@ from typing import Any
 
 from gs_compile.options import Ratios
 from gs_compile.placement.activations import Activations
-from gs_compile.placement.boundaries import Nbytes
+from gs_compile.placement.boundaries import BoundaryNbytes
 from gs_compile.placement.levels import Levels, Share, Shares, is_chosen
 from gs_compile.placement.stacks import Stacks, stack_of, stacks
 from gs_compile.placement.units import Group, Part, UnitPlacement
@@ -66,9 +66,9 @@ class Layout:
     """
 
     num_layers: int = 0
-    x_nbytes: tuple[Nbytes, ...] = ()
-    side_nbytes: tuple[Nbytes, ...] = ()
-    dside_nbytes: tuple[Nbytes, ...] = ()
+    x_nbytes: tuple[BoundaryNbytes, ...] = ()
+    side_nbytes: tuple[BoundaryNbytes, ...] = ()
+    dside_nbytes: tuple[BoundaryNbytes, ...] = ()
     levels: Levels = ()
     joints: frozenset[int] = frozenset()
     separate: bool = False
@@ -358,7 +358,7 @@ class Placement:
         return self.layout.num_layers
 
     @property
-    def x_nbytes(self) -> tuple[Nbytes, ...]:
+    def x_nbytes(self) -> tuple[BoundaryNbytes, ...]:
         return self.layout.x_nbytes
 
     @property

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from gs_compile.options import Masters
-from gs_compile.placement.boundaries import Nbytes, scaled
+from gs_compile.placement.boundaries import BoundaryNbytes, scaled
 from gs_compile.placement.stacks import Stacks, stacks
 from gs_compile.program.ir import StepShape, Unit
 
@@ -157,9 +157,9 @@ class Workload:
     costs: Mapping[Unit, UnitCost]
     micro_batch_size: int
     sequence: int  # tokens of a sample
-    x_nbytes: Nbytes
-    side_nbytes: Nbytes = 0
-    dside_nbytes: Nbytes = 0
+    x_nbytes: BoundaryNbytes
+    side_nbytes: BoundaryNbytes = (0,)
+    dside_nbytes: BoundaryNbytes = (0,)
     dtype: str = "fp32"
     shape: StepShape = field(default_factory=StepShape)
     world: int = 1
@@ -183,7 +183,7 @@ class Workload:
         return replace(self, costs=costs, **sizes)
 
     @property
-    def activations(self) -> dict[str, Nbytes]:
+    def activations(self) -> dict[str, BoundaryNbytes]:
         """The bytes of a micro-batch, by field."""
         return {name: getattr(self, name) for name in ACTIVATIONS}
 

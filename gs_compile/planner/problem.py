@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from gs_compile.errors import OptionError, PlanError
 from gs_compile.options import Masters
-from gs_compile.placement.boundaries import Nbytes
+from gs_compile.placement.boundaries import BoundaryNbytes
 from gs_compile.placement.levels import Levels
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import UnitSize, Workload
@@ -41,7 +41,7 @@ NOTHING: Mapping[str, int] = {"host": 0, "device": 0, "ssd": 0}  # bytes of a ti
 class Saving(Protocol):
     """What the layers of a model may save beside their inputs."""
 
-    def levels(self, x_nbytes: Sequence[Nbytes]) -> Levels:
+    def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
         """Of each layer, for micro-batches whose inputs have so many bytes; () where none may save more."""
 
     def workload(self, workload: Workload, *, last: bool) -> Workload:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gs_compile.errors import PlanError
 from gs_compile.options import Masters
 from gs_compile.passes.baselines.registry import SCHEDULES
-from gs_compile.placement.boundaries import Nbytes
+from gs_compile.placement.boundaries import BoundaryNbytes
 from gs_compile.placement.levels import Levels
 from gs_compile.placement.shards import shared
 from gs_compile.placement.workload import Workload
@@ -139,7 +139,7 @@ class Levelled:
 
     levelled: Callable[[], Workload]
 
-    def levels(self, x_nbytes: Sequence[Nbytes]) -> Levels:
+    def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
         return workload_levels(self.levelled(), len(x_nbytes))
 
     def workload(self, workload: Workload, *, last: bool) -> Workload:

@@ -48,7 +48,7 @@ def workload():
         costs={"e": UnitCost(forward_flops=0, backward_flops=0), 0: cost, 1: cost, "h": cost},
         micro_batch_size=2,
         sequence=1000,
-        x_nbytes=1,
+        x_nbytes=(1,),
         dtype="bf16",
     )
 

@@ -288,7 +288,7 @@ def test_what_it_reads_and_its_gradients_are_counted_with_side_inputs():
     found = next(iter(compilation.models.values()))
     sides = sum(spec.nbytes for spec in found.split.sides["e"])
     layers, experts, tokens = 2, 4, 2 * ids.shape[1]
-    assert found.side_nbytes == sides + 2 * 4 * layers * experts * tokens
+    assert found.side_nbytes == (sides + 2 * 4 * layers * experts * tokens,)
 
 
 def test_the_derivation_names_what_is_of_the_whole_batch():

@@ -31,7 +31,7 @@ def test_a_stale_late_part_gives_its_memory_to_the_gradient():
 
 @given(st.integers(1, 20), st.integers(1, 8), st.floats(0, 1), st.just(0.0) | st.floats(0, 1))
 def test_checkpoints_are_spread_evenly(num_layers, num_micro_batches, host, of_the_rest):
-    x_nbytes, device = (1,) * num_micro_batches, of_the_rest * (1 - host)
+    x_nbytes, device = ((1,),) * num_micro_batches, of_the_rest * (1 - host)
     placement = Placement(
         (),
         Layout(separate=True, x_nbytes=x_nbytes, num_layers=num_layers),

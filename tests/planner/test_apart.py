@@ -9,7 +9,7 @@ from planned import A100, GB, formulas, gpt, lowered, problem, ratios
 from test_saved_plans import levelled
 
 from gs_compile.placement import liveness
-from gs_compile.placement.boundaries import alike
+from gs_compile.placement.boundaries import shortest
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.traffic import traffic
@@ -43,7 +43,7 @@ def two_stacks(tower, text, *, trained=True):
         num_layers=JOINT + 1 + text.num_layers,
         sizes=tuple(sizes.values()),
         costs={unit: costs[unit] for unit in ("e", *range(JOINT + 1 + text.num_layers), "h")},
-        x_nbytes=alike([tower.x_nbytes] * (JOINT + 1) + [text.x_nbytes] * (text.num_layers + 1)),
+        x_nbytes=shortest([*tower.x_nbytes] * (JOINT + 1) + [*text.x_nbytes] * (text.num_layers + 1)),
         shape=shape,
     )
 

@@ -70,8 +70,8 @@ def test_a_batch_is_cut(settings, size, number):
 
 
 def test_a_workload_has_other_micro_batches_when_asked():
-    found = plan(replace(TINY, side_nbytes=100), machine=HERE, micro_batch_size=3, num_micro_batches=2).workload
-    assert (found.x_nbytes, found.side_nbytes) == (3 * TINY.x_nbytes, 300)
+    found = plan(replace(TINY, side_nbytes=(100,)), machine=HERE, micro_batch_size=3, num_micro_batches=2).workload
+    assert (found.x_nbytes, found.side_nbytes) == ((3 * TINY.x_nbytes[0],), (300,))
     assert found.model_flops == 3 * TINY.model_flops
     assert found.sizes == TINY.sizes
 

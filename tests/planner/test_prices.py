@@ -64,7 +64,7 @@ def model(num_layers: int, dtype: str = "fp32", **layer: float) -> Workload:
         costs=costs | ends,
         micro_batch_size=1,
         sequence=8,
-        x_nbytes=1000,
+        x_nbytes=(1000,),
         dtype=dtype,
     )
 
@@ -267,7 +267,7 @@ def test_a_pass_over_the_gradient(verb):
     found = price(Op(verb, reads, Stage("backward", 0), results), placement)
     assert found == Price(nbytes, nbytes / 1e12)
     users_own = price(
-        Op(verb, reads, Stage("backward", 0), results), Placement(layout=Layout(num_layers=1, x_nbytes=(1,)))
+        Op(verb, reads, Stage("backward", 0), results), Placement(layout=Layout(num_layers=1, x_nbytes=((1,),)))
     )
     assert users_own == Price()
 
@@ -279,4 +279,4 @@ def test_a_few_numbers_cost_an_operation(verb):
 
 def test_an_unknown_verb_is_our_own_fault():
     with pytest.raises(AssertionError, match="no price is known for gossip"):
-        price(Op("gossip", (), Stage("forward", 0)), Placement(layout=Layout(num_layers=1, x_nbytes=(1,))))
+        price(Op("gossip", (), Stage("forward", 0)), Placement(layout=Layout(num_layers=1, x_nbytes=((1,),))))

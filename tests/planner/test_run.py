@@ -30,7 +30,9 @@ def test_a_budget_beyond_the_machine_is_told(monkeypatch, caplog):
 
 
 def test_nothing_else_holds_the_planner_of_a_run():
-    layout: Any = SimpleNamespace(x_nbytes=1, side_nbytes=0, dside_nbytes=0, split=SimpleNamespace(num_layers=2))
+    layout: Any = SimpleNamespace(
+        x_nbytes=(1,), side_nbytes=(0,), dside_nbytes=(0,), split=SimpleNamespace(num_layers=2)
+    )
     layout.num_tokens = 8
     layout.shape_of = lambda *_, **__: StepShape()
     options = Options.of({"host_memory": 10**9})

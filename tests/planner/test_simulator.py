@@ -171,7 +171,7 @@ GRADIENT = Value("dw", 0, tier="host", part="a")
 
 def test_memory_is_given_back_when_its_users_are_done():
     """x0_0.host is freed as soon as it is on its way, and is there until it has arrived."""
-    layout, decision = Layout(num_layers=1, x_nbytes=(7,), separate=True), Decision(ratios=(Ratios(),))
+    layout, decision = Layout(num_layers=1, x_nbytes=((7,),), separate=True), Decision(ratios=(Ratios(),))
     placement = Placement(layout=layout, decision=decision)
     made, there, away = (Value("x", 0, 0, tier) for tier in ("device", "host", "ssd"))
     ops = [

@@ -63,4 +63,4 @@ def test_what_is_told_of_a_plan():
     assert {entry["tensor"].partition(".")[2] for entry in told} <= {"device", "host"}
     first = next(entry for entry in told if entry["tensor"] == "x0_0.device")
     assert (first["since"], first["until"], first["stays"]) == ("forward 0 of 0", "backward 1 of 0", True)
-    assert first["nbytes"] == TINY.x_nbytes
+    assert (first["nbytes"],) == TINY.x_nbytes

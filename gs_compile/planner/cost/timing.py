@@ -22,7 +22,7 @@ from gs_compile.capture.dealing import masks_of
 from gs_compile.capture.exchange import Alone, first_exchange
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel, levels_of
-from gs_compile.placement.boundaries import Nbytes, at
+from gs_compile.placement.boundaries import BoundaryNbytes, at
 from gs_compile.placement.levels import Level, Levels, aligned
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.known_times import SAME, KnownTimes, Row, Rows
@@ -179,7 +179,7 @@ class LayerLevels:
         self._asked = False
         self._costs = cache(self._cost)
 
-    def levels(self, x_nbytes: Sequence[Nbytes]) -> Levels:
+    def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
         """Of each layer; of a batch that another rank has, in proportion to the inputs. () where none may."""
         self._asked = True
         own = levels_of(self.layouts)

@@ -25,7 +25,7 @@ from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.codegen.layout import arrange, encoded, of_layers, stored_types, tied_units
 from gs_compile.errors import CaptureError, GreedySnakeError, PlanError
 from gs_compile.options import Frozen, Masters, Options
-from gs_compile.placement.boundaries import Nbytes
+from gs_compile.placement.boundaries import BoundaryNbytes
 from gs_compile.placement.workload import ACTIVATIONS, LevelCost, UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.model import (
     DEPTH,
@@ -217,7 +217,7 @@ def workload_of(
     )
 
 
-def activations(layouts: Sequence[SpecializedModel]) -> dict[str, tuple[Nbytes, ...]]:
+def activations(layouts: Sequence[SpecializedModel]) -> dict[str, tuple[BoundaryNbytes, ...]]:
     """The bytes of each micro-batch, by the field of a layout."""
     return {name: tuple(getattr(each, name) for each in layouts) for name in ACTIVATIONS}
 

@@ -274,7 +274,7 @@ def _lengths(workload: Workload, ends: int) -> tuple[int, ...]:
     sizes = {size.unit: replace(size, unit=0) for size in workload.sizes}
     layers = [(sizes.get(layer), workload.costs[layer], layer in shape.frozen) for layer in range(number)]
     named = (*shape.emits, *shape.outside, *shape.tied, *shape.joints)  # beside the first to have a gradient, at an end
-    singled_out = any(isinstance(unit, int) for unit in named) or not isinstance(workload.x_nbytes, int)
+    singled_out = any(isinstance(unit, int) for unit in named) or len(workload.x_nbytes) > 1
     for period in range(1, MOST_PERIOD + 1):
         short = 2 * ends + (number - 2 * ends) % period
         if short + period < number and not singled_out and layers[period:] == layers[:-period]:

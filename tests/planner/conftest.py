@@ -1,0 +1,20 @@
+"""Tests of the planner count what equal models move and keep once: each program that is lowered for that takes time."""
+
+from __future__ import annotations
+
+import pytest
+
+from gs_compile.planner.lp.counting import Counted
+
+
+@pytest.fixture(scope="session", autouse=True)
+def counted_once():
+    known = {}
+
+    def counted(*given, **settings):
+        found = Counted(*given, **settings)
+        return known.setdefault(found.key, found)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gs_compile.planner.problem.Counted", counted)
+        yield
