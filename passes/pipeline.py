@@ -22,15 +22,15 @@ from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value, 
 # In the stage: at its start; after the computation that makes the value (made); before the one that reads it, one
 # micro-batch ahead where it is copied (read), or two or more (ahead); piece k beside micro-batch k (piece); after all
 # computation (end).
-Place = Literal["start", "made", "read", "ahead", "piece", "end"]
+Anchor = Literal["start", "made", "read", "ahead", "piece", "end"]
 
 
 class Row(NamedTuple):
-    """Stages from the unit's own, where the device has memory of its own and where not, and the place in that stage."""
+    """Stages from the unit's own, where the device has memory of its own and where not, and where in that stage."""
 
     own_memory: int
     one_memory: int
-    place: Place = "start"
+    anchor: Anchor = "start"
 
 
 ROWS = {
@@ -171,7 +171,7 @@ class _StageAssigner:
         if part:
             return self._beside_update(op, part, stage)
         stage += here
-        match row.place:
+        match row.anchor:
             case "made":
                 return IssuePoint(here, position - 1, AFTER)
             case "read":

@@ -12,7 +12,7 @@ from typing import Any
 from gs_compile.errors import LaneError, RankError, StorageError
 from gs_compile.placement.kinds import is_of_units, nbytes_of, slot_of
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.ranges import Made, places_of
+from gs_compile.placement.ranges import ResultRange, result_ranges
 from gs_compile.program.ir import LANES, Program, Value
 from gs_compile.runtime.ahead import Ahead
 from gs_compile.runtime.alarm import OF_US
@@ -70,7 +70,7 @@ class Tiers(Homes):
         self.ended_on_device: list[tuple[int, Sequence[Ticket]]] = []  # bytes of values, and who still uses them
         self.pending: StepRecord | None = None  # of the step whose late updates are still to come
         self._lanes: dict[str, Lane] = {}
-        self._places: dict[int, tuple[Program, list[list[Made]]]] = {}  # by identity; the latest last
+        self._places: dict[int, tuple[Program, list[list[ResultRange]]]] = {}  # by identity; the latest last
         self._num_threads, self._pid = num_threads, os.getpid()
         self.followers: list[Callable[[], None]] = []  # called when it is over, ahead of all else
         self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, setting.store, ranks, self.followers)
@@ -142,10 +142,10 @@ class Tiers(Homes):
                 self.fail(error)
             raise
 
-    def places(self, program: Program, placement: Placement) -> Sequence[Sequence[Made]]:
+    def places(self, program: Program, placement: Placement) -> Sequence[Sequence[ResultRange]]:
         """Where the results of each operation of a program are: found once, for the latest `MOST_PLACES` programs."""
         known, found = self._places.pop(id(program), (program, None))
-        self._places[id(program)] = known, found or places_of(program, placement)
+        self._places[id(program)] = known, found or result_ranges(program, placement)
         while len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
         return self._places[id(program)][1]

@@ -28,7 +28,7 @@ def range_of(slot: Slot, offsets: Mapping[object, int]) -> Range | None:
     return Range(slot.key, offsets[slot.key], slot.nbytes) if slot.is_in_slab and slot.key in offsets else None
 
 
-class Made(NamedTuple):
+class ResultRange(NamedTuple):
     """Where a result is: its slot's range, from where on in it, and whether none of the operation's reads is there."""
 
     where: Range | None
@@ -36,11 +36,11 @@ class Made(NamedTuple):
     is_new: bool
 
 
-def places_of(program: Program, placement: Placement) -> list[list[Made]]:
+def result_ranges(program: Program, placement: Placement) -> list[list[ResultRange]]:
     """Where the results of each operation of a program are."""
     slots = Slots(placement)
     return [
-        [Made(range_of(slot, program.offsets), slot.offset, is_new) for slot, is_new in slots.made(op)]
+        [ResultRange(range_of(slot, program.offsets), slot.offset, is_new) for slot, is_new in slots.made(op)]
         for op in program.ops
     ]
 

@@ -14,7 +14,7 @@ from gs_compile.placement.sealing import Seals
 from gs_compile.program.ir import DRAIN, EPILOGUE, FILL, KINDS, PROLOGUE, Op, Program, Stage, Value, height
 from gs_compile.program.verbs import JOINING, LAWS, SIGNATURES
 
-_Place = tuple[int, float]
+_Position = tuple[int, float]
 _Law = Callable[[Op], Iterator[str]]
 Known = dict[object, set[int]]  # `id` of operations, by the sizes of the step
 
@@ -83,7 +83,7 @@ class Stages:
         self.program, self.by_micro_batch = program, program.by_micro_batch
         self.now: Stage | None = None
         self.seen: set[Stage] = set()
-        self.tracks: dict[object, tuple[_Place, Stage]] = {}  # the last place on each line of stages, and its stage
+        self.tracks: dict[object, tuple[_Position, Stage]] = {}  # the last one on each line of stages, and its stage
         self.done: Counter[tuple[str, int | None]] = Counter()  # operations of the stage, by verb and micro-batch
 
     def breaks(self, op: Op) -> Iterator[str]:
@@ -101,11 +101,11 @@ class Stages:
             yield f"stage {stage} was left and comes again"
         if stage.unit is not None and (stage.micro_batch is None) == self.by_micro_batch:
             yield f"stage {stage} is of all micro-batches, and others are of one each"
-        for track, place in _places(stage).items():
-            last, before = self.tracks.get(track, (place, stage))
-            if place < last:
+        for track, position in _positions(stage).items():
+            last, before = self.tracks.get(track, (position, stage))
+            if position < last:
                 yield f"stage {stage} comes after {before}"
-            self.tracks[track] = place, stage
+            self.tracks[track] = position, stage
         self.now = stage
         self.seen.add(stage)
         self.done.clear()
@@ -132,7 +132,7 @@ class Stages:
                 yield Stage("forward", EPILOGUE, j)
 
 
-def _places(stage: Stage) -> dict[object, _Place]:
+def _positions(stage: Stage) -> dict[object, _Position]:
     """Where a stage stands on each line of stages that is in order: up through the forward, down through the backward.
 
     Layer by layer that is one line. Micro-batch by micro-batch each of these has one, and in a phase they follow each
@@ -140,10 +140,10 @@ def _places(stage: Stage) -> dict[object, _Place]:
     """
     if stage.unit is None:
         return {"step": (0, 0.0) if stage == FILL else (3, 0.0)}
-    place = (2, -height(stage.unit)) if stage.phase == "backward" else (1, height(stage.unit))
+    position = (2, -height(stage.unit)) if stage.phase == "backward" else (1, height(stage.unit))
     if stage.micro_batch is None:
-        return {"step": place}
-    return {"step": (1, 0.0), stage.micro_batch: place, stage.phase: (stage.micro_batch, 0.0)}
+        return {"step": position}
+    return {"step": (1, 0.0), stage.micro_batch: position, stage.phase: (stage.micro_batch, 0.0)}
 
 
 def _numbers(program: Program, op: Op) -> Iterator[str]:

@@ -15,7 +15,7 @@ from zoo import VOCAB, WIDTH, small
 
 import gs_compile
 from gs_compile.errors import OptimizerError, StepOrderError
-from gs_compile.placement.ranges import places_of
+from gs_compile.placement.ranges import result_ranges
 from gs_compile.planner import programs
 from gs_compile.planner.simulate.measured import measured
 from gs_compile.program.ir import LANES
@@ -58,7 +58,9 @@ def pair(harness, tmp_path):
 
 def test_where_results_are_is_found_once_for_a_program(harness, tmp_path, monkeypatch):
     found = []
-    monkeypatch.setattr(tiers, "places_of", lambda program, *given: found.append(program) or places_of(program, *given))
+    monkeypatch.setattr(
+        tiers, "result_ranges", lambda program, *given: found.append(program) or result_ranges(program, *given)
+    )
     harness.train(adamw, options(tmp_path, alpha=0.0), 4)
     assert len(found) == len(set(map(id, found))) < 4  # of four steps, and of what is read after them
 
