@@ -47,18 +47,18 @@ FASTER = 0.99  # of the time with split masters: less is what two timings of the
 log = logging.getLogger(__name__)
 
 
-def decide(problem: Problem, found: Search | None = None) -> StepPlan:
+def decide(problem: Problem, search: Search | None = None) -> StepPlan:
     """The plan of a step of the problem's micro-batches; updates are in pieces where whole ones do not fit.
 
-    found: by the linear program, of this problem, where that is known.
+    search: of this problem, where that is done.
 
     Raises `PlanError` or `OptionError` where what is asked for contradicts what there is, `MemoryBudgetError` where not
     even the least fits; of a step that is going to run before anything is measured.
     """
     if problem.layer_updates > 1:
-        problem, found = problem.updated_in(1), None
+        problem, search = problem.updated_in(1), None
     try:
-        made = _decided(problem, found)
+        plan = _decided(problem, search)
     except MemoryBudgetError as error:
         if problem.whole_masters is None:
             raise
@@ -66,37 +66,37 @@ def decide(problem: Problem, found: Search | None = None) -> StepPlan:
         with suppress(MemoryBudgetError):
             return told(_decided(problem.whole_masters().like(problem), None))
         raise  # what split ones need, which is mostly less
-    if made.problem.whole_masters is None or not any(unit.num_resident for unit in made.placement.units):
-        return told(made)
-    return told(_faster_masters(made, made.problem.whole_masters().like(problem)))
+    if plan.problem.whole_masters is None or not any(unit.num_resident for unit in plan.placement.units):
+        return told(plan)
+    return told(_faster_masters(plan, plan.problem.whole_masters().like(problem)))
 
 
-def _faster_masters(made: StepPlan, whole: Problem) -> StepPlan:
+def _faster_masters(plan: StepPlan, whole: Problem) -> StepPlan:
     """With masters that are whole, where that is faster: what lives on a device goes to the host for its update if they
     are split, and late updates need the old halves.
     """
-    most = FASTER * made.seconds
+    most = FASTER * plan.seconds
     with suppress(MemoryBudgetError):
-        found = whole.search()
-        if found.best.seconds < most and (other := _decided(whole, found)).seconds < most:
+        search = whole.search()
+        if search.best.seconds < most and (other := _decided(whole, search)).seconds < most:
             return other
-    return made
+    return plan
 
 
-def _decided(problem: Problem, found: Search | None) -> StepPlan:
+def _decided(problem: Problem, search: Search | None) -> StepPlan:
     """The plan with one kind of masters."""
-    open_problem = undecided(problem)
-    made = _solved(open_problem, found) if isinstance(open_problem, Problem) else open_problem
-    return with_variant(made) if problem.request.spec.variants else made
+    settled = undecided(problem)
+    plan = _solved(settled, search) if isinstance(settled, Problem) else settled
+    return with_variant(plan) if problem.request.spec.variants else plan
 
 
-def _solved(problem: Problem, found: Search | None) -> StepPlan:
+def _solved(problem: Problem, search: Search | None) -> StepPlan:
     try:
-        made = _best_clipping(problem, found)
+        plan = _best_clipping(problem, search)
     except MemoryBudgetError:
         return _scarce(problem)
-    best, most = made, WORTH * made.seconds
-    for cut in faster(problem, made):
+    best, most = plan, WORTH * plan.seconds
+    for cut in faster(problem, plan):
         with suppress(MemoryBudgetError):
             other = _best_clipping(cut)
             best = other if other.seconds < min(most, best.seconds) else best
@@ -106,12 +106,12 @@ def _solved(problem: Problem, found: Search | None) -> StepPlan:
 # By the linear program and the simulator ------------------------------------------------------------------------------
 
 
-def _best_clipping(problem: Problem, found: Search | None = None) -> StepPlan:
+def _best_clipping(problem: Problem, search: Search | None = None) -> StepPlan:
     """The plan of the way to clip that is asked for, or that is faster: of equal ones, with delayed updates."""
     request, sizes = problem.request, problem.workload.sizes  # priced, once the machine is known
     if sizes != problem.builder.sizes:
         problem = replace(problem, builder=replace(problem.builder, sizes=sizes))
-    chosen = plan_stacks(problem, found or problem.search())
+    chosen = plan_stacks(problem, search or problem.search())
     is_settled = request.clipping is not None or request.alpha is not None or request.accumulate
     if not request.clip or is_settled:
         return chosen
@@ -136,16 +136,16 @@ def _scarce(problem: Problem) -> StepPlan:
         raise _refusal(problem.updated_in(SCARCE_UPDATES)) from None
     tries = smaller(problem)
     next(tries)  # itself
-    found = _first([next(tries)])
-    if not found or least is problem:  # it is not host memory alone that is short
-        found += _first(tries)
-    if found:
-        return min(found, key=lambda each: each.seconds)
+    plans = _first([next(tries)])
+    if not plans or least is problem:  # it is not host memory alone that is short
+        plans += _first(tries)
+    if plans:
+        return min(plans, key=lambda each: each.seconds)
     note = "no plan fits by the linear program's bounds: host memory keeps the least it can"
     for each in smaller(problem):
         placement = _placed(each.steps, 0.0)
         if each.layer_updates >= least.layer_updates and _keeps_budgets(each, placement):
-            return _made(each, placement, note)
+            return _unsimulated(each, placement, note)
     raise _refusal(each)
 
 
@@ -166,8 +166,8 @@ def undecided(problem: Problem) -> Problem | StepPlan:
     problem = problem.wider if problem.request.saves else problem
     if problem.will_run:
         return _settled(_least(problem)) or problem  # refused here, before anything is measured
-    made = _settled(problem)
-    return made if made and _keeps_budgets(made.problem, made.placement) else problem
+    plan = _settled(problem)
+    return plan if plan and _keeps_budgets(plan.problem, plan.placement) else problem
 
 
 def _settled(problem: Problem) -> StepPlan | None:
@@ -179,21 +179,23 @@ def _settled(problem: Problem) -> StepPlan | None:
     smallest, largest = (_placed(steps, part) for part in (0.0, 1.0))
     may_save = is_open(request) and problem.wider is not problem
     if smallest == largest and len(request.alphas) == 1 and not may_save:
-        return _made(problem, _boundary_for_free(steps, smallest), "ratios and alpha are given: nothing was planned")
-    given = _ratios(problem, 1.0).given()
-    moves_nothing = all(given[name] == 1.0 for name in given.keys() & set(HOST_CLASSES))
+        return _unsimulated(
+            problem, _boundary_for_free(steps, smallest), "ratios and alpha are given: nothing was planned"
+        )
+    ratios = _ratios(problem, 1.0).given()
+    moves_nothing = all(ratios[name] == 1.0 for name in ratios.keys() & set(HOST_CLASSES))
     if separate or not _fits(steps, largest) or (not moves_nothing and (may_save or len(request.alphas) > 1)):
         return None
     reason = "all that may be in host memory fits there: nothing was planned"
     if not may_save:
-        return _made(problem, _boundary_for_free(steps, largest), reason)
+        return _unsimulated(problem, _boundary_for_free(steps, largest), reason)
     wider = problem.wider.steps
     chosen = _boundary_for_free(wider, _filled(wider, largest))
     workload = wider.workload
     if computed(workload, chosen.shares) > (1 + NOISE) * min(workload.computed):  # of the rest drives may take some
         return None
     words = saved_text(chosen.shares, problem.builder.layout.num_items)
-    return _made(problem.wider, chosen, "; ".join([reason, *words]))
+    return _unsimulated(problem.wider, chosen, "; ".join([reason, *words]))
 
 
 def _filled(problem: Problem, plain: Placement) -> Placement:
@@ -204,8 +206,8 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
         return builder.placement(replace(decision, shares=shares))
 
     ladders = (list(map(placed, ladder)) for ladder in topmost(workload.worthwhile, "host"))
-    found = (highest(ladder, partial(_fits, problem)) for ladder in ladders)
-    return min([plain, *(each for each, _ in filter(None, found))], key=lambda each: computed(workload, each.shares))
+    fitting = (highest(ladder, partial(_fits, problem)) for ladder in ladders)
+    return min([plain, *(each for each, _ in filter(None, fitting))], key=lambda each: computed(workload, each.shares))
 
 
 def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
@@ -225,8 +227,8 @@ def _last_for_free(problem: Problem, plain: Placement, ladder: Ladder) -> Placem
         return plain
     needed = peak(problem.builder.program(plain), "host")
     most = {"host": max(needed, min(int(needed * NEXT_TO_NO_MORE), problem.host_nbytes))}
-    found = highest(ladder, lambda each: fits(problem.builder.programs(each), most))
-    return found[0] if found else plain
+    last = highest(ladder, lambda each: fits(problem.builder.programs(each), most))
+    return last[0] if last else plain
 
 
 def _least(problem: Problem) -> Problem:
@@ -242,7 +244,7 @@ def _least(problem: Problem) -> Problem:
     raise MemoryBudgetError(_too_large(each.steps, placement))
 
 
-def _made(problem: Problem, placement: Placement, note: str) -> StepPlan:
+def _unsimulated(problem: Problem, placement: Placement, note: str) -> StepPlan:
     """The plan of a placement that is not simulated; raises what `_check_device` does."""
     _check_device(problem, placement)
     return StepPlan(problem=problem, relaxed=placement.decision, placement=placement, notes=(note,))
@@ -341,8 +343,8 @@ def _most_alpha(problem: Problem, alpha: float) -> float | None:
 
 def remedies(request: Request) -> str:
     """What of all that makes a step smaller can still be done."""
-    found = ["give it more"]
-    found += ["lower ratios"] if any(request.ratios.given().values()) else []
-    found += ["have activations computed again (recompute)"] if request.saves_all else []
-    found += ["give a smaller micro_batch_size"] if (request.micro_batch_size or 1) > 1 else []
-    return ", or ".join(found)
+    changes = ["give it more"]
+    changes += ["lower ratios"] if any(request.ratios.given().values()) else []
+    changes += ["have activations computed again (recompute)"] if request.saves_all else []
+    changes += ["give a smaller micro_batch_size"] if (request.micro_batch_size or 1) > 1 else []
+    return ", or ".join(changes)

@@ -17,8 +17,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import Masters
@@ -47,7 +48,17 @@ log = logging.getLogger(__name__)
 MORE = 1e-3  # of throughput: less is nothing
 
 T = TypeVar("T")
-Found = tuple[Problem, Search]
+
+
+class SizeSearch(NamedTuple):
+    """The search for steps of micro-batches of one size."""
+
+    problem: Problem
+    search: Search
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.problem.workload.tokens * self.search.best.throughput
 
 
 def plan(
@@ -129,7 +140,7 @@ class Planner:
         may_be_whole = workload.masters == "split" and not request.masters and request.ranks == 1
         may_be_cut = workloads.has_pieces and layer_tokens is None
         pieces = in_pieces.sizes(size * request.sequence, request, separate=profile.separate) if may_be_cut else ()
-        found = Problem(
+        problem = Problem(
             builder=StepBuilder.of(workload, request.number(size) or 0, durability=request.durability, **layout),
             request=request,
             machine=lambda: profile,
@@ -142,7 +153,7 @@ class Planner:
             layer_tokens=layer_tokens,
             counts=self.counts,
         )
-        return found.wider if request.saves else found
+        return problem.wider if request.saves else problem
 
     def or_storing_gradients(self, made: Callable[[Planner], T]) -> T:
         """What is made of this, or of the same asked for as by `Request.or_storing_gradients`."""
@@ -157,7 +168,7 @@ class Planner:
             return self
         return replace(self, request=request, workloads=self.workloads.asked(request))
 
-    def searched(self) -> list[Found]:
+    def searched(self) -> list[SizeSearch]:
         """The micro-batch sizes that fit, until two larger ones have brought nothing; first the one with the highest
         throughput, of equals the smallest batch. Where nothing fits so, what takes less memory is tried.
         """
@@ -169,58 +180,59 @@ class Planner:
                 refusals.append(error)
         raise refusals[-1]
 
-    def _searched(self, first: Problem) -> list[Found]:
+    def _searched(self, first: Problem) -> list[SizeSearch]:
         """Of updates and layers in such pieces."""
-        found: list[Found] = []
+        searches: list[SizeSearch] = []
         for size in self.request.sizes:
             log.info("micro-batches of %d samples", size)
             problem = self.problem(size, layer_tokens=first.layer_tokens).updated_in(first.layer_updates)
             problem.check()
             try:
-                found.append((problem, problem.search()))
+                searches.append(SizeSearch(problem, problem.search()))
             except PlanError:
-                if not found:
+                if not searches:
                     raise
                 break  # a larger one needs more memory
-            if len(found) > 2 and _tokens_per_second(found[-1]) <= _tokens_per_second(found[-3]) * (1 + MORE):
+            if len(searches) > 2 and searches[-1].tokens_per_second <= searches[-3].tokens_per_second * (1 + MORE):
                 break
-        found.sort(key=_tokens_per_second, reverse=True)
-        near = (each for each in found if _tokens_per_second(each) >= _tokens_per_second(found[0]) * (1 - WORTH_SAYING))
-        chosen = min(near, key=lambda each: each[0].workload.tokens * each[1].best.num_micro_batches)
-        return [chosen, *(each for each in found if each is not chosen)]
+        searches.sort(key=attrgetter("tokens_per_second"), reverse=True)
+        least = searches[0].tokens_per_second * (1 - WORTH_SAYING)
+        near = (each for each in searches if each.tokens_per_second >= least)
+        chosen = min(near, key=lambda each: each.problem.workload.tokens * each.search.best.num_micro_batches)
+        return [chosen, *(each for each in searches if each is not chosen)]
 
     def of_any_batch(self) -> StepPlan:
         """The plan of the first search whose program keeps the budgets, else of the smallest batch.
 
         Where nobody has given the batch, half as many micro-batches are tried before another size.
         """
-        found: list[Found] = []
+        searches: list[SizeSearch] = []
         with suppress(NoFitError):  # but the program of the least may fit
-            found = self.searched()
-        for problem, search in found:
-            most = search.best.num_micro_batches
+            searches = self.searched()
+        for problem, first in searches:
+            most = first.best.num_micro_batches
             for number in (most,) if problem.number or most == 1 else (most, most // 2):
-                own = problem.at(number)
+                steps = problem.at(number)
                 try:
-                    tried = search if number == most else own.search()
+                    search = first if number == most else steps.search()
                     log.info("simulating %d micro-batches", number)
-                    made = decide(own, tried)
+                    plan = decide(steps, search)
                 except MemoryBudgetError:
                     continue
-                others = [each for each in found if each[0] is not problem]
-                return explained(made, tried, others, self.narrower(made.problem))
+                others = [each for each in searches if each.problem is not problem]
+                return explained(plan, search, others, self.narrower(plan.problem))
         problem = self.problem(self.request.sizes[0])
         return decide(problem.at(problem.number or 1))
 
     def narrower(self, problem: Problem) -> Iterator[tuple[States, Problem]]:
         """The problem with states in fewer bits, by their type; none of what says itself what its states take."""
-        own, request = problem.workload, problem.request
+        workload, request = problem.workload, problem.request
         every = get_args(States)
         for states in every[every.index(request.states) + 1 :]:
             with suppress(PlanError):  # Muon has no states of 8 bits
                 workloads, pieces = self.asked(states=states).workloads, problem.layer_tokens or request.layer_tokens
-                found = workloads.workload(own.micro_batch_size, own.masters, pieces)
-                yield states, problem.resized(with_products(found.sizes, self.profile))
+                sizes = workloads.workload(workload.micro_batch_size, workload.masters, pieces).sizes
+                yield states, problem.resized(with_products(sizes, self.profile))
 
     def of_whole_batch(self, other: Problem, search: Search) -> StepPlan:
         """One forward and backward over the batch of `other`, or over the most samples of it that fit."""
@@ -230,8 +242,8 @@ class Planner:
         def is_too_large(size: int) -> bool:
             problem = self.problem(size)
             try:
-                found = problem.search()
-                plans[size] = explained(decide(problem, found), found, [])
+                search = problem.search()
+                plans[size] = explained(decide(problem, search), search, [])
             except MemoryBudgetError:
                 if size == 1:  # the least, or what it needs
                     plans[size] = decide(problem)
@@ -243,7 +255,3 @@ class Planner:
         taken = f"the {batch_size} samples that the {other.request.schedule} order takes"
         limit = f"of {taken}, {fits} fit in one forward and backward"
         return replace(plans[fits], notes=(limit, *plans[fits].notes))
-
-
-def _tokens_per_second(found: Found) -> float:
-    return found[0].workload.tokens * found[1].best.throughput
