@@ -22,26 +22,26 @@ from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import RATIO_OF
 
 
-def plan_stacks(problem: Problem, found: Search) -> StepPlan:
+def plan_stacks(problem: Problem, search: Search) -> StepPlan:
     """The plan that the search's best becomes, with whatever layers save; its stacks are apart where that is faster.
 
     Raises `MemoryBudgetError` where no program keeps the budgets.
     """
-    alike = _alike(problem, found)
+    alike = _alike(problem)
     try:
-        own = with_saved(problem, choose(problem, found))
+        apart = with_saved(problem, choose(problem, search))
     except MemoryBudgetError:
         if alike is None:
             raise
         return alike
     if alike is None:
-        return own
-    if own.seconds * GROWTH > alike.seconds:
+        return apart
+    if apart.seconds * GROWTH > alike.seconds:
         return alike
-    return replace(own, notes=(*own.notes, *_text(own, alike)))
+    return replace(apart, notes=(*apart.notes, *_text(apart, alike)))
 
 
-def _alike(problem: Problem, found: Search) -> StepPlan | None:
+def _alike(problem: Problem) -> StepPlan | None:
     """The plan whose stacks all have the same ratios; None where it does not fit, or there is one stack."""
     if len(problem.formulas.stacks) == 1:
         return None
@@ -51,9 +51,9 @@ def _alike(problem: Problem, found: Search) -> StepPlan | None:
     return None
 
 
-def _text(own: StepPlan, alike: StepPlan) -> Iterator[str]:
+def _text(apart: StepPlan, alike: StepPlan) -> Iterator[str]:
     """What is in host memory of each stack, and what that brings."""
-    names = [name for name in RATIO_OF.values() if len({ratios.given()[name] for ratios in own.relaxed.ratios}) > 1]
-    parts = (f"{name} {', '.join(f'{r.given()[name]:.0%}' for r in own.relaxed.ratios)}" for name in names)
-    faster = f"{alike.seconds / own.seconds - 1:.0%} faster than with the same of all"
+    names = [name for name in RATIO_OF.values() if len({ratios.given()[name] for ratios in apart.relaxed.ratios}) > 1]
+    parts = (f"{name} {', '.join(f'{r.given()[name]:.0%}' for r in apart.relaxed.ratios)}" for name in names)
+    faster = f"{alike.seconds / apart.seconds - 1:.0%} faster than with the same of all"
     yield f"Stacks have parts of their own in host memory ({'; '.join(parts) or 'activations'}): {faster}."

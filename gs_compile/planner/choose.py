@@ -83,16 +83,16 @@ class Candidate:
         return tier == "host" or any(part for each in ratios for part in each.on_device().values())
 
 
-def choose(problem: Problem, found: Search) -> StepPlan:
+def choose(problem: Problem, search: Search) -> StepPlan:
     """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
-    steps, best, is_small = problem.steps, found.best, is_small_step(problem)
+    steps, best, is_small = problem.steps, search.best, is_small_step(problem)
     finished = [(each, _with_boundary(steps, each, is_small=is_small)) for each in refined(problem, best)]
     chosen, simulation = min(finished, key=lambda pair: pair[1].seconds)
     if chosen.solution.alpha != best.alpha:  # what is said of the plan is said of its own alpha
         solved = problem.solved(problem.number, chosen.solution.alpha)
         assert solved is not None, "what fits in less memory fits"
         best = solved
-    rows = [(number, solution.seconds) for number, solution in found.history if solution is not None]
+    rows = [(number, solution.seconds) for number, solution in search.history if solution is not None]
     return StepPlan(
         problem=problem,
         relaxed=chosen.solution.decision,
@@ -140,16 +140,16 @@ def each_of(ladder: Ladder) -> Iterator[Ladder]:
 
 def highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> tuple[Placement, T] | None:
     """The last placement of a ladder that fits, if any does, with what `fitting` makes of it."""
-    found: tuple[Placement, T] | None = None
+    last: tuple[Placement, T] | None = None
 
     def is_over(each: Placement) -> bool:
-        nonlocal found
-        if made := fitting(each):
-            found = each, made
-        return not made
+        nonlocal last
+        if result := fitting(each):
+            last = each, result
+        return not result
 
     bisect_left(ladder, True, key=is_over)
-    return found
+    return last
 
 
 def fastest(
@@ -163,8 +163,8 @@ def fastest(
 
     spare: by tier, bytes that are left free. part: of a step's time, that the fastest may take where both are as fast.
     """
-    found = (highest(ladder, lambda each: problem.fitting(each, spare)) for ladder in ladders)
-    programs = dict(each for each in found if each)  # where memory is short, ladders end at the same placement
+    ends = (highest(ladder, lambda each: problem.fitting(each, spare)) for ladder in ladders)
+    programs = dict(each for each in ends if each)  # where memory is short, ladders end at the same placement
     simulations = [plain, *(problem.predicted(*each) for each in programs.items())]
     least = min(each.seconds for each in simulations)
     return next(each for each in simulations if part * each.seconds <= least)
@@ -175,9 +175,9 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
     if not placement.durability:
         return ()
     plain = replace(problem, builder=problem.builder.laid_out(durability=0))
-    found = plain.solved(best.num_micro_batches)
-    assert found is not None, "less fits, too"
-    slower = f"{best.seconds / found.seconds - 1:.1%} slower by the linear program"
+    without = plain.solved(best.num_micro_batches)
+    assert without is not None, "less fits, too"
+    slower = f"{best.seconds / without.seconds - 1:.1%} slower by the linear program"
     return (f"Commits: {commits_text(placement)}; {slower}.",)
 
 
@@ -200,20 +200,20 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
     Raises `MemoryBudgetError` where none does.
     """
     trial = problem.bundled
-    kept: dict[float, Candidate] = {}
-    for found in sorted(_tries(trial, best), key=lambda each: each.seconds):
-        alpha, candidate = found.solution.alpha, None
-        if alpha in kept:
+    by_alpha: dict[float, Candidate] = {}
+    for bundled in sorted(_tries(trial, best), key=lambda each: each.seconds):
+        alpha, candidate = bundled.solution.alpha, None
+        if alpha in by_alpha:
             continue
         if trial is problem or (not problem.will_run and problem.solved(problem.number, alpha)):
-            candidate = found
+            candidate = bundled
         elif problem.will_run:
-            candidate = _fitting(problem, alpha, found.spare, found.less)
+            candidate = _fitting(problem, alpha, bundled.spare, bundled.less)
         if candidate and not is_small_step(problem):
             return [candidate]
-        kept |= {alpha: candidate} if candidate else {}
-    if kept:
-        return list(kept.values())
+        by_alpha |= {alpha: candidate} if candidate else {}
+    if by_alpha:
+        return list(by_alpha.values())
     scarce = _of_any_alpha(problem)
     if scarce is None:
         raise MemoryBudgetError("no program of what the linear program finds keeps the budgets")
@@ -222,27 +222,27 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
 
 def _tries(problem: Problem, best: Solution) -> list[Candidate]:
     """With memory left free as long as that is faster; then without late updates, where they may be faster."""
-    found = [candidate] if (candidate := _fitting(problem, None, NOTHING)) else []
+    candidates = [candidate] if (candidate := _fitting(problem, None, NOTHING)) else []
     for tier, turn_nbytes in _turns(problem).items():
         for turns in SPARE_TURNS:
-            if not found or found[-1].is_good_enough or not found[-1].fills(tier):
+            if not candidates or candidates[-1].is_good_enough or not candidates[-1].fills(tier):
                 break
-            last = found[-1]
+            last = candidates[-1]
             more = turns * turn_nbytes - last.spare[tier]
-            spare, less = ({**given, tier: given[tier] + more} for given in (last.spare, last.less))
+            spare, less = ({**left, tier: left[tier] + more} for left in (last.spare, last.less))
             candidate = _fitting(problem, last.solution.alpha, spare, less)
             if candidate is None or candidate.seconds > FASTER * last.seconds:
                 break
-            found.append(candidate)
-    if found and found[-1].is_good_enough:
-        return found
-    first = found[-1] if found else None
+            candidates.append(candidate)
+    if candidates and candidates[-1].is_good_enough:
+        return candidates
+    first = candidates[-1] if candidates else None
     for alpha in _other_alphas(problem, first.solution if first else best):
         bound = problem.solved(problem.number, alpha)
         if bound and (first is None or bound.seconds < first.seconds):
             candidate = _fitting(problem, alpha, first.spare if first else NOTHING)
-            found += [candidate] if candidate else []
-    return found
+            candidates += [candidate] if candidate else []
+    return candidates
 
 
 def _other_alphas(problem: Problem, best: Solution) -> Iterator[float]:
@@ -254,8 +254,8 @@ def _other_alphas(problem: Problem, best: Solution) -> Iterator[float]:
     if above and is_small_step(problem):
 
         def costs(alpha: float) -> bool:
-            found = problem.solved(problem.number, alpha)
-            return found is None or found.seconds > GOOD_ENOUGH * best.seconds
+            solution = problem.solved(problem.number, alpha)
+            return solution is None or solution.seconds > GOOD_ENOUGH * best.seconds
 
         free = bisect_left(above, True, key=costs)
         if free:
@@ -270,8 +270,8 @@ def _of_any_alpha(problem: Problem) -> Candidate | None:
         best = problem.solved(problem.number, None, budgets=less)
         if best is None:
             return None
-        if best.alpha not in tried and (found := _fitting(problem.steps, best.alpha, NOTHING)):
-            return found
+        if best.alpha not in tried and (candidate := _fitting(problem.steps, best.alpha, NOTHING)):
+            return candidate
         tried.add(best.alpha)
     return None
 

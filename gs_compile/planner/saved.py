@@ -52,8 +52,8 @@ def with_saved(problem: Problem, plan: StepPlan) -> StepPlan:
     wider = problem.wider
     if wider is problem or not wider.workload.worthwhile:
         return plan
-    found = [plan, *_by_program(wider, plan)]
-    best = min([*found, *(_at_the_turn(wider, each) for each in found)], key=lambda each: each.seconds)
+    plans = [plan, *_by_program(wider, plan)]
+    best = min([*plans, *(_at_the_turn(wider, each) for each in plans)], key=lambda each: each.seconds)
     if not best.placement.shares:
         return plan
     return replace(best, history=plan.history, notes=(*best.notes, *text(best, plan.seconds)))
@@ -86,9 +86,9 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     ladders = ([placed(shares) for shares in ladder] for ladder in topmost(problem.workload.worthwhile, here))
     parts = PARTS if is_small_step(problem) else PARTS[:1]
     simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
-    made = simulation.placed
+    placement = simulation.placed
     plan = replace(plan, problem=problem, solved=plan.bound, simulated=simulation)
-    return replace(plan, relaxed=replace(plan.relaxed, shares=made.shares), placement=made)
+    return replace(plan, relaxed=replace(plan.relaxed, shares=placement.shares), placement=placement)
 
 
 def topmost(levels: Sequence[int], tier: Tier) -> Iterator[list[Shares]]:
@@ -113,8 +113,8 @@ def _may_pay(problem: Problem, plan: StepPlan) -> bool:
     workload = problem.workload
     layers = range(workload.num_layers)
     costs = {unit: cost.without_recomputation() if unit in layers else cost for unit, cost in workload.costs.items()}
-    found = problem.of(replace(workload, costs=costs)).solved(plan.num_micro_batches)
-    return found is not None and found.seconds * WORTH < plan.bound_seconds
+    without = problem.of(replace(workload, costs=costs)).solved(plan.num_micro_batches)
+    return without is not None and without.seconds * WORTH < plan.bound_seconds
 
 
 # What is said of it ---------------------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def text(plan: StepPlan, seconds: float) -> Iterator[str]:
     words = f"{next(saved_text(shares, number))}: {seconds / plan.seconds - 1:.0%} faster"
     part, better = shares.part(), list[tuple[float, str]]()
     for what, more_of_it in richer(plan.problem).items():
-        found = more_of_it(plan.problem).solved(plan.num_micro_batches, plan.alpha)
-        better += [(found.decision.shares.part(), what)] if found else []
+        solution = more_of_it(plan.problem).solved(plan.num_micro_batches, plan.alpha)
+        better += [(solution.decision.shares.part(), what)] if solution else []
     most, what = max(better)
     more = f"; {what} would make it {round(most * number)}" if most > part + WORTH_SAYING else ""
     yield words + more
@@ -136,7 +136,7 @@ def text(plan: StepPlan, seconds: float) -> Iterator[str]:
 def saved_text(shares: Shares, number: int) -> Iterator[str]:
     """``44 of 192 layer inputs keep their activations in host memory``, if any do; `number`: of all items."""
     by_tier = {tier: round(number * shares.part(tier)) for tier in TIERS}
-    found = [f"{count} {ON[tier]}" for tier, count in by_tier.items() if count]
+    parts = [f"{count} {ON[tier]}" for tier, count in by_tier.items() if count]
     first = f" of {number} layer inputs keep their activations "
-    if found:
-        yield ", ".join([found[0].replace(" ", first, 1), *found[1:]])
+    if parts:
+        yield ", ".join([parts[0].replace(" ", first, 1), *parts[1:]])

@@ -57,14 +57,14 @@ def search(given: Given, num_micro_batches: int | None = None) -> Search:
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
     check(given.formulas)
-    found, saturation = _Tries(given), given.request.saturation
+    tries, saturation = _Tries(given), given.request.saturation
     if num_micro_batches is not None:
-        best = found.at(num_micro_batches)
+        best = tries.at(num_micro_batches)
     else:
-        best = (_relative if saturation == "relative" else _paper)(found, MOST[saturation])
+        best = (_relative if saturation == "relative" else _paper)(tries, MOST[saturation])
     if best is None:
         raise NoFitError(shortfall(given, num_micro_batches or 1))
-    return Search(best, tuple(sorted(found.known.items())))
+    return Search(best, tuple(sorted(tries.known.items())))
 
 
 def best_for(given: Given, num_micro_batches: int, alphas: Sequence[float] = ()) -> Solution | None:
@@ -80,34 +80,34 @@ def has_solution(given: Given, num_micro_batches: int, alphas: Sequence[float] =
 # The number of micro-batches ------------------------------------------------------------------------------------------
 
 
-def _paper(found: _Tries, most: int) -> Solution | None:
+def _paper(tries: _Tries, most: int) -> Solution | None:
     """Algorithm 1 as it stands: one micro-batch more at a time."""
-    best = found.at(1)
+    best = tries.at(1)
     for number in range(2, most + 1):
-        solution = found.at(number)
+        solution = tries.at(number)
         if best is None or solution is None or solution.throughput < GROWTH * best.throughput:
             break
         best = solution
     return best
 
 
-def _relative(found: _Tries, most: int) -> Solution | None:
+def _relative(tries: _Tries, most: int) -> Solution | None:
     """The smallest number that is enough: twice as many each time, then between the last two."""
     low, high = 0, 1
-    while not _is_enough(found, high, most):
+    while not _is_enough(tries, high, most):
         low, high = high, 2 * high
     between = range(low + 1, high)
-    enough = low + 1 + bisect_left(between, True, key=lambda number: _is_enough(found, number, most))
-    return found.at(enough) or (found.at(enough - 1) if enough > 1 else None)
+    enough = low + 1 + bisect_left(between, True, key=lambda number: _is_enough(tries, number, most))
+    return tries.at(enough) or (tries.at(enough - 1) if enough > 1 else None)
 
 
-def _is_enough(found: _Tries, number: int, most: int) -> bool:
+def _is_enough(tries: _Tries, number: int, most: int) -> bool:
     """Whether more micro-batches do not fit, are not allowed, or hardly bring anything."""
-    here = found.at(number)
+    here = tries.at(number)
     if here is None or number >= most:
         return True
     for more in (-(-number // 8), 1):
-        there = found.at(number + more)
+        there = tries.at(number + more)
         if there is not None:
             return there.throughput / here.throughput - 1 < PART * more / number
     return True
@@ -137,13 +137,13 @@ class _Tries:
 
     def _best(self, number: int) -> Solution | None:
         """The alpha with the lowest bound is solved, which moves the bounds of others, until none can be better."""
-        system, left, found = self._systems(number), self._left(number), None
+        system, left, best = self._systems(number), self._left(number), None
         bounds = dict.fromkeys(left, system(left[0]).computing if left else 0.0)
         for between in set(map(anchors, bounds)):
             self._raise(bounds, between, self.multipliers.get((between, number > 1), ()), system)
         while bounds:
             bound, alpha = min((bound, alpha) for alpha, bound in bounds.items())
-            if found and bound >= found.seconds * (1 - ROUNDING):
+            if best and bound >= best.seconds * (1 - ROUNDING):
                 break
             solution = self._solved(alpha, number, system)
             if solution is None:
@@ -152,9 +152,9 @@ class _Tries:
             del bounds[alpha]
             self.multipliers.setdefault((anchors(alpha), number > 1), []).append(solution.multipliers)
             self._raise(bounds, anchors(alpha), [solution.multipliers], system)
-            if found is None or (solution.seconds, alpha) < (found.seconds, found.alpha):
-                found = solution
-        return found
+            if best is None or (solution.seconds, alpha) < (best.seconds, best.alpha):
+                best = solution
+        return best
 
     def _systems(self, number: int) -> Systems:
         return cache(lambda alpha: System(self.given, number, alpha))
