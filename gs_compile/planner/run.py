@@ -58,13 +58,15 @@ class Planned:
     """What was decided for a run.
 
     plan: by this rank, which is the first; None: by another one, or by the run that goes on here.
-    masters: of parameters in bf16. values_nbytes: of device memory, without what code computes with where that is
-        known; None: nothing is said of it. facts: what commits keep of the plan.
+    masters: of parameters in bf16. budgets: of a call. device_nbytes: what there is of device memory, where that was
+        asked for; values_nbytes: of that, without what code computes with where that is known; None: nothing is said.
+    facts: what commits keep of the plan.
     """
 
     placement: Placement
     masters: Masters
     budgets: CallBudgets
+    device_nbytes: int | None = None
     values_nbytes: int | None
     plan: StepPlan | None = None
     facts: Mapping[str, Any]
@@ -162,8 +164,7 @@ class RunPlanner:
                 raise self._refused(error.message, whole_device) from error
             if self.num_calls == 1:
                 return planned
-            if whole_device is None and planned.plan is not None and planned.plan.is_solved:
-                whole_device = planned.plan.problem.budgets.device_nbytes or None
+            whole_device = whole_device or planned.device_nbytes
             budgets, fits = self._shared_out(planned, whole_device, is_last=number >= MOST_ROUNDS - 2)
             if fits:
                 return replace(planned, budgets=budgets)
@@ -234,6 +235,7 @@ class RunPlanner:
             placement=plan.placement,
             masters=masters,
             budgets=budgets,
+            device_nbytes=(plan.problem.budgets.device_nbytes or None) if plan.is_solved else None,
             values_nbytes=values_nbytes,
             plan=plan,
             facts=facts,

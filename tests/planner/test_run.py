@@ -11,12 +11,13 @@ import torch
 from planned import gpt
 
 from gs_compile.options import Options
+from gs_compile.placement.placement import Placement
 from gs_compile.planner import run
 from gs_compile.planner.at_hand import ModelAtHand
 from gs_compile.planner.cost import timing as module
 from gs_compile.planner.cost.timing import LayerLevels
 from gs_compile.planner.measure.machines import Where
-from gs_compile.planner.run import CallBudgets, RunPlanner
+from gs_compile.planner.run import CallBudgets, Planned, RunPlanner
 from gs_compile.program.ir import StepShape
 
 
@@ -29,7 +30,7 @@ def test_a_budget_beyond_the_machine_is_told(monkeypatch, caplog):
     assert "host_memory is 48.0 GiB, and this process may use 8.0 GiB: it is killed if it needs more" in caplog.text
 
 
-def test_nothing_else_holds_the_planner_of_a_run():
+def planner_of_two_layers() -> RunPlanner:
     layout: Any = SimpleNamespace(
         x_nbytes=(1,), side_nbytes=(0,), dside_nbytes=(0,), split=SimpleNamespace(num_layers=2)
     )
@@ -37,13 +38,30 @@ def test_nothing_else_holds_the_planner_of_a_run():
     layout.shape_of = lambda *_, **__: StepShape()
     options = Options.of({"host_memory": 10**9})
     given = {"sizes": {"split": ()}, "layouts": [layout], "tied": frozenset(), "clip": False}
-    planner = RunPlanner(ModelAtHand(options=options, where=Where(torch.device("cpu")), **given))
+    return RunPlanner(ModelAtHand(options=options, where=Where(torch.device("cpu")), **given))
+
+
+def test_nothing_else_holds_the_planner_of_a_run():
+    planner = planner_of_two_layers()
     budgets = CallBudgets(planner.whole_nbytes, planner.whole_device_nbytes)
     assert planner.problem(budgets, "split") is planner.problem(budgets, "split")
     gone = weakref.ref(planner)
     del planner
     gc.collect()
     assert gone() is None
+
+
+def test_ranks_that_are_told_a_plan_share_the_device_out_as_the_first_rank_does(monkeypatch):
+    """Else it plans once more, and the others go on without it."""
+    planner, seen = planner_of_two_layers(), []
+    planner.num_calls = 2
+    budgets = CallBudgets(10**9, None)
+    common = {"placement": Placement(), "masters": "split", "values_nbytes": None, "facts": {}}
+    told = Planned(**common, budgets=budgets, device_nbytes=8 << 30)
+    monkeypatch.setattr(planner, "_plan", lambda *_: told)
+    monkeypatch.setattr(planner, "_shared_out", lambda _, whole, is_last: (seen.append(whole), (budgets, True))[1])
+    assert planner.plan({}) == told
+    assert seen == [8 << 30]
 
 
 def test_nothing_else_holds_what_layers_may_save(monkeypatch):
