@@ -39,13 +39,13 @@ def free(
 def with_frees(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) -> tuple[Op, ...]:
     """The operations with `free` among them, before anything is planned."""
     ends = _ends(ops, lasting, placement)
-    found: list[Op] = []
+    freed: list[Op] = []
     for index, op in enumerate(ops):
-        found.append(op)
+        freed.append(op)
         if ending := ends.get(index):
             used = dict.fromkeys((*op.reads, *op.into, *op.results))
-            found += [Op("free", (value,), op.stage) for value in used if value in ending]
-    return tuple(found)
+            freed += [Op("free", (value,), op.stage) for value in used if value in ending]
+    return tuple(freed)
 
 
 def _ends(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:

@@ -61,7 +61,7 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
     placement, late = step.placement, step.leaves_late
     if placement is None:
         return (*turns, partial(free, outputs=step.outputs))
-    own = (partial(step.order.own_pass, placement=placement, late=late),) if step.order.own_pass else ()
+    own_pass = (partial(step.order.own_pass, placement=placement, late=late),) if step.order.own_pass else ()
     return (
         *turns,
         *((partial(save, placement=placement),) if placement.shares else ()),  # what is not computed again
@@ -70,7 +70,7 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
         partial(offload, placement=placement, context=step.context),
         *((partial(shard, placement=placement),) if placement.world > 1 else ()),  # units among the ranks
         partial(pipeline, placement=placement),  # each transfer in the latest stage that still hides it
-        *own,  # what only this schedule has
+        *own_pass,  # what only this schedule has
         *((partial(decode, placement=placement),) if placement.decodes else ()),  # what is stored encoded
         # Last: lifetimes follow from the reads that are left.
         partial(free, placement=placement, late=late, planned=step.planned),
@@ -95,8 +95,8 @@ def before_own_pass(step: StepSpec) -> Program:
     """The program that the own pass of a schedule gets, not verified: it will not run."""
     assert step.placement is not None
     assert step.order.own_pass is not None, "the schedule has no pass of its own"
-    made = lower(step, verified=False)
-    return next(each for each in made if each.made_by == "pipeline")  # which comes before the own pass
+    snapshots = lower(step, verified=False)
+    return next(each for each in snapshots if each.made_by == "pipeline")  # which comes before the own pass
 
 
 def flush(num_layers: int, placement: Placement, context: StepContext = ALL_LATE) -> list[Program]:

@@ -83,7 +83,7 @@ class Activations:
     def _places(self) -> Sequence[Mapping[Item, int]]:
         """Of each stack's items of level 0, the place of each among these."""
         every = ([(unit, j) for unit in layers for j in range(self.num_micro_batches)] for layers in self.stacks)
-        return [{item: at for at, item in enumerate(x for x in found if x not in self._items)} for found in every]
+        return [{item: at for at, item in enumerate(x for x in of_stack if x not in self._items)} for of_stack in every]
 
     # Parts of all ----------------------------------------------------------------------------------------------------
 
@@ -93,8 +93,8 @@ class Activations:
 
     def are_possible(self) -> bool:
         """Whether no stack has more checkpoints in memory than those of its items that are in no share."""
-        found = (1.0 - self._saved(at) - sum(_checkpoints(each).values()) for at, each in enumerate(self.ratios))
-        return all(left >= -1e-9 for left in found)
+        left_over = (1.0 - self._saved(at) - sum(_checkpoints(each).values()) for at, each in enumerate(self.ratios))
+        return all(left >= -1e-9 for left in left_over)
 
     def checkpoints(self, tier: Tier) -> float:
         """Of all checkpoints, how many the ratios have on a tier."""

@@ -77,7 +77,7 @@ def items(
 
     stacks: that shares name.
     """
-    number, found = len(levels) * num_micro_batches, dict[Item, Share]()
+    number, by_item = len(levels) * num_micro_batches, dict[Item, Share]()
     rest = [(unit, j) for unit, above in enumerate(levels) if above for j in range(num_micro_batches)]
     for share in sorted(shares, key=lambda each: (not each.is_topmost, TIERS.index(each.tier))):
         free = rest if share.stack is None else [item for item in rest if item[0] in stacks[share.stack]]
@@ -86,9 +86,9 @@ def items(
             chosen = sorted(free, key=lambda item: (-item[0], item[1]))[:count]
         else:
             chosen = [item for at, item in enumerate(free) if is_chosen(at, count / len(free))] if free else []
-        found |= {item: share._replace(level=min(share.level, len(levels[item[0]]))) for item in chosen}
-        rest = [item for item in rest if item not in found]
-    return found
+        by_item |= {item: share._replace(level=min(share.level, len(levels[item[0]]))) for item in chosen}
+        rest = [item for item in rest if item not in by_item]
+    return by_item
 
 
 def aligned(nbytes: int) -> int:

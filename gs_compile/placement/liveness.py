@@ -67,7 +67,7 @@ def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
     Raises ProgramError where a value changes its memory while it is alive.
     """
     slots = Slots(placement)
-    found: list[LiveRange] = []
+    ranges: list[LiveRange] = []
     alive: dict[object, tuple[LiveRange, set[Value]]] = {}
     keys: dict[Value, object] = {}  # of the slots that values which are alive are in
 
@@ -76,8 +76,8 @@ def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
         if keys.setdefault(value, key) != key:
             raise ProgramError(f"{value} changes its memory while it is alive")
         if (there := alive.get(key)) is None:
-            found.append(LiveRange(value, slot, BEFORE if slot.tier == "ssd" else at))
-            alive[key] = found[-1], {value}
+            ranges.append(LiveRange(value, slot, BEFORE if slot.tier == "ssd" else at))
+            alive[key] = ranges[-1], {value}
         else:
             there[1].add(value)
 
@@ -94,7 +94,7 @@ def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
             if not values and live.slot.tier != "ssd":
                 live.last = at
                 del alive[live.slot.key]
-    return found
+    return ranges
 
 
 def nbytes_alive(ranges: Iterable[LiveRange], tier: Tier, num_ops: int) -> NDArray[np.int64]:

@@ -300,22 +300,22 @@ class Placement:
         """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones;
         `warm`: with the copies that one training step carries into the next.
         """
-        found: set[Value] = set()
+        homes: set[Value] = set()
         for unit in self.units:
-            found.update(self.sums(unit))
+            homes.update(self.sums(unit))
             for group in unit.groups:
                 stale = late and group.when == "late"
                 if group in self.speculated(unit):
-                    found.update(other for _, other in unit.shadows(group))
+                    homes.update(other for _, other in unit.shadows(group))
                 if self.durability:
-                    found.update(other for _, other in unit.copies(group))
+                    homes.update(other for _, other in unit.copies(group))
                 if late and group.when in self.waiting(redo=redo) and not self.accumulates:
-                    found.add(unit.gradient(group))
-                found |= {unit.value("s", part) for part in group.s}
-                found |= {unit.value("w", part) for part in group.w if not (stale and self.reclaims(unit, part))}
+                    homes.add(unit.gradient(group))
+                homes |= {unit.value("s", part) for part in group.s}
+                homes |= {unit.value("w", part) for part in group.w if not (stale and self.reclaims(unit, part))}
         if late and self.clip:
-            found.add(Value("scale", tier="host"))
-        return frozenset(found | self.carried_values if warm else found)
+            homes.add(Value("scale", tier="host"))
+        return frozenset(homes | self.carried_values if warm else homes)
 
     def num_extents(self, value: Value) -> int:
         """The extents on SSD that a part, its shadow copy or its other copy has: a write never goes to the one that the

@@ -42,19 +42,19 @@ class Seals:
             yield f"{value} of the step before is not stored yet"
 
     def _breaks_store(self, op: Op) -> Iterator[str]:
-        for made, store in zip(op.reads, op.into, strict=False):
-            is_early = self.made.get(made, False)
+        for source, store in zip(op.reads, op.into, strict=False):
+            is_early = self.made.get(source, False)
             if self.seals and is_early and not self.is_sealed:
                 yield f"{store} is stored before the step before is sealed"
             if self.is_sealed and not is_early:
                 yield f"{store} is stored after the step before was sealed without it"
             if store.kind in COPIES.values():
-                yield from self._breaks_copy(made, store, is_early)
+                yield from self._breaks_copy(source, store, is_early)
             self.written.add((store, is_early))
 
-    def _breaks_copy(self, made: Value, copy: Value, is_early: bool) -> Iterator[str]:
-        if made not in self.made or homed(made) != homed(copy)._replace(tier="host"):
-            yield f"{copy} is not of {made} as an update has made it"
+    def _breaks_copy(self, source: Value, copy: Value, is_early: bool) -> Iterator[str]:
+        if source not in self.made or homed(source) != homed(copy)._replace(tier="host"):
+            yield f"{copy} is not of {source} as an update has made it"
         if not (self.copies if is_early else self.seals):
             yield f"{copy} is written, and no commit keeps it"
         if (copy, is_early) in self.written:

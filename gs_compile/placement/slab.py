@@ -180,20 +180,20 @@ def _prolonged(ranges: Sequence[LiveRange], ops: Sequence[Op], moved: NDArray[np
 
     That may be in the next step: then the start of this one is theirs as well. moved: bytes before each operation.
     """
-    found = []
+    prolonged = []
     for live in ranges:
         user = live.last
         while user is not None and user > 0 and ops[user].verb == "free":
             user -= 1
         if live.last is None or user is None or not _is_on_a_lane(ops[user]) or not lag:
-            found.append(live)
+            prolonged.append(live)
             continue
         until = moved[live.last] + lag
-        found.append(replace(live, last=max(live.last, min(int(moved.searchsorted(until)), len(ops)))))
+        prolonged.append(replace(live, last=max(live.last, min(int(moved.searchsorted(until)), len(ops)))))
         into_next = min(int(moved.searchsorted(until - moved[-1])), live.first)
         if into_next > 0:
-            found.append(replace(live, first=0, last=into_next))
-    return found
+            prolonged.append(replace(live, first=0, last=into_next))
+    return prolonged
 
 
 def _is_on_a_lane(op: Op) -> bool:

@@ -34,12 +34,12 @@ class Users(Generic[Key, User]):
 
     def awaited(self, reads: Iterable[Key], into: Iterable[Key]) -> list[User]:
         """What an operation waits for."""
-        found: list[User] = []
+        users: list[User] = []
         for value in reads:
-            found += self.ready(value)
+            users += self.ready(value)
         for value in into:
-            found += self.idle(value)
-        return found
+            users += self.idle(value)
+        return users
 
     def use(self, value: Key, user: User) -> None:
         """An operation reads the value until it is over."""

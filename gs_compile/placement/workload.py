@@ -239,11 +239,11 @@ class Workload:
     @cached_property
     def worthwhile(self) -> tuple[int, ...]:
         """The levels at which layers compute less than at any that saves less, by more than timings differ."""
-        found = [0]
+        levels = [0]
         for level, computed in enumerate(self.computed):
-            if computed < (1 - NOISE) * self.computed[found[-1]]:
-                found.append(level)
-        return tuple(found[1:])
+            if computed < (1 - NOISE) * self.computed[levels[-1]]:
+                levels.append(level)
+        return tuple(levels[1:])
 
     @cached_property
     def tokens(self) -> int:

@@ -85,22 +85,22 @@ class Figures:
     def again(self, profile: Profile | None = None) -> Figures:
         """The same, whose code is timed again when that is asked for, on this machine or on that of a profile."""
         self.times.forget()
-        found = Figures(self.model, self.request, self.builder, self.num_threads)
-        vars(found)["profile"] = profile or self.profile
-        return found
+        figures = Figures(self.model, self.request, self.builder, self.num_threads)
+        vars(figures)["profile"] = profile or self.profile
+        return figures
 
     @cached_property
     def profile(self) -> Profile:
         """Measured by all ranks together if none is named; raises `OptionError` for one of another kind of device."""
         options, device = self.model.options, self.model.device
         with stage("measuring this machine, once"):
-            found = measured_profile(options.machine, options.storage, ranks=self.model.ranks, where=self.model.where)
-        if found.separate and not self.builder.layout.separate:
+            profile = measured_profile(options.machine, options.storage, ranks=self.model.ranks, where=self.model.where)
+        if profile.separate and not self.builder.layout.separate:
             raise OptionError(
                 f"machine is {named(options.machine)!r}, whose device has memory of its own, and this model is on "
                 f"the {device}: leave machine out, and {ENVIRONMENT} unset, and this one is measured"
             )
-        return found
+        return profile
 
     @cached_property
     def times(self) -> KnownTimes:
@@ -125,8 +125,8 @@ class Figures:
         workload = workload_of(layout, builder.sizes)
         beside = dict if layer_tokens else partial(self.levels.to_compile, workload, last=self.request.saves_all)
         with suppress(torch.OutOfMemoryError):  # whose frames hold what there was room for
-            found = timed(workload, layout, self.times, beside)
-            return replace(found, shape=builder.shape, world=builder.layout.world)
+            with_seconds = timed(workload, layout, self.times, beside)
+            return replace(with_seconds, shape=builder.shape, world=builder.layout.world)
         needed = format_bytes(workload.workspace_nbytes)
         raise NoFitError(f"the device has no room for what a unit computes with, {needed}: {remedies(self.request)}")
 

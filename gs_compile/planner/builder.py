@@ -67,7 +67,7 @@ class StepBuilder:
 
     def _whole_of(self, ratios: Ratios, shares: Shares, layers: range) -> tuple[Ratios, Shares]:
         """The same of one stack."""
-        number, own = self.layout.num_items, len(layers) * self.layout.num_micro_batches
+        number, of_stack = self.layout.num_items, len(layers) * self.layout.num_micro_batches
         savable = self._savable(layers)
         parts = accumulate((share.part for share in shares), initial=0.0)
         ends = [min(int(part * number + ROUNDING), savable) for part in parts]
@@ -76,11 +76,11 @@ class StepBuilder:
             share._replace(part=count / number) for share, count in zip(shares, counts, strict=True) if count
         )
         left, on_host, on_device = (
-            max(1.0 - whole.part() * (number / own), 0.0),
+            max(1.0 - whole.part() * (number / of_stack), 0.0),
             ratios.checkpoint or 0.0,
             ratios.device_checkpoint or 0.0,
         )
-        asked = min(shares.part() * (number / own), savable / own) if shares else 0.0
+        asked = min(shares.part() * (number / of_stack), savable / of_stack) if shares else 0.0
         is_all = bool(shares) and on_host + on_device + asked >= 1 - ROUNDING
         on_device = left if is_all and on_device and not on_host else min(on_device, left)
         on_host = left - on_device if is_all else min(on_host, left - on_device)
@@ -90,16 +90,16 @@ class StepBuilder:
         """Those that are of the topmost layers of all stacks as shares of each."""
         if len(stacks) == 1:
             return shares
-        found, number = list[Share](), self.layout.num_items
+        in_stacks, number = list[Share](), self.layout.num_items
         left = [self._savable(layers) / number for layers in stacks]
         for share in shares:
             missing = share.part
             for stack in reversed(range(len(stacks))) if share.stack is None else (share.stack,):
                 part = min(missing, left[stack])
-                found.append(share._replace(part=part, stack=stack))
+                in_stacks.append(share._replace(part=part, stack=stack))
                 left[stack] -= part
                 missing -= part
-        return Shares(found)
+        return Shares(in_stacks)
 
     def _savable(self, layers: range) -> int:
         """Of the items of some layers, how many can save activations."""
@@ -187,5 +187,5 @@ def peak(program: Program, tier: str) -> int:
 
 def waiting_nbytes(program: Program, placement: Placement) -> int:
     """Of the device, what a call keeps between its forward and its backward, and shares with no other call."""
-    own = (live for live in live_ranges(program.ops, placement) if live.first != BEFORE)
-    return int(nbytes_alive(own, "device", len(program.ops))[program.forward_end - 1])
+    of_call = (live for live in live_ranges(program.ops, placement) if live.first != BEFORE)
+    return int(nbytes_alive(of_call, "device", len(program.ops))[program.forward_end - 1])

@@ -83,17 +83,17 @@ def fit(
     planned, says so.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
-    found: list[Fit] = []
+    fits: list[Fit] = []
     planners = [] if planners is None else planners
     for way, asked in ways(request):
         planners.append(planner_of(model, asked, planners, keeps=keeps))
         try:
-            found.append(_fit(way, planners[-1], longest=longest))
+            fits.append(_fit(way, planners[-1], longest=longest))
         except (CaptureError, PlanError) as error:
             if not asked.lora:
                 raise
-            found.append(Fit(way=way, missing=error.message))
-    return found
+            fits.append(Fit(way=way, missing=error.message))
+    return fits
 
 
 def longest_sequence(model: str | Path | PretrainedConfig, request: Request, *, keeps: bool = False) -> int:

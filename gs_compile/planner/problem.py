@@ -244,8 +244,8 @@ class Problem:
 
     def lacking(self, placement: Placement) -> dict[str, int]:
         """By tier, the bytes that the steps of a placement take beyond the budgets, with what code computes with."""
-        found = [self.excess(program) for program in self.builder.programs(placement)]
-        return {tier: max(each.get(tier, 0) for each in found) for tier in TIERS if any(tier in each for each in found)}
+        over = [self.excess(program) for program in self.builder.programs(placement)]
+        return {tier: max(each.get(tier, 0) for each in over) for tier in TIERS if any(tier in each for each in over)}
 
     def excess(self, program: Program, spare: Mapping[str, int] = NOTHING) -> dict[str, int]:
         """By tier, the bytes that a step takes beyond its budget; `spare` bytes of it are left free."""

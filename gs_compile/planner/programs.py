@@ -179,13 +179,13 @@ class StepPrograms:
     @cached_property
     def files(self) -> Sequence[int]:
         """The bytes of each extent of this run: what a step has on SSD, activations once for each call at a time."""
-        found = list[int]()
+        extents = list[int]()
         for live in live_ranges(self.planned_step.ops, self.placement):
             if live.slot.tier == "ssd":
                 number = self.placement.num_extents(live.value)
                 of_calls = 1 if is_of_units(live.value) else self.planner.num_calls
-                found += [live.slot.nbytes // number] * (number * of_calls)
-        return found
+                extents += [live.slot.nbytes // number] * (number * of_calls)
+        return extents
 
     @property
     def ssd_nbytes(self) -> int:

@@ -62,12 +62,12 @@ def binding(problem: Problem, solution: Solution) -> Iterator[str]:
         return solution.seconds / solved.seconds - 1 if solved else 0.0
 
     gains = {words: gain(words) for words in more}
-    for words, found in gains.items():
-        yield f"{words}: {f'{found:.0%} faster' if found > WORTH_SAYING else 'nothing'}"
+    for words, gained in gains.items():
+        yield f"{words}: {f'{gained:.0%} faster' if gained > WORTH_SAYING else 'nothing'}"
     if max(gains.values()) <= WORTH_SAYING:
-        found, one, other = max((gain(*pair), *pair) for pair in combinations(more, 2))
-        if found > WORTH_SAYING:
-            yield f"{one} and {other}: {found:.0%} faster"
+        gained, one, other = max((gain(*pair), *pair) for pair in combinations(more, 2))
+        if gained > WORTH_SAYING:
+            yield f"{one} and {other}: {gained:.0%} faster"
 
 
 def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Problem, Search]]) -> Iterator[Alternative]:
@@ -86,17 +86,17 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
         tries.append((f"micro-batches of {size}", other.workload, solved))
     if alpha and not (request.clip or request.accumulate):
         tries.append(("no delayed updates (alpha 0)", workload, problem.solved(number, 0.0)))
-    given = [each.given() for each in solution.decision.ratios]
-    if any(each[name] for each in given for name in each.keys() & CLASSES):
-        nothing = replace(request, ratios=Ratios(**dict.fromkeys(given[0], 0.0)), recompute="all")
+    ratios = [each.given() for each in solution.decision.ratios]
+    if any(each[name] for each in ratios for name in each.keys() & CLASSES):
+        nothing = replace(request, ratios=Ratios(**dict.fromkeys(ratios[0], 0.0)), recompute="all")
         tries.append(("everything on SSD", workload, problem.of(request=nothing).solved(number, alpha)))
     rows = [
-        Alternative(label=label, seconds=found.seconds, tokens_per_second=found.throughput * model.tokens)
-        for label, model, found in tries
-        if found is not None
+        Alternative(label=label, seconds=answer.seconds, tokens_per_second=answer.throughput * model.tokens)
+        for label, model, answer in tries
+        if answer is not None
     ]
-    own = number * workload.tokens / solution.seconds
-    rows.sort(key=lambda row: abs(row.tokens_per_second / own - 1))
+    now = number * workload.tokens / solution.seconds
+    rows.sort(key=lambda row: abs(row.tokens_per_second / now - 1))
     yield from rows[:MOST_ALTERNATIVES]
 
 

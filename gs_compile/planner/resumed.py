@@ -41,8 +41,8 @@ def fingerprint(
 ) -> str:
     """Of all that a plan follows from but what is measured; settled: what else it is made for, as text or numbers."""
     batches = activations(layouts)
-    own = replace(options, group=None, mesh=None, resume=None, progress=None, report=None, status=None)
-    facts = own, sizes, batches, shape, settled, __version__
+    settled_options = replace(options, group=None, mesh=None, resume=None, progress=None, report=None, status=None)
+    facts = settled_options, sizes, batches, shape, settled, __version__
     return sha256(json.dumps(facts, default=_plain, sort_keys=True).encode()).hexdigest()
 
 
@@ -54,8 +54,8 @@ def _plain(fact: Any) -> Any:
 
 def num_calls_of(former: Mapping[str, Any]) -> int:
     """How many calls of the model waited for their backward at a time; 1 where a commit does not say."""
-    found = former.get(NUM_CALLS)
-    return found if type(found) is int and 1 <= found <= MOST_CALLS else 1
+    number = former.get(NUM_CALLS)
+    return number if type(number) is int and 1 <= number <= MOST_CALLS else 1
 
 
 def facts_of(plan: StepPlan, made_for: str, whole_nbytes: int, values_nbytes: int | None) -> dict[str, Any]:

@@ -101,8 +101,8 @@ class StepPlan:
     @property
     def ratios(self) -> Mapping[str, float]:
         """In host memory, of "parameter", "checkpoint" and "optimizer", perhaps of "gradient"."""
-        given = self._means
-        return {name: given[name] for name in (*CLASSES, "gradient") if name in given}
+        means = self._means
+        return {name: means[name] for name in (*CLASSES, "gradient") if name in means}
 
     @property
     def device_ratios(self) -> Mapping[str, float]:
@@ -117,13 +117,13 @@ class StepPlan:
             return ratios[0].given()
         weights = {"checkpoint": [float(len(layers)) for layers in stacks]}
         units = [[u for u in self.placement.units if stack_of(u.unit, stacks) == at] for at in range(len(stacks))]
-        weights["parameter"] = [float(sum(unit.numel for unit in own)) for own in units]
-        weights["optimizer"] = [float(sum(unit.num_trained for unit in own)) for own in units]
-        weights["gradient"] = [float(len(own)) for own in units]
+        weights["parameter"] = [float(sum(unit.numel for unit in members)) for members in units]
+        weights["optimizer"] = [float(sum(unit.num_trained for unit in members)) for members in units]
+        weights["gradient"] = [float(len(members)) for members in units]
 
         def mean(name: str) -> float:
-            own = weights[name.removeprefix("device_")]
-            return sum(w * each.given()[name] for w, each in zip(own, ratios, strict=True)) / (sum(own) or 1.0)
+            weight = weights[name.removeprefix("device_")]
+            return sum(w * each.given()[name] for w, each in zip(weight, ratios, strict=True)) / (sum(weight) or 1.0)
 
         return {name: mean(name) for name in ratios[0].given()}
 
@@ -232,27 +232,27 @@ def time_text(days: float) -> str:
 
 def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
     """Bytes by kind and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
-    found: Counter[tuple[str, str]] = Counter()
+    by_home: Counter[tuple[str, str]] = Counter()
     for unit in placement.units:
         for part in unit.w.values():
-            found["w", part.tier] += part.numel * unit.itemsize
+            by_home["w", part.tier] += part.numel * unit.itemsize
         for part in unit.s.values():
-            found["s", part.tier] += int(part.numel * unit.state_itemsize)
+            by_home["s", part.tier] += int(part.numel * unit.state_itemsize)
         for _, other in (pair for group in placement.speculated(unit) for pair in unit.shadows(group)):
-            found[other.kind, other.tier or "host"] += slot_of(placement, other).nbytes
+            by_home[other.kind, other.tier or "host"] += slot_of(placement, other).nbytes
         if placement.layout.has_sums:
-            found["dw", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
+            by_home["dw", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
         if not placement.accumulates:
             waiting = unit.trained(*placement.waiting(redo=True))
-            found["dw", "host"] += sum(group.numel for group in waiting) * unit.gradient_itemsize
-        found["seal", "ssd"] += sum(_commit_nbytes(unit, placement))
+            by_home["dw", "host"] += sum(group.numel for group in waiting) * unit.gradient_itemsize
+        by_home["seal", "ssd"] += sum(_commit_nbytes(unit, placement))
     for layer, micro_batch in product(range(placement.num_layers), range(len(placement.x_nbytes))):
         nbytes = at(placement.x_nbytes[micro_batch], layer)
         checkpoint, saved = Value("x", layer, micro_batch), Value("a", layer, micro_batch)
         home, level = placement.activations.home(checkpoint), placement.activations.level_of(saved)
-        found["x", home] += nbytes if level is None or level.reads_input else 0
-        found["a", home] += level.nbytes[micro_batch] if level else 0
-    return {key: nbytes for key, nbytes in found.items() if nbytes}
+        by_home["x", home] += nbytes if level is None or level.reads_input else 0
+        by_home["a", home] += level.nbytes[micro_batch] if level else 0
+    return {key: nbytes for key, nbytes in by_home.items() if nbytes}
 
 
 def _commit_nbytes(unit: UnitPlacement, placement: Placement) -> Iterator[int]:

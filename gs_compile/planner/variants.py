@@ -34,12 +34,12 @@ def with_variant(plan: StepPlan) -> StepPlan:
         less = replace(steps.budgets, host_nbytes=int(steps.budgets.host_nbytes * (1 - part)))
         solution = steps.solved(steps.number, plan.alpha, budgets=less)
         others += [steps.builder.placement(solution.decision)] if solution else []
-    own, found = own_within(steps, variants), [plan.simulation]
+    own, simulations = own_within(steps, variants), [plan.simulation]
     for placement in dict.fromkeys(each.decided(own=own) for each in (plain, *others)):
         if not steps.excess(program(placement)).keys() - {"device"}:
-            found.append(steps.predicted(placement))
-    fastest = min(reversed(found), key=lambda each: each.seconds)
-    notes = (variants.why(found[0], fastest), *plan.notes)
+            simulations.append(steps.predicted(placement))
+    fastest = min(reversed(simulations), key=lambda each: each.seconds)
+    notes = (variants.why(simulations[0], fastest), *plan.notes)
     chosen = fastest.placed
     if chosen.decision.ratios != plain.decision.ratios:  # it leaves more memory: what is said is said of this one
         plan = replace(plan, relaxed=chosen.decision, solved=None)
@@ -76,9 +76,9 @@ def as_dict(placement: Placement, builder: StepBuilder) -> dict[str, Any]:
 
 
 def _variants(placement: Placement) -> Variants:
-    found = SCHEDULES[placement.schedule].variants
-    assert found is not None, f"the schedule {placement.schedule} has no variants"
-    return found
+    variants = SCHEDULES[placement.schedule].variants
+    assert variants is not None, f"the schedule {placement.schedule} has no variants"
+    return variants
 
 
 def _program(placement: Placement, builder: StepBuilder) -> Program:

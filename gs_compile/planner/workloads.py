@@ -70,8 +70,8 @@ class CapturedWorkloads:
 
     def workload(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Workload:
         """With layers that save their inputs alone."""
-        own = size, masters, layer_tokens, self.request.ranks
-        return self._kept.get_or((self._schedule, *own), lambda: self._spec().workload(*own))
+        key = size, masters, layer_tokens, self.request.ranks
+        return self._kept.get_or((self._schedule, *key), lambda: self._spec().workload(*key))
 
     def levelled(self, workload: Workload) -> Workload:
         """One of `workload`s with the levels of its layers."""

@@ -45,16 +45,16 @@ HALVES = BlockCut(names=("attention", "feed-forward"), part="half", parts="halve
 
 def _boundary(layer: int, block: Sequence[fx.Node], readers: Readers, first: fx.Node, last: fx.Node) -> fx.Node:
     """The residual addition in the middle of a block that takes `first` to `last`."""
-    found, wanted = _residuals(block, readers, first, last), first.meta["spec"]
-    names = ", ".join(f"`{node.name}`{f' at {line}' if (line := source_line(node)) else ''}" for node in found)
-    if len(found) == 1:
+    additions, wanted = _residuals(block, readers, first, last), first.meta["spec"]
+    names = ", ".join(f"`{node.name}`{f' at {line}' if (line := source_line(node)) else ''}" for node in additions)
+    if len(additions) == 1:
         here = f"there is one, {names}: the two run side by side, or one of them is missing"
-    elif len(found) != NUM_RESIDUALS:
-        here = f"there are {len(found)}: {names}" if found else "there is none"
-    elif not is_like(found[0], wanted):
-        here = f"the first of two, `{found[0].name}`, is {found[0].meta['spec']} and the block's input {wanted}"
+    elif len(additions) != NUM_RESIDUALS:
+        here = f"there are {len(additions)}: {names}" if additions else "there is none"
+    elif not is_like(additions[0], wanted):
+        here = f"the first of two, `{additions[0].name}`, is {additions[0].meta['spec']} and the block's input {wanted}"
     else:
-        return found[0]
+        return additions[0]
     path = next((f" ({'.'.join(map(str, name))})" for node in block if (name := block_of(node))), "")
     raise UniformityError(
         f"layer {layer}{path} cannot be cut in two: the single schedule keeps a checkpoint between attention and "
@@ -71,17 +71,17 @@ def _residuals(block: Sequence[fx.Node], readers: Readers, first: fx.Node, last:
             leading.add(node)
     order = {node: index for index, node in enumerate(block)}
     path, reached, furthest = set[fx.Node](), {first}, 0  # the last place where anything on the path is read
-    found = []
+    additions = []
     for node in (first, *(node for node in block if node in leading)):
         if node in reached:
             joins = sum(source in path for source in node.all_input_nodes) > 1
             if joins and furthest <= order[node] and operation(node) in ("add", "iadd"):
-                found.append(node)
+                additions.append(node)
             onward = leading.intersection(readers[node])
             furthest = max([furthest, *(order[reader] for reader in onward)])
             reached |= onward
             path.add(node)
-    return found
+    return additions
 
 
 def _after(boundary: fx.Node, block: Sequence[fx.Node], readers: Readers) -> set[fx.Node]:

@@ -96,7 +96,7 @@ def lifetime(program: Program, placement: Placement, *, late: bool = False) -> P
 
 def decide(program: Program, placement: Placement, *, late: bool = False) -> tuple[Program, tuple[Period, ...]]:
     """The program with fewer round trips, and every period with what was decided on it."""
-    found: list[Period] = []
+    decided: list[Period] = []
     room, homes = _room(placement), placement.homes(late=late)
     budgets: dict[Tier, int] = {}
     if room is not None:
@@ -109,8 +109,8 @@ def decide(program: Program, placement: Placement, *, late: bool = False) -> tup
         periods = _decided(periods, nbytes_alive(ranges, tier, len(ops)), nbytes)
         dropped = {period.index for period in periods if period.stays}
         program = _without(program, dropped, homes, placement)
-        found += periods
-    return program.with_ops(program.ops, made_by="lifetime"), tuple(found)
+        decided += periods
+    return program.with_ops(program.ops, made_by="lifetime"), tuple(decided)
 
 
 def _room(placement: Placement) -> Room | None:
@@ -282,9 +282,9 @@ class Rooms:
         }
 
 
-def _rows(found: Iterable[Period]) -> Iterator[tuple[str, ...]]:
+def _rows(periods: Iterable[Period]) -> Iterator[tuple[str, ...]]:
     groups: dict[tuple[str, str], list[Period]] = {}
-    for period in found:
+    for period in periods:
         groups.setdefault((period.value.kind, str(period.value.tier)), []).append(period)
     for (kind, tier), members in groups.items():
         staying = [period for period in members if period.stays]
@@ -292,5 +292,5 @@ def _rows(found: Iterable[Period]) -> Iterator[tuple[str, ...]]:
         yield WORDS[kind], tier, INACTIVE[kind], *_totals(members), *_totals(staying), elsewhere
 
 
-def _totals(found: Sequence[Period]) -> tuple[str, str]:
-    return str(len(found)), format_bytes(sum(period.nbytes for period in found))
+def _totals(periods: Sequence[Period]) -> tuple[str, str]:
+    return str(len(periods)), format_bytes(sum(period.nbytes for period in periods))

@@ -36,12 +36,12 @@ class KnownTimes:
 
     def get_or(self, key: str, number: int, measure: Callable[[], Rows]) -> Rows:
         """So many rows, measured where they are not known; None in a row: it is not kept."""
-        found = self._rows.pop(key, None)
-        if found is None or len(found) != number:
-            found = measure()
-        self._rows = {**dict(list(self._rows.items())[1 - MOST :]), key: found}
+        rows = self._rows.pop(key, None)
+        if rows is None or len(rows) != number:
+            rows = measure()
+        self._rows = {**dict(list(self._rows.items())[1 - MOST :]), key: rows}
         self._keep()
-        return found
+        return rows
 
     def forget(self) -> None:
         """Nothing of before is taken: it is not as it was."""

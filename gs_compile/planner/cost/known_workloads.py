@@ -45,8 +45,8 @@ class KnownWorkloads:
         """
         if not isinstance(model, str | Path):
             return cls()
-        given = Path(model)
-        path = given / "config.json" if given.is_dir() else given
+        where = Path(model)
+        path = where / "config.json" if where.is_dir() else where
         if not path.is_file() and "/" in str(model):
             return cls()
         config = path.read_text() if path.is_file() else ""
@@ -92,14 +92,14 @@ def _format() -> TypeAdapter[dict[str, Workload]]:
 @cache
 def _versions() -> dict[str, str]:
     """Of all that a workload follows from beside the model; of this package the hash of its code."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = ""
+            versions[package] = ""
     code = hashlib.sha256()
     for folder, _, names in sorted(os.walk(CODE, followlinks=True)):
         for name in sorted(name for name in names if name.endswith(".py")):
             code.update((Path(folder) / name).read_bytes())
-    return found | {"gs_compile": code.hexdigest()}
+    return versions | {"gs_compile": code.hexdigest()}

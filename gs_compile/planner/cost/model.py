@@ -113,11 +113,11 @@ def check_length(config: Any, sequence: int) -> None:
 
 def _read(model: str) -> dict[str, Any]:
     """The fields of a config file; none for a model type."""
-    given = Path(model)
-    path = given / "config.json" if given.is_dir() else given
+    where = Path(model)
+    path = where / "config.json" if where.is_dir() else where
     if not path.is_file() and "/" not in model:
         return {}
-    if not given.exists() and model.count("/") == 1:
+    if not where.exists() and model.count("/") == 1:
         path = _downloaded(model)
     try:
         fields = json.loads(path.read_bytes())
@@ -202,8 +202,8 @@ def meta_tokens(model: nn.Module, sequence: int) -> dict[str, Any]:
 
 def repeated(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:
     """The one list of more than `DEPTH` modules that are alike, not inside another; None without, or with several."""
-    found = list(_stacks(model))
-    return found[0] if len(found) == 1 else None
+    stacks = list(_stacks(model))
+    return stacks[0] if len(stacks) == 1 else None
 
 
 def _stacks(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:

@@ -76,10 +76,10 @@ def timed(
     if (before := known.get(layout.fingerprint)) and not _is_as_fast(layout, before):
         known.forget()
     rows = known.get_or(layout.fingerprint, len(classes), measure)
-    found: dict[Hashable, UnitCost] = {}
+    by_class: dict[Hashable, UnitCost] = {}
     for (key, unit), (ahead, back) in zip(classes.items(), rows, strict=True):
-        found[key] = replace(costs[unit.unit], forward_seconds=ahead, backward_seconds=back)
-    return _with_costs(workload, layout, found)
+        by_class[key] = replace(costs[unit.unit], forward_seconds=ahead, backward_seconds=back)
+    return _with_costs(workload, layout, by_class)
 
 
 def timed_levels(
@@ -104,12 +104,12 @@ def timed_levels(
         return _each(classes.values(), time_one, "timing the code of saved activations")
 
     rows = known.get_or(f"{layout.fingerprint} {sorted(levels)}", len(classes), measure)
-    found: dict[Hashable, UnitCost] = {}
+    by_class: dict[Hashable, UnitCost] = {}
     for (key, unit), row in zip(classes.items(), rows, strict=True):
         each = zip(costs[unit.unit].levels, row[::2], row[1::2], strict=True)
-        own = tuple(replace(level, forward_seconds=ahead, backward_seconds=back) for level, ahead, back in each)
-        found[key] = replace(costs[unit.unit], levels=own)
-    return _with_costs(workload, layout, found)
+        of_unit = tuple(replace(level, forward_seconds=ahead, backward_seconds=back) for level, ahead, back in each)
+        by_class[key] = replace(costs[unit.unit], levels=of_unit)
+    return _with_costs(workload, layout, by_class)
 
 
 def _own_levels(costs: Mapping[Unit, UnitCost], levels: Collection[int]) -> OwnLevels:
@@ -118,9 +118,9 @@ def _own_levels(costs: Mapping[Unit, UnitCost], levels: Collection[int]) -> OwnL
     return {unit: sorted({0, *(min(level, last) for level in levels)}) for unit, last in most.items()}
 
 
-def _with_costs(workload: Workload, layout: SpecializedModel, found: Mapping[Hashable, UnitCost]) -> Workload:
+def _with_costs(workload: Workload, layout: SpecializedModel, by_class: Mapping[Hashable, UnitCost]) -> Workload:
     """With those of some classes of units; others keep theirs."""
-    new = {unit.unit: found[key] for unit, key in _keyed(layout) if key in found}
+    new = {unit.unit: by_class[key] for unit, key in _keyed(layout) if key in by_class}
     return replace(workload, costs={**workload.costs, **new})
 
 
@@ -130,19 +130,19 @@ def _keyed(layout: SpecializedModel) -> Iterable[tuple[UnitGraph, Hashable]]:
 
 def _classes(layout: SpecializedModel) -> dict[Hashable, UnitGraph]:
     """The first unit of each class."""
-    found: dict[Hashable, UnitGraph] = {}
+    firsts: dict[Hashable, UnitGraph] = {}
     for unit, key in _keyed(layout):
-        found.setdefault(key, unit)
-    return found
+        firsts.setdefault(key, unit)
+    return firsts
 
 
 def _each(units: Collection[UnitGraph], time_one: Callable[[UnitGraph], Row], words: str) -> Rows:
     with stage(words, len(units)) as advance:
-        found = []
+        rows = []
         for unit in units:
-            found.append(time_one(unit))
+            rows.append(time_one(unit))
             advance()
-    return found
+    return rows
 
 
 def _compile(layout: SpecializedModel, shape: StepShape, levels: OwnLevels) -> None:
@@ -182,27 +182,27 @@ class LayerLevels:
     def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
         """Of each layer; of a batch that another rank has, in proportion to the inputs. () where none may."""
         self._asked = True
-        own = levels_of(self.layouts)
-        if not any(own):
+        of_batch = levels_of(self.layouts)
+        if not any(of_batch):
             return ()
         first = self.layouts[0].x_nbytes
         if tuple(x_nbytes) == tuple(each.x_nbytes for each in self.layouts):
-            return own
+            return of_batch
 
         def like(layer: int, level: Level) -> Level:
             inputs = (at(nbytes, layer) for nbytes in x_nbytes)
             return replace(level, nbytes=tuple(aligned(level.nbytes[0] * each // at(first, layer)) for each in inputs))
 
-        return tuple(tuple(like(layer, level) for level in levels) for layer, levels in enumerate(own))
+        return tuple(tuple(like(layer, level) for level in levels) for layer, levels in enumerate(of_batch))
 
     def refusals(self) -> Iterator[str]:
         """In a sentence for each reason, the layers that can save nothing else, where that was asked for."""
         if self._asked:
-            found: dict[str, list[str]] = {}
+            by_reason: dict[str, list[str]] = {}
             for layer in range(self.layouts[0].split.num_layers):
                 if not (code := self.layouts[0].codes[layer]).levels:
-                    found.setdefault(code.no_levels_reason, []).append(str(layer))
-            for reason, layers in found.items():
+                    by_reason.setdefault(code.no_levels_reason, []).append(str(layer))
+            for reason, layers in by_reason.items():
                 yield f"layer{'s' * (len(layers) > 1)} {', '.join(layers)} can save the input alone: {reason}"
 
     def reasons(self) -> str:
@@ -215,14 +215,14 @@ class LayerLevels:
 
     def to_compile(self, workload: Workload, *, last: bool) -> OwnLevels:
         """What of them is timed once `workload` is; nothing where nobody has asked for levels."""
-        found = levelled(workload, self.layouts[0]) if self._asked else workload
-        return _own_levels(found.costs, self._worthwhile(found, last))
+        with_levels = levelled(workload, self.layouts[0]) if self._asked else workload
+        return _own_levels(with_levels.costs, self._worthwhile(with_levels, last))
 
     def _cost(self, last: bool) -> Mapping[Unit, UnitCost]:
-        found = levelled(self.timed(), self.layouts[0])
-        if found.num_levels:
-            found = timed_levels(found, self.layouts[0], self._worthwhile(found, last), self.known)
-        return found.costs
+        with_levels = levelled(self.timed(), self.layouts[0])
+        if with_levels.num_levels:
+            with_levels = timed_levels(with_levels, self.layouts[0], self._worthwhile(with_levels, last), self.known)
+        return with_levels.costs
 
     def _worthwhile(self, workload: Workload, last: bool) -> Sequence[int]:
         most = workload.num_levels
@@ -253,15 +253,15 @@ def _timed_levels(
         backward, *backwards = _median_seconds([trial.backward for trial in trials], share, trials[0].device)
     slower = dict(zip(levels, zip(forwards, backwards, strict=True), strict=True))
     times = cost.forward_seconds, cost.backward_seconds
-    found = list[float]()
+    seconds_of_levels = list[float]()
     for level in range(1, len(cost.levels) + 1):
         if level in slower:
             times = (
                 cost.forward_seconds * slower[level][0] / forward,
                 cost.backward_seconds * slower[level][1] / backward,
             )
-        found += times
-    return found
+        seconds_of_levels += times
+    return seconds_of_levels
 
 
 def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> Row:
@@ -357,12 +357,12 @@ class _Trial:
 
 def _random(spec: TensorSpec, most: int, generator: torch.Generator) -> torch.Tensor:
     """Small normal numbers; for integers indices below `most`; for truth values True."""
-    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     if spec.dtype.is_floating_point:
-        return made.normal_(0.0, 0.02, generator=generator)
+        return tensor.normal_(0.0, 0.02, generator=generator)
     if spec.dtype == torch.bool:
-        return made.fill_(True)
-    return made.random_(0, most, generator=generator)
+        return tensor.fill_(True)
+    return tensor.random_(0, most, generator=generator)
 
 
 def _smallest_table(unit: UnitGraph) -> int:

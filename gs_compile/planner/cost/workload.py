@@ -260,19 +260,19 @@ def _shortened(whole: Callable[[], nn.Module], capture: Callable[[nn.Module], Mo
         number = len(stack)
         del stack[DEPTH:]
         with suppress(GreedySnakeError):  # code that counts its blocks, for one, is captured whole
-            found = capture(module)
-            shortened = found.specialized(1)
+            spec = capture(module)
+            shortened = spec.specialized(1)
             if _is_alike(shortened):
-                return replace(found, num_layers=number * shortened.split.layers_per_block)
+                return replace(spec, num_layers=number * shortened.split.layers_per_block)
         module = whole()
-    found = capture(module)
-    return replace(found, num_layers=found.specialized(1).split.num_layers)
+    spec = capture(module)
+    return replace(spec, num_layers=spec.specialized(1).split.num_layers)
 
 
-def _is_alike(found: SpecializedModel) -> bool:
+def _is_alike(shortened: SpecializedModel) -> bool:
     """Whether the blocks that were captured can stand for more of them."""
-    num_captured, num_classes = found.split.num_layers, len(found.uniform.layer_classes)
-    return (num_captured, num_classes) == (DEPTH * found.split.layers_per_block, found.split.layers_per_block)
+    num_captured, num_classes = shortened.split.num_layers, len(shortened.uniform.layer_classes)
+    return (num_captured, num_classes) == (DEPTH * shortened.split.layers_per_block, shortened.split.layers_per_block)
 
 
 def _deepened(workload: Workload, num_layers: int, period: int) -> Workload:

@@ -100,23 +100,23 @@ class Formulas:
     @property
     def homes(self) -> Array:
         """Rows `[class, 1 + ratios]` of what no more than all of a class is: checkpoints or more, and parameters."""
-        found = np.zeros((2, len(self.stacks), self.width))
-        for rows, name in zip(found, ("checkpoint", "parameter"), strict=True):
+        by_class = np.zeros((2, len(self.stacks), self.width))
+        for rows, name in zip(by_class, ("checkpoint", "parameter"), strict=True):
             for row, *columns in zip(rows, self.column(name), self.column(f"device_{name}"), strict=True):
                 row[columns] = 1.0
-        for row, saved in zip(found[0], self.saved_columns, strict=True):
+        for row, saved in zip(by_class[0], self.saved_columns, strict=True):
             row[saved] = 1.0
-        return found.reshape(-1, self.width)
+        return by_class.reshape(-1, self.width)
 
     def _extended(self, stack: int) -> Array:
         """`[counted, 1 + ratios]`: what was counted of a stack as a formula of its ratios."""
-        found = np.zeros((UNKEPT + 1 if self.counted.saves else WIDTH, self.width))
+        extension = np.zeros((UNKEPT + 1 if self.counted.saves else WIDTH, self.width))
         columns = self.columns(stack)
-        found[0, 0] = 1.0
-        found[np.arange(len(RATIOS)) + 1, columns[: len(RATIOS)]] = 1.0
+        extension[0, 0] = 1.0
+        extension[np.arange(len(RATIOS)) + 1, columns[: len(RATIOS)]] = 1.0
         for column, (level, tier) in zip(columns[len(RATIOS) :], self.saved, strict=True):
-            found[:, column] = self._saving(stack, level, tier)
-        return found
+            extension[:, column] = self._saving(stack, level, tier)
+        return extension
 
     def _saving(self, stack: int, level: int, tier: Tier) -> Array:
         """What saving all items of a stack moves and keeps, as a sum of what was counted: their bytes, and an input's
@@ -125,16 +125,16 @@ class Formulas:
         layers, joints = self.stacks[stack], self.workload.shape.joints
         levels = [self.workload.costs[layer].levels for layer in layers]
         costs = [each[min(level, len(each)) - 1] for each in levels if each]
-        found = np.zeros(UNKEPT + 1)
+        saving = np.zeros(UNKEPT + 1)
         if not costs:
-            return found
+            return saving
         reads_input = sum(cost.reads_input for cost in costs) / len(costs)
         all_layers = len(layers) / sum(layer not in joints for layer in layers)  # for each of those that were counted
-        found[SAVED[tier]] = all_layers * sum(cost.nbytes for cost in costs) / len(costs)
-        found[UNKEPT] = all_layers * (1.0 - reads_input)
+        saving[SAVED[tier]] = all_layers * sum(cost.nbytes for cost in costs) / len(costs)
+        saving[UNKEPT] = all_layers * (1.0 - reads_input)
         if tier != "ssd":
-            found[1 + RATIOS.index("checkpoint" if tier == "host" else "device_checkpoint")] = reads_input
-        return found
+            saving[1 + RATIOS.index("checkpoint" if tier == "host" else "device_checkpoint")] = reads_input
+        return saving
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -143,14 +143,14 @@ class Formulas:
 
     def of(self, alpha: float, number: int) -> Numbers:
         """Those of one alpha and one number of micro-batches."""
-        found = self.counted.readings(alpha, number)
-        moved = self._formula(found.moved)
+        readings = self.counted.readings(alpha, number)
+        moved = self._formula(readings.moved)
         seconds = {
             (phase, lane): moved[i, j] / lane_rate(lane, self.profile)
             for i, phase in enumerate(PHASES)
             for j, lane in enumerate(TIMED)
         }
-        for (phase, unit, is_backward), times in found.code.items():
+        for (phase, unit, is_backward), times in readings.code.items():
             alone = code_seconds(unit, self.workload, self.profile, backward=is_backward)
             seconds[PHASES[phase], "compute"][0] += times * alone
             if self.saved and self.workload.costs[unit].levels:
@@ -161,7 +161,7 @@ class Formulas:
         lanes = ("ssd_read", "ssd_write", "h2d", "d2h")
         read, written, down, up = (moved[:, TIMED.index(lane)].sum(axis=0) for lane in lanes)
         points = self._points(anchors(alpha), several=number > 1)
-        alive = {tier: self._alive(found, tier)[points[tier]] for tier in self.tiers}
+        alive = {tier: self._alive(readings, tier)[points[tier]] for tier in self.tiers}
         return Numbers(seconds, alive, read + written, written, down + up)
 
     def savable(self, stack: int) -> float:
@@ -174,9 +174,9 @@ class Formulas:
         by_stack = np.tensordot(counted, self.scale, (-2, 0))
         return np.tensordot(by_stack, self._extension, ((-2, -1), (0, 1)))
 
-    def _alive(self, found: Readings, tier: str) -> Array:
+    def _alive(self, readings: Readings, tier: str) -> Array:
         """Bytes at each point of a program; what code computes with is always there."""
-        bytes_alive = self._formula(found.alive[:, TIERS.index(tier)])
+        bytes_alive = self._formula(readings.alive[:, TIERS.index(tier)])
         if tier == "device":
             bytes_alive[:, 0] += self.workload.workspace_nbytes
         return bytes_alive
@@ -186,14 +186,14 @@ class Formulas:
         if (anchors, several) not in self._binding:
             numbers = (2, 3) if several else (1, 1)
             counted = [[self.counted.readings(alpha, number) for number in numbers] for alpha in anchors]
-            found = {}
+            binding = {}
             for tier in self.tiers:
                 heights = []
                 for first, second in counted:
                     one, two = (self._alive(each, tier) for each in (first, second))
                     heights += [one, two - one]
-                found[tier] = _highest(np.stack(heights, axis=1), _exclusive(self.homes))
-            self._binding[anchors, several] = found
+                binding[tier] = _highest(np.stack(heights, axis=1), _exclusive(self.homes))
+            self._binding[anchors, several] = binding
         return self._binding[anchors, several]
 
 
@@ -207,11 +207,11 @@ def _exclusive(homes: Array) -> list[Columns]:
 def _highest(heights: Array, exclusive: Sequence[Columns]) -> Array:
     """Of all points, as formulas `[point, ..., 1 + ratios]`, those that are not below another one for any ratios."""
     mean = heights[..., 0] + sum(heights[..., each].sum(axis=-1) / (len(each) + 1) for each in exclusive)
-    left, found = np.arange(len(heights)), []
+    left, highest = np.arange(len(heights)), []
     while left.size:
         best = left[np.argmax(mean[left].sum(axis=1))]
-        found.append(best)
+        highest.append(best)
         above = heights[left] - heights[best]
         most = above[..., 0] + sum(above[..., each].max(axis=-1).clip(0.0) for each in exclusive)
         left = left[(most > 1.0).any(axis=1)]
-    return np.array(found)
+    return np.array(highest)

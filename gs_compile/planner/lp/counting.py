@@ -132,11 +132,11 @@ class Counted:
         if number > 2 and alpha != between[-1]:  # what another micro-batch adds has nothing to do with updates
             more, two = (self.readings(between[-1], each) for each in (number, 2))
             return _sum((1.0, self.readings(alpha, 2)), (1.0, more), (-1.0, two))
-        found = [self._lowered(length, alpha, number) for length in self.lengths]
-        if len(found) == 1:
-            return found[0]
+        by_length = [self._lowered(length, alpha, number) for length in self.lengths]
+        if len(by_length) == 1:
+            return by_length[0]
         short, long = self.lengths
-        return found[0].to(found[1], (self.workload.num_layers - short) / (long - short))
+        return by_length[0].to(by_length[1], (self.workload.num_layers - short) / (long - short))
 
     def _lowered(self, num_layers: int, alpha: float, number: int) -> Readings:
         """Of the model with as many layers, from a program for each corner."""
@@ -175,18 +175,18 @@ class Counted:
 
 def _affine(corners: Sequence[Array], *, saves: bool) -> Array:
     """`[..., class]` at each corner as `[..., class, WIDTH]`, or with the columns of what is saved."""
-    found = np.zeros((*corners[0].shape, UNKEPT + 1 if saves else WIDTH))
-    found[..., 0] = corners[0]
+    affine = np.zeros((*corners[0].shape, UNKEPT + 1 if saves else WIDTH))
+    affine[..., 0] = corners[0]
     if saves:
         *corners, unkept = corners
-        found[..., KINDS["a"], 0] = 0.0
+        affine[..., KINDS["a"], 0] = 0.0
         for column, corner in zip(SAVED.values(), corners, strict=False):
-            found[..., KINDS["a"], column] = corner[..., KINDS["a"]]
-        found[..., KINDS["x"], UNKEPT] = (unkept - corners[0])[..., KINDS["x"]]
+            affine[..., KINDS["a"], column] = corner[..., KINDS["a"]]
+        affine[..., KINDS["x"], UNKEPT] = (unkept - corners[0])[..., KINDS["x"]]
     for kind, columns in enumerate(COLUMNS):
         for column, corner in zip(columns, corners[1:], strict=False):
-            found[..., kind, column] = corner[..., kind] - corners[0][..., kind]
-    return found
+            affine[..., kind, column] = corner[..., kind] - corners[0][..., kind]
+    return affine
 
 
 def anchors(alpha: float) -> tuple[float, ...]:

@@ -112,9 +112,9 @@ class Given(NamedTuple):
 
 def short(given: Given, num_micro_batches: int, alpha: float) -> dict[str, int]:
     """The bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
-    found = System(given, num_micro_batches, alpha).optimum(elastic=True)
-    assert found is not None, "there is a point that exceeds the budgets by enough"
-    parts = dict(zip(TIERS, found[1].tolist(), strict=True))
+    optimum = System(given, num_micro_batches, alpha).optimum(elastic=True)
+    assert optimum is not None, "there is a point that exceeds the budgets by enough"
+    parts = dict(zip(TIERS, optimum[1].tolist(), strict=True))
     return {tier: int(np.ceil(part * given.budgets.of(tier))) for tier, part in parts.items() if part > FEASIBLE}
 
 
@@ -136,9 +136,9 @@ class System:
 
     def solution(self) -> Solution | None:
         """The best ratios; None where nothing fits."""
-        if (found := self.optimum()) is None:
+        if (optimum := self.optimum()) is None:
             return None
-        point, _, multipliers = found
+        point, _, multipliers = optimum
         return self._at(point, multipliers)
 
     def valued(self, decision: Decision) -> Solution:
@@ -153,24 +153,24 @@ class System:
 
     def _point(self, decision: Decision) -> Array:
         """A decision as the columns of the rows have it."""
-        formulas, found = self.formulas, np.ones(self.formulas.width)
+        formulas, point = self.formulas, np.ones(self.formulas.width)
         several = len(decision.ratios) > 1
         for stack in range(len(formulas.stacks)):
             known, shares = decision.ratios[stack * several].given(), decision.shares.of(stack)
             parts = [sum(each.part for each in shares if each[:2] == saved) for saved in formulas.saved]
-            own = np.array(parts) / (part_of(stack, formulas.stacks) if several else 1.0)
-            found[formulas.columns(stack)] = [*(known.get(name, 0.0) for name in RATIOS), *own]
-        return found
+            saved_parts = np.array(parts) / (part_of(stack, formulas.stacks) if several else 1.0)
+            point[formulas.columns(stack)] = [*(known.get(name, 0.0) for name in RATIOS), *saved_parts]
+        return point
 
     def _at(self, point: Array, multipliers: Array) -> Solution:
         several = len(self.formulas.stacks) > 1
         ratios, shares = [], list[Share]()
         for stack in range(len(self.formulas.stacks)):
-            own = point[self.formulas.columns(stack)].tolist()
-            by_name = dict(zip(RATIOS, own, strict=False))
+            of_stack = point[self.formulas.columns(stack)].tolist()
+            by_name = dict(zip(RATIOS, of_stack, strict=False))
             names = (*self.formulas.classes, "device_parameter", "device_checkpoint")
             ratios.append(Ratios(**{name: by_name[name] for name in names}))
-            for (level, tier), part in zip(self.formulas.saved, own[len(RATIOS) :], strict=True):
+            for (level, tier), part in zip(self.formulas.saved, of_stack[len(RATIOS) :], strict=True):
                 if (part := part * part_of(stack, self.formulas.stacks)) > LEAST_PART:
                     shares.append(Share(level, tier, part, stack=stack if several else None))
         decision = Decision(
@@ -198,10 +198,10 @@ class System:
         prices = [*np.zeros(len(traffic) + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
         bound = (self.limits - self.rows[:, 0]) * scale
         solved = _linear_program(len(bound), len(traffic))
-        found = solved(np.array(prices), matrix, bound, self.lower, self.upper, is_feasible=elastic)
-        if found is None:
+        answer = solved(np.array(prices), matrix, bound, self.lower, self.upper, is_feasible=elastic)
+        if answer is None:
             return None
-        columns, duals = found
+        columns, duals = answer
         point = np.array([1.0, *np.clip(columns[: len(traffic)], self.lower, self.upper)])
         return point, columns[-len(TIERS) :], np.maximum(-duals, 0.0) * scale * self.unit_seconds
 
@@ -214,9 +214,9 @@ class System:
         """Multipliers of the rows by which the budgets are exceeded: whatever the ratios, by no less than their
         `lagrangian`, in parts of the budgets.
         """
-        found = self.optimum(elastic=True)
-        assert found is not None, "there is a point that exceeds the budgets by enough"
-        return found[2] / self.unit_seconds
+        optimum = self.optimum(elastic=True)
+        assert optimum is not None, "there is a point that exceeds the budgets by enough"
+        return optimum[2] / self.unit_seconds
 
     @cached_property
     def beyond(self) -> Array:
@@ -318,11 +318,11 @@ def _bounds(formulas: Formulas, request: Request) -> tuple[Array, Array]:
         upper[np.array([formulas.column(name) for name in DEVICE_RATIOS])] = 0.0
     if not formulas.may_reside:
         upper[formulas.column("device_parameter")] = 0.0
-    given = request.ratios.given()
-    for name, ratio in given.items():
+    ratios = request.ratios.given()
+    for name, ratio in ratios.items():
         if name == ACTIVATION:
             continue
-        if f"device_{name}" in RATIOS and f"device_{name}" not in given:
+        if f"device_{name}" in RATIOS and f"device_{name}" not in ratios:
             upper[formulas.column(f"device_{name}")] = 0.0
         upper[formulas.column(name)] = ratio
         lower[formulas.column(name)] = 0.0 if _is_of_the_rest(formulas, request, name) else ratio

@@ -24,7 +24,7 @@ def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | 
 
     Raises `PlanError` where it is not known how fast ranks exchange data.
     """
-    given = None if network is None else _rate(network)
+    between_nodes = None if network is None else _rate(network)
     ranks, rate = gpus * nodes, machine.net_bytes_per_second
     if ranks == 1:
         return machine
@@ -33,11 +33,11 @@ def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | 
             f"{machine.name} does not have the rate between its GPUs: add net_bytes_per_second to its profile, or "
             "measure it with torchrun --nproc-per-node 2 -m gs_compile probe"
         )
-    if nodes > 1 and given is None:
+    if nodes > 1 and between_nodes is None:
         raise PlanError(f"{nodes} nodes: give the network between them, such as network 25GB/s")
     hops = (gpus - 1) * nodes * machine.net_hop_seconds
-    if given is not None and nodes > 1:
-        rate = min(rate, given)
+    if between_nodes is not None and nodes > 1:
+        rate = min(rate, between_nodes)
         hops += (nodes - 1) * NETWORK_HOP_SECONDS
     return replace(
         share_of(machine, gpus),
@@ -51,14 +51,14 @@ def share_of(machine: Profile, ranks: int) -> Profile:
     """What one of so many ranks of a machine has of it; a GPU, its memory and its link to the host are a rank's own."""
     part = machine.num_ranks / ranks
     names = ("host", "ssd", "update", *(() if machine.separate else ("memory",)))
-    found: dict[str, Any] = {"num_ranks": ranks}
+    share: dict[str, Any] = {"num_ranks": ranks}
     for name, value in vars(machine).items():
         if name.startswith(names):
-            found[name] = int(value * part) if name.endswith("_nbytes") else value * part
+            share[name] = int(value * part) if name.endswith("_nbytes") else value * part
     if not machine.separate:
         rates = machine.matmul_flops_per_second
-        found["matmul_flops_per_second"] = {dtype: rate * part for dtype, rate in rates.items()}
-    return replace(machine, **found)
+        share["matmul_flops_per_second"] = {dtype: rate * part for dtype, rate in rates.items()}
+    return replace(machine, **share)
 
 
 def _rate(network: str | float | None) -> float:

@@ -118,11 +118,11 @@ def probe(
     load = os.getloadavg()[0]
     if load > BUSY_SHARE * usable_cores():
         log.warning("this machine was busy in the last minute (load %.1f): measure it again when it is idle", load)
-    room, own = free_nbytes(storage, Where(device)), device_of(device)
-    link_share = LINK_SHARE if own.has_own_memory else 0.0
-    figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), own)
+    room, here = free_nbytes(storage, Where(device)), device_of(device)
+    link_share = LINK_SHARE if here.has_own_memory else 0.0
+    figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), here)
     figures |= compute_rates(device, seconds * (1 - DRIVE_SHARE - link_share))
-    figures |= link_rates(device, seconds * link_share) if own.has_own_memory else {}
+    figures |= link_rates(device, seconds * link_share) if here.has_own_memory else {}
     rates, sources = _told(figures, load)
     sources |= {name: f"{SHARES[name]:.0%} of what was free on {time.strftime(DAY)}" for name in room}
     ranks = num_ranks()
@@ -130,7 +130,7 @@ def probe(
         if name.startswith(("ssd_read", "ssd_write")):
             rates[name] /= ranks
     name = platform.node() or "this machine"
-    fixed = {"format": FORMAT, "name": name, "device": "cuda" if own.has_own_memory else "cpu", "num_ranks": ranks}
+    fixed = {"format": FORMAT, "name": name, "device": "cuda" if here.has_own_memory else "cpu", "num_ranks": ranks}
     return Profile.of({**fixed, **room, **rates, "sources": sources})
 
 

@@ -107,18 +107,18 @@ class Profile:
         """How fast the first lane runs while the second does, as a fraction of alone; pairs that are not here do not
         disturb each other.
         """
-        found: dict[tuple[str, str], float] = {}
+        speeds: dict[tuple[str, str], float] = {}
         for lane, other in (*permutations(("ssd_read", "ssd_write")), *permutations(("h2d", "d2h"))):
             mixed, alone = (getattr(self, f"{lane}{each}_bytes_per_second") for each in ("_mixed", ""))
-            found[lane, other] = 1.0 if math.isinf(mixed) else mixed / alone
-        found["cpu", "compute"] = self.update_mixed_elements_per_second / self.update_elements_per_second
-        found["compute", "cpu"] = self.compute_mixed_speed
+            speeds[lane, other] = 1.0 if math.isinf(mixed) else mixed / alone
+        speeds["cpu", "compute"] = self.update_mixed_elements_per_second / self.update_elements_per_second
+        speeds["compute", "cpu"] = self.compute_mixed_speed
         for lane in ("ssd_read", "ssd_write"):  # several multiply: together they are what was measured
-            found["compute", lane] = math.sqrt(self.compute_transfer_speed)
-            found[lane, "compute"] = self.transfer_compute_speed
+            speeds["compute", lane] = math.sqrt(self.compute_transfer_speed)
+            speeds[lane, "compute"] = self.transfer_compute_speed
         if not self.separate:  # a copy takes the memory, and a core, that the computation has
-            found["compute", "d2h"] = found["d2h", "compute"] = 0.5
-        return {pair: speed for pair, speed in found.items() if speed < 1}
+            speeds["compute", "d2h"] = speeds["d2h", "compute"] = 0.5
+        return {pair: speed for pair, speed in speeds.items() if speed < 1}
 
     def transfer_rate(self, lane: str) -> float:
         """Bytes a second of a transfer lane alone; within one memory a copy reads and writes at that one's rate."""
@@ -144,11 +144,11 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """The profile in a file; raises `ProfileError` where it is not one, or is of a newer format."""
         try:
-            given = json.loads(Path(path).read_bytes())
+            values = json.loads(Path(path).read_bytes())
         except (OSError, ValueError) as error:
             raise ProfileError(f"{path}: no machine profile can be read there: {error}") from error
         try:
-            return cls.of(given)
+            return cls.of(values)
         except ProfileError as error:
             raise ProfileError(f"{path}: {error.message}") from None
 

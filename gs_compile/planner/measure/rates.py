@@ -59,7 +59,7 @@ def medians(loads: Sequence[Load], seconds: float, num_rounds: int) -> list[Rate
 
 def at_once(load: Load, seconds: float) -> Rates:
     """The rate of each work while all of them go on, piece after piece, for that long; at least one piece of each."""
-    found: Rates = {}
+    rates: Rates = {}
     deadline = time.perf_counter() + seconds
 
     def go_on(lane: Lane | None, work: Work) -> None:
@@ -67,11 +67,11 @@ def at_once(load: Load, seconds: float) -> Rates:
         amount = work()
         while (now := time.perf_counter()) < deadline:
             amount += work()
-        found[lane] = amount / (now - begin)
+        rates[lane] = amount / (now - begin)
 
     tickets = [lane.submit("probe", partial(go_on, lane, work)) for lane, work in load.items() if lane is not None]
     if None in load:
         go_on(None, load[None])
     for ticket in tickets:
         ticket.wait()
-    return found
+    return rates

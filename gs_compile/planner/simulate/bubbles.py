@@ -74,7 +74,7 @@ def bubbles(chains: Chains, since: float, until: float) -> dict[str, float]:
     Any other is a lane, and what it moved while the computation waited for that, directly or through others.
     """
     order, times = chains.order, chains.times
-    found: dict[str, float] = defaultdict(float)
+    by_cause: dict[str, float] = defaultdict(float)
     reached, before = since, None
     for index in range(order.starts[-1], len(order.ops)):
         if order.lanes[index] != COMPUTE:
@@ -82,15 +82,17 @@ def bubbles(chains: Chains, since: float, until: float) -> dict[str, float]:
         op, start = order.ops[index], times.started[index]
         if start > reached:
             if before is None:
-                found["fill"] += start - reached
+                by_cause["fill"] += start - reached
             elif op.stage.phase == "backward" != before.stage.phase:
-                found["turn"] += start - reached
+                by_cause["turn"] += start - reached
             else:
                 for link in chains.back(index):
-                    found[chains.label(link.op_index)] += link.stop - max(link.start, reached)
+                    by_cause[chains.label(link.op_index)] += link.stop - max(link.start, reached)
                     if link.start <= reached:
                         break
         reached, before = max(reached, times.stopped[index]), op
     if until > reached:
-        found["issue"] += until - reached
-    return {cause: found[cause] for cause in sorted(found, key=lambda each: -found[each]) if found[cause] > 0}
+        by_cause["issue"] += until - reached
+    return {
+        cause: by_cause[cause] for cause in sorted(by_cause, key=lambda each: -by_cause[each]) if by_cause[cause] > 0
+    }

@@ -90,7 +90,7 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
 
 
 def _rows(program: Program, numbers: dict[Value, int], slots: Slots | None) -> list[Row]:
-    offsets, found = program.offsets, list[Row]()
+    offsets, rows = program.offsets, list[Row]()
 
     def numbered(values: tuple[Value, ...]) -> tuple[int, ...]:
         return tuple([numbers.setdefault(value, len(numbers)) for value in values]) if values else ()
@@ -99,10 +99,10 @@ def _rows(program: Program, numbers: dict[Value, int], slots: Slots | None) -> l
         made = [(range_of(slot, offsets), is_new) for slot, is_new in slots.made(op)] if slots and op.results else ()
         begins = tuple([(where, is_new) for where, is_new in made if where])
         ends = range_of(slots.of(op.reads[0]), offsets) if slots and op.verb == "free" else None
-        found.append(
+        rows.append(
             Row(LANE[op.lane], op.verb, numbered(op.reads), numbered(op.changes), numbered(op.results), begins, ends)
         )
-    return found
+    return rows
 
 
 class _Waits:
@@ -155,9 +155,9 @@ class _Waits:
         """The last of each lane."""
         if len(indices) < 2:
             return indices
-        found: dict[int, int] = {}
+        by_lane: dict[int, int] = {}
         for index in indices:
             lane = self.lanes[index]
-            if found.get(lane, -1) < index:
-                found[lane] = index
-        return tuple(found.values())
+            if by_lane.get(lane, -1) < index:
+                by_lane[lane] = index
+        return tuple(by_lane.values())

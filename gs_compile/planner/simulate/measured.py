@@ -34,11 +34,11 @@ def measured(trace: Trace, placement: Placement, program: Program, *, inline: bo
 
 def mean_bubbles(steps: Sequence[Simulation]) -> dict[str, float]:
     """Seconds of a step in which nothing computed, by cause, the longest first; {} of no steps."""
-    found: dict[str, float] = defaultdict(float)
+    by_cause: dict[str, float] = defaultdict(float)
     for step in steps:
         for cause, seconds in step.bubbles.items():
-            found[cause] += seconds / len(steps)
-    return {cause: found[cause] for cause in sorted(found, key=lambda each: -found[each])}
+            by_cause[cause] += seconds / len(steps)
+    return {cause: by_cause[cause] for cause in sorted(by_cause, key=lambda each: -by_cause[each])}
 
 
 def _steps(issues: Sequence[Issue]) -> Iterator[Step]:

@@ -134,19 +134,19 @@ class Simulation:
     @property
     def is_steady(self) -> bool:
         """Whether each lane ends as much work during the step as the step gives it: none falls further behind."""
-        given, done = [0.0] * len(LANES), [0.0] * len(LANES)
+        begun, done = [0.0] * len(LANES), [0.0] * len(LANES)
         for index, (lane, stopped) in enumerate(zip(self.order.lanes, self.times.stopped, strict=True)):
             if lane != MEMORY:
-                given[lane] += self.durations[index] * (index >= self.order.starts[-1])
+                begun[lane] += self.durations[index] * (index >= self.order.starts[-1])
                 done[lane] += self.durations[index] * (self._since < stopped <= self._until)
-        return all(abs(a - b) <= STEADY * a for a, b in zip(given, done, strict=True))
+        return all(abs(a - b) <= STEADY * a for a, b in zip(begun, done, strict=True))
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Of the step's operations on lanes, in the order of their starts."""
-        own = range(self.order.starts[-1], len(self.order.ops))
-        found = [self._span(index) for index in own if self.order.lanes[index] != MEMORY]
-        return tuple(sorted(found, key=lambda span: span.start_seconds))
+        of_step = range(self.order.starts[-1], len(self.order.ops))
+        spans = [self._span(index) for index in of_step if self.order.lanes[index] != MEMORY]
+        return tuple(sorted(spans, key=lambda span: span.start_seconds))
 
     @cached_property
     def busy(self) -> Mapping[str, float]:
@@ -184,10 +184,10 @@ class Simulation:
         out.
         """
         program = self.program
-        found = {"host": program.slab_nbytes}
+        room = {"host": program.slab_nbytes}
         if program.device is not None:
-            found["device"] = program.device.nbytes
-        return found | {"ssd": peak(live_ranges(program.ops, self.placed), "ssd", len(program.ops))}
+            room["device"] = program.device.nbytes
+        return room | {"ssd": peak(live_ranges(program.ops, self.placed), "ssd", len(program.ops))}
 
     @property
     def moved_nbytes(self) -> int:
