@@ -307,7 +307,7 @@ def _keeps_budgets(problem: Problem, placement: Placement) -> bool:
 def _refusal(problem: Problem) -> NoFitError | MemoryBudgetError:
     """What the least lacks. It fits in what is named, whatever the linear program finds."""
     lacking = problem.steps.lacking(_placed(problem.steps, 0.0))
-    said = shortfall(problem.given, problem.number, lacking)
+    said = shortfall(problem.data, problem.number, lacking)
     return MemoryBudgetError(said) if problem.will_run else NoFitError(said)
 
 

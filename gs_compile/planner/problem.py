@@ -26,7 +26,7 @@ from gs_compile.planner.builder import StepBuilder, peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import DEVICE_RATIOS, Counted
 from gs_compile.planner.lp.search import Search, best_for, check, has_solution, search
-from gs_compile.planner.lp.solve import Given, Solution, System
+from gs_compile.planner.lp.solve import ProblemData, Solution, System
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.planner.simulate.simulator import Simulation, predict
@@ -184,25 +184,25 @@ class Problem:
     # Its solutions ----------------------------------------------------------------------------------------------------
 
     @property
-    def given(self) -> Given:
-        """To its linear programs."""
-        return Given(self.formulas, self.budgets, self.request)
+    def data(self) -> ProblemData:
+        """Of its linear programs."""
+        return ProblemData(self.formulas, self.budgets, self.request)
 
     def search(self) -> Search:
         """The best by the linear program, of its micro-batches, or of as many as saturate; see `lp.search`."""
-        return search(self.given, self.number or None)
+        return search(self.data, self.number or None)
 
     def does_fit(self) -> bool:
         """Whether a step does, by the linear program; of one micro-batch where their number is to be found."""
         check(self.formulas)
         if self.profile.separate and self._room_nbytes < 0:
             return False  # whatever else is on the device, which need not be counted
-        return has_solution(self.given, self.number or 1)
+        return has_solution(self.data, self.number or 1)
 
     def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
         """The linear program's answer for one alpha or the best; None where nothing fits."""
-        given = self.given if budgets is None else self.given._replace(budgets=budgets)
-        return best_for(given, number, () if alpha is None else (alpha,))
+        data = self.data if budgets is None else self.data._replace(budgets=budgets)
+        return best_for(data, number, () if alpha is None else (alpha,))
 
     def predicted(self, placement: Placement, program: Program | None = None) -> Simulation:
         """Of steps none of which is rolled back; the memory they are given is that of the program, if it is known."""
@@ -216,11 +216,11 @@ class Problem:
 
     def valued(self, decision: Decision) -> Solution:
         """What a decision takes by the linear program, whether or not it fits."""
-        return System(self.given, self.number, decision.alpha).valued(decision)
+        return System(self.data, self.number, decision.alpha).valued(decision)
 
     def needs(self, solution: Solution) -> tuple[dict[str, int], int]:
         """The most bytes that a step has on each tier, and those that it writes to SSD, by the linear program."""
-        return System(self.given, solution.num_micro_batches, solution.alpha).needs(solution.decision)
+        return System(self.data, solution.num_micro_batches, solution.alpha).needs(solution.decision)
 
     # Whether they fit -------------------------------------------------------------------------------------------------
 

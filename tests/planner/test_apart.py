@@ -16,7 +16,7 @@ from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import UnitCost
 from gs_compile.planner.apart import plan_stacks
 from gs_compile.planner.builder import StepBuilder
-from gs_compile.planner.lp.solve import Given, System
+from gs_compile.planner.lp.solve import ProblemData, System
 from gs_compile.planner.request import Request
 from gs_compile.program.ir import StepShape
 
@@ -65,7 +65,7 @@ def test_whole_programs_are_what_the_columns_of_each_stack_say(separate):
     )
     placement = StepBuilder.of(workload, 5, separate=separate).placement(decision)
     program = lowered(workload, placement)[-1]
-    system = System(Given(formulas(workload, machine), Request().budgets(machine), Request()), 5, 0.0)
+    system = System(ProblemData(formulas(workload, machine), Request().budgets(machine), Request()), 5, 0.0)
     found, written = system.needs(decision)
     peaks = liveness.peaks(program.ops, placement)
     for tier, needed in found.items():

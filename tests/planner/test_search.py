@@ -14,7 +14,7 @@ from standin import fails
 
 from gs_compile.errors import OptionError, PlanError
 from gs_compile.planner.lp.search import GROWTH, has_solution, search, shortfall
-from gs_compile.planner.lp.solve import Given, System
+from gs_compile.planner.lp.solve import ProblemData, System
 from gs_compile.planner.plan import plan
 from gs_compile.planner.request import ALPHAS, Budgets, Request
 
@@ -40,7 +40,9 @@ def plainly(workload, profile, budgets, request):
     formula, found, history = formulas(workload, profile), None, []
     for n in range(1, 200):
         alphas = (1.0,) if request.clip else ALPHAS
-        fitting = filter(None, [System(Given(formula, budgets, request), n, alpha).solution() for alpha in alphas])
+        fitting = filter(
+            None, [System(ProblemData(formula, budgets, request), n, alpha).solution() for alpha in alphas]
+        )
         solution = min(fitting, key=lambda each: each.seconds, default=None)
         history.append((n, solution))
         if solution is None or (found and solution.throughput < GROWTH * found.throughput):
@@ -63,9 +65,9 @@ def test_leaving_alphas_out_changes_nothing(host, update, clip, roomy):
     expected, history = plainly(workload, profile, budgets, request)
     if expected is None:
         with pytest.raises(PlanError):
-            search(Given(formulas(workload, profile), budgets, request))
+            search(ProblemData(formulas(workload, profile), budgets, request))
         return
-    found = search(Given(formulas(workload, profile), budgets, request))
+    found = search(ProblemData(formulas(workload, profile), budgets, request))
     assert found.best.num_micro_batches == expected.num_micro_batches
     assert found.best.seconds == pytest.approx(expected.seconds, rel=2e-5)
     assert [n for n, _ in found.history] == [n for n, _ in history]
@@ -77,8 +79,8 @@ def test_leaving_alphas_out_changes_nothing(host, update, clip, roomy):
 def test_a_model_of_175_billion_parameters():
     """With little work."""
     workload = gpt(96, 12288)
-    System(Given(formulas(gpt(2, 512), A100), SERVER, Request()), 1, 0.0).solution()  # imports the solver
-    times, found = work(lambda: search(Given(formulas(workload, A100), SERVER, elsewhere(saturation="paper"))))
+    System(ProblemData(formulas(gpt(2, 512), A100), SERVER, Request()), 1, 0.0).solution()  # imports the solver
+    times, found = work(lambda: search(ProblemData(formulas(workload, A100), SERVER, elsewhere(saturation="paper"))))
     assert times < 250
     assert workload.num_trained > 174e9
     assert [n for n, _ in found.history] == list(range(1, found.best.num_micro_batches + 2))
@@ -92,7 +94,8 @@ def test_a_model_of_175_billion_parameters():
 def test_alpha_leaves_the_saturation_and_lowers_the_batch_that_reaches_it():
     """Section 6 of the paper."""
     free, without = (
-        search(Given(known(XL, A100), SERVER, Request(alpha=alpha, ratios={"optimizer": 0.0}))) for alpha in (None, 0.0)
+        search(ProblemData(known(XL, A100), SERVER, Request(alpha=alpha, ratios={"optimizer": 0.0})))
+        for alpha in (None, 0.0)
     )
     assert free.best.num_micro_batches < without.best.num_micro_batches
     assert free.best.throughput == pytest.approx(without.best.throughput, rel=0.05)
@@ -102,7 +105,7 @@ def test_the_search_ends_where_memory_does():
     """More micro-batches need more memory for their checkpoints, in host memory or on SSD."""
     fast = replace(A100, matmul_flops_per_second={"bf16": 4e15})
     request = Request(ratios=dict.fromkeys(("parameter", "checkpoint", "optimizer"), 0.0))
-    found = search(Given(known(XL, fast), replace(DESKTOP, ssd_nbytes=11 * GB), request))
+    found = search(ProblemData(known(XL, fast), replace(DESKTOP, ssd_nbytes=11 * GB), request))
     assert found.history[-1][1] is None
     assert found.best == [solution for _, solution in found.history if solution][-1]
 
@@ -112,7 +115,7 @@ def test_the_search_ends_where_memory_does():
 
 def refused(workload, profile, budgets, request, num_micro_batches=None):
     with pytest.raises(PlanError) as caught:
-        search(Given(known(workload, profile), budgets, request), num_micro_batches)
+        search(ProblemData(known(workload, profile), budgets, request), num_micro_batches)
     return caught.value.message
 
 
@@ -138,9 +141,11 @@ def test_what_one_alpha_shows_of_memory_holds_for_others(monkeypatch):
     found = {}
     for host in (1.0, 2.0, 2.2, 2.4, 3.0):
         budgets = replace(DESKTOP, host_nbytes=int(host * GB))
-        found[host] = any(System(Given(known(XL, A100), budgets, Request()), 4, alpha).solution() for alpha in ALPHAS)
+        found[host] = any(
+            System(ProblemData(known(XL, A100), budgets, Request()), 4, alpha).solution() for alpha in ALPHAS
+        )
         solved.clear()
-        assert has_solution(Given(known(XL, A100), budgets, Request()), 4) == found[host]
+        assert has_solution(ProblemData(known(XL, A100), budgets, Request()), 4) == found[host]
         assert len(solved) < 8
     assert not found[1.0]
     assert found[3.0]
@@ -150,9 +155,9 @@ def test_what_one_alpha_shows_of_memory_holds_for_others(monkeypatch):
 def test_where_one_budget_is_exceeded_whatever_the_ratios_nothing_is_solved(monkeypatch, tier):
     budgets = replace(DESKTOP, **{f"{tier}_nbytes": 1 << 20})
     monkeypatch.setattr(System, "optimum", fails(AssertionError("solved")))
-    assert not has_solution(Given(known(XL, A100), budgets, Request()), 4)
+    assert not has_solution(ProblemData(known(XL, A100), budgets, Request()), 4)
     with pytest.raises(AssertionError, match="solved"):
-        has_solution(Given(known(XL, A100), DESKTOP, Request()), 4)
+        has_solution(ProblemData(known(XL, A100), DESKTOP, Request()), 4)
 
 
 def test_what_is_short_is_said_of_each_tier():
@@ -169,16 +174,16 @@ def test_a_smaller_alpha_is_near():
     said = refused(XL, A100, budgets, Request(alpha=0.9), num_micro_batches=4)
     assert "What would fit: alpha 0." in said
     near = float(said.split("alpha ")[-1])
-    assert System(Given(known(XL, A100), budgets, Request()), 4, near).solution()
-    assert not System(Given(known(XL, A100), budgets, Request()), 4, near + 0.01).solution()
+    assert System(ProblemData(known(XL, A100), budgets, Request()), 4, near).solution()
+    assert not System(ProblemData(known(XL, A100), budgets, Request()), 4, near + 0.01).solution()
 
 
 def test_fewer_micro_batches_are_near():
     budgets = replace(DESKTOP, ssd_nbytes=11 * GB, host_nbytes=6 * GB)
     said = refused(XL, A100, budgets, Request(alpha=0.0), num_micro_batches=2000)
     near = int(said.split("What would fit: ")[1].split()[0])
-    assert System(Given(known(XL, A100), budgets, Request()), near, 0.0).solution()
-    assert not System(Given(known(XL, A100), budgets, Request()), near + 1, 0.0).solution()
+    assert System(ProblemData(known(XL, A100), budgets, Request()), near, 0.0).solution()
+    assert not System(ProblemData(known(XL, A100), budgets, Request()), near + 1, 0.0).solution()
 
 
 @pytest.mark.parametrize("optimizer", [0.4, 1.0])
@@ -200,7 +205,7 @@ def test_where_all_updates_wait_no_other_alpha_is_near(asked):
 
 
 def test_nothing_is_near_where_only_more_memory_helps():
-    assert "Give it more" in shortfall(Given(known(XL, A100), replace(DESKTOP, host_nbytes=GB // 2), Request()))
+    assert "Give it more" in shortfall(ProblemData(known(XL, A100), replace(DESKTOP, host_nbytes=GB // 2), Request()))
 
 
 def test_device_ratios_need_a_device_memory_and_masters():
@@ -215,13 +220,13 @@ def test_device_ratios_need_a_device_memory_and_masters():
 
 def test_a_ratio_in_host_memory_alone_leaves_the_rest_on_ssd():
     request = Request(ratios={"parameter": 0.25})
-    found = search(Given(known(XL, A100), DESKTOP, request), 2).best.decision.ratios[0]
+    found = search(ProblemData(known(XL, A100), DESKTOP, request), 2).best.decision.ratios[0]
     assert found.parameter == 0.25
     assert found.on_device()["parameter"] == 0.0
-    free = search(Given(known(XL, A100), DESKTOP, Request()), 2).best.decision.ratios[0]
+    free = search(ProblemData(known(XL, A100), DESKTOP, Request()), 2).best.decision.ratios[0]
     assert free.on_device()["parameter"] > 0
     request = Request(ratios={"device_parameter": 0.125, "device_checkpoint": 0.0})
-    found = search(Given(known(XL, A100), DESKTOP, request), 2).best.decision.ratios[0]
+    found = search(ProblemData(known(XL, A100), DESKTOP, request), 2).best.decision.ratios[0]
     assert found.on_device() == {"parameter": 0.125, "checkpoint": 0.0}
 
 

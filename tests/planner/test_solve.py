@@ -16,7 +16,7 @@ from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import best_for
-from gs_compile.planner.lp.solve import TRAFFIC_PRICE, Given, System, _pair, short
+from gs_compile.planner.lp.solve import TRAFFIC_PRICE, ProblemData, System, _pair, short
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.planner.step_plan import nbytes_by_home
 
@@ -101,7 +101,7 @@ def test_no_point_of_a_fine_grid_is_better(seed):
         alpha = float(numbers.choice([0.0, 0.2, 0.5, 1.0]))
         least, most = (float(memory(known, n, alpha, np.array([1.0, *[r] * 3, 0, 0, 0]))[0]) for r in (0, 1))
         host = int(least + numbers.uniform(0.05, 1.05) * max(most - least, 1)) + 1
-        solution = System(Given(known, replace(ROOMY, host_nbytes=host), ELSEWHERE), n, alpha).solution()
+        solution = System(ProblemData(known, replace(ROOMY, host_nbytes=host), ELSEWHERE), n, alpha).solution()
         grid = step_seconds(known, n, alpha, GRID[memory(known, n, alpha, GRID) <= host])
         assert solution.seconds <= grid.min() * (1 + 1e-5)
         found = np.array(
@@ -151,12 +151,12 @@ def xl():
 def test_the_multipliers_of_one_program_bound_another(xl, n, other, alpha, another, host):
     """Whatever the alpha and the micro-batches, and tightly that of their own."""
     budgets = replace(ROOMY, host_nbytes=host * GB, wear_bytes_per_second=1e9 if host % 2 else None)
-    solution = System(Given(xl, budgets, Request()), n, alpha).solution()
+    solution = System(ProblemData(xl, budgets, Request()), n, alpha).solution()
     for number, part in ((n, alpha), (other, another)):
-        system = System(Given(xl, budgets, Request()), number, part)
+        system = System(ProblemData(xl, budgets, Request()), number, part)
         bound = float(system.least(system.lagrangian(solution.multipliers[None]))[0])
         assert bound <= system.solution().seconds * (1 + 1e-6)
-    own = System(Given(xl, budgets, Request()), n, alpha)
+    own = System(ProblemData(xl, budgets, Request()), n, alpha)
     apart = TRAFFIC_PRICE * own.unit_seconds  # the multipliers are those of seconds and that price of traffic
     found = own.least(own.lagrangian(solution.multipliers[None]))[0]
     assert found == pytest.approx(solution.seconds, rel=1e-6, abs=apart)
@@ -172,42 +172,46 @@ def test_more_of_anything_never_makes_it_slower(data, resource, n, device):
     better, more = richer(profile, budgets, resource, data.draw(st.floats(0.001, 1)))
     known = formulas(SMALL, profile)
     for alpha in (0.0, 0.3, 1.0):
-        old = System(Given(known, budgets, Request() if device else ELSEWHERE), n, alpha).solution()
-        new = System(Given(on(known, better), more, Request() if device else ELSEWHERE), n, alpha).solution()
+        old = System(ProblemData(known, budgets, Request() if device else ELSEWHERE), n, alpha).solution()
+        new = System(ProblemData(on(known, better), more, Request() if device else ELSEWHERE), n, alpha).solution()
         assert old is None or new.seconds <= old.seconds * (1 + 3e-6)
 
 
 def test_what_does_not_fit_is_none(xl):
     budgets = replace(ROOMY, host_nbytes=4 * GB)
-    found = [System(Given(xl, budgets, ELSEWHERE), 8, alpha).solution() for alpha in (0.0, 0.2, 1.0)]
+    found = [System(ProblemData(xl, budgets, ELSEWHERE), 8, alpha).solution() for alpha in (0.0, 0.2, 1.0)]
     assert [each is None for each in found] == [False, False, True]
-    assert System(Given(formulas(SMALL, A100), replace(ROOMY, device_nbytes=0), ELSEWHERE), 1, 0.0).solution() is None
+    assert (
+        System(ProblemData(formulas(SMALL, A100), replace(ROOMY, device_nbytes=0), ELSEWHERE), 1, 0.0).solution()
+        is None
+    )
 
 
 def test_a_full_ssd_keeps_more_in_host_memory(xl):
     """All on SSD would not fit there."""
     host = replace(ROOMY, host_nbytes=20 * GB)
     roomy, full = (
-        System(Given(xl, replace(host, ssd_nbytes=ssd * GB), ELSEWHERE), 60, 0.0).solution() for ssd in (100, 6)
+        System(ProblemData(xl, replace(host, ssd_nbytes=ssd * GB), ELSEWHERE), 60, 0.0).solution() for ssd in (100, 6)
     )
     kept = [sum(on_host(solution).values()) for solution in (roomy, full)]
     assert kept[0] < kept[1] or full.seconds >= roomy.seconds
     assert (
-        System(Given(xl, replace(ROOMY, host_nbytes=4 * GB, ssd_nbytes=6 * GB), ELSEWHERE), 60, 0.0).solution() is None
+        System(ProblemData(xl, replace(ROOMY, host_nbytes=4 * GB, ssd_nbytes=6 * GB), ELSEWHERE), 60, 0.0).solution()
+        is None
     )
 
 
 def test_traffic_is_saved_where_time_is_not():
     """With all the time in the world for the SSD, host memory is used nevertheless."""
     slow = replace(A100, matmul_flops_per_second={"bf16": 1e10})
-    solution = System(Given(formulas(SMALL, slow), ROOMY, ELSEWHERE), 2, 0.0).solution()
+    solution = System(ProblemData(formulas(SMALL, slow), ROOMY, ELSEWHERE), 2, 0.0).solution()
     assert all(ratio == pytest.approx(1.0) for ratio in on_host(solution).values())
 
 
 def test_wear_makes_a_step_wait_or_write_less(xl):
     budgets = replace(ROOMY, host_nbytes=8 * GB)
     each_rate = (replace(budgets, wear_bytes_per_second=rate) for rate in (None, 1e8))
-    free, worn = (System(Given(xl, each, ELSEWHERE), 8, 0.1).solution() for each in each_rate)
+    free, worn = (System(ProblemData(xl, each, ELSEWHERE), 8, 0.1).solution() for each in each_rate)
     point = np.array([1.0, *(on_host(worn)[name] for name in ("checkpoint", "parameter", "optimizer")), 0, 0, 0])
     written = float(xl.of(0.1, 8).written @ point)
     assert worn.seconds > free.seconds
@@ -215,7 +219,9 @@ def test_wear_makes_a_step_wait_or_write_less(xl):
 
 
 def test_spare_device_memory_is_a_home_if_asked_for(xl):
-    without, with_device = (System(Given(xl, ROOMY, asked), 4, 0.0).solution() for asked in (ELSEWHERE, Request()))
+    without, with_device = (
+        System(ProblemData(xl, ROOMY, asked), 4, 0.0).solution() for asked in (ELSEWHERE, Request())
+    )
     assert set(without.decision.ratios[0].on_device().values()) == {0.0}
     assert max(with_device.decision.ratios[0].on_device().values()) > 0
     assert with_device.seconds <= without.seconds * (1 + 1e-6)
@@ -225,18 +231,20 @@ def test_spare_device_memory_is_a_home_if_asked_for(xl):
 
 def test_what_is_short_is_counted(xl):
     budgets = Budgets(host_nbytes=1 * GB, device_nbytes=40 * GB, ssd_nbytes=800 * GB)
-    needed = short(Given(xl, budgets, ELSEWHERE), 4, 0.0)
+    needed = short(ProblemData(xl, budgets, ELSEWHERE), 4, 0.0)
     assert set(needed) == {"host"}
     enough = replace(budgets, host_nbytes=budgets.host_nbytes + needed["host"] + 4096)
-    assert System(Given(xl, enough, ELSEWHERE), 4, 0.0).solution()
-    assert not System(Given(xl, replace(enough, host_nbytes=enough.host_nbytes - 10**6), ELSEWHERE), 4, 0.0).solution()
+    assert System(ProblemData(xl, enough, ELSEWHERE), 4, 0.0).solution()
+    assert not System(
+        ProblemData(xl, replace(enough, host_nbytes=enough.host_nbytes - 10**6), ELSEWHERE), 4, 0.0
+    ).solution()
 
 
 @pytest.mark.parametrize(("host", "n", "alpha"), [(3, 2, 0.0), (5, 6, 0.3), (9, 12, 0.15), (8, 3, 1.0)])
 def test_the_program_of_a_plan_keeps_its_budgets(xl, host, n, alpha):
     """As it is counted when it is lowered, and with little of host memory left unused."""
     workload, budgets = xl.workload, Budgets(host_nbytes=host * GB, device_nbytes=12 * GB, ssd_nbytes=20 * GB)
-    solution = System(Given(xl, budgets, ELSEWHERE), n, alpha).solution()
+    solution = System(ProblemData(xl, budgets, ELSEWHERE), n, alpha).solution()
     placement = placed(workload, n, solution.decision.ratios[0], alpha, separate=True)
     peaks = liveness.peaks(lowered(workload, placement)[-1].ops, placement)
     for tier, peak in peaks.items():
@@ -250,7 +258,7 @@ def test_what_the_linear_program_keeps_off_a_tier_is_not_there():
     known = formulas(SMALL, A100)
     none, all_of_it = ({"parameter": r, "checkpoint": r, "optimizer": r} for r in (0.0, 1.0))
     for ratios, empty in ((none, "host"), (all_of_it, "ssd")):
-        solution = System(Given(known, ROOMY, Request(ratios=ratios)), 3, 0.3).solution()
+        solution = System(ProblemData(known, ROOMY, Request(ratios=ratios)), 3, 0.3).solution()
         placement = placed(SMALL, 3, solution.decision.ratios[0], 0.3, separate=True)
         stored = nbytes_by_home(placement)
         assert not [kind for kind, tier in stored if tier == empty and kind != "dw"]
@@ -273,7 +281,8 @@ def test_split_masters_are_never_slower_where_parameters_live_elsewhere():
             models[profile.separate] = [formulas(workload, profile) for workload in (SMALL, split)]
         budgets = replace(ROOMY, host_nbytes=int(draw(100e6, 400e6)))
         seconds = [
-            best_for(Given(on(known, profile), budgets, ELSEWHERE), n).seconds for known in models[profile.separate]
+            best_for(ProblemData(on(known, profile), budgets, ELSEWHERE), n).seconds
+            for known in models[profile.separate]
         ]
         gains.append(seconds[0] / seconds[1])
     assert min(gains) > 1 - 1e-6
@@ -286,7 +295,7 @@ def test_the_computation_is_the_same_for_all_alphas(profile, speculative):
     """The search starts from what it takes, before any alpha is solved."""
     known = formulas(SMALL, profile, speculative=speculative)
     for n in (1, 2, 5):
-        systems = [System(Given(known, ROOMY, Request()), n, alpha) for alpha in (0.0, 0.13, 0.5, 1.0)]
+        systems = [System(ProblemData(known, ROOMY, Request()), n, alpha) for alpha in (0.0, 0.13, 0.5, 1.0)]
         assert [each.computing for each in systems] == pytest.approx([systems[0].computing] * 4)
         assert all(each.solution().seconds >= each.computing for each in systems)
 
@@ -295,7 +304,7 @@ def test_the_computation_is_the_same_for_all_alphas(profile, speculative):
 def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch, number):
     """HiGHS says that it does not know of some that nearly fit, unless it takes them as they are, or by another method."""
     known, usual, asked = formulas(SMALL, A100), cvxpy.Problem.solve, []
-    expected = System(Given(known, ROOMY, ELSEWHERE), 4, 0.5).solution()
+    expected = System(ProblemData(known, ROOMY, ELSEWHERE), 4, 0.5).solution()
 
     def unknown(problem, **settings):
         asked.append({name: settings[name] for name in ("presolve", "highs_options") if name in settings})
@@ -304,6 +313,6 @@ def test_what_the_solver_cannot_tell_it_is_asked_again(monkeypatch, number):
         return usual(problem, **settings)
 
     monkeypatch.setattr(cvxpy.Problem, "solve", unknown)
-    found = System(Given(known, ROOMY, ELSEWHERE), 4, 0.5).solution()
+    found = System(ProblemData(known, ROOMY, ELSEWHERE), 4, 0.5).solution()
     assert found.seconds == pytest.approx(expected.seconds)
     assert asked == [{}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}}][: number + 1]

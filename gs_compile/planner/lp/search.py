@@ -30,7 +30,7 @@ from gs_compile.options import Ratios
 from gs_compile.placement.workload import beside_slab
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import Array, anchors
-from gs_compile.planner.lp.solve import FEASIBLE, Given, Solution, System, short
+from gs_compile.planner.lp.solve import FEASIBLE, ProblemData, Solution, System, short
 from gs_compile.planner.request import Request, several
 
 GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
@@ -51,30 +51,30 @@ class Search:
     history: tuple[tuple[int, Solution | None], ...]
 
 
-def search(given: Given, num_micro_batches: int | None = None) -> Search:
+def search(data: ProblemData, num_micro_batches: int | None = None) -> Search:
     """The smallest number of micro-batches with saturated throughput, or the one given, and the best plan for it.
 
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
-    check(given.formulas)
-    tries, saturation = _Tries(given), given.request.saturation
+    check(data.formulas)
+    tries, saturation = _Tries(data), data.request.saturation
     if num_micro_batches is not None:
         best = tries.at(num_micro_batches)
     else:
         best = (_relative if saturation == "relative" else _paper)(tries, MOST[saturation])
     if best is None:
-        raise NoFitError(shortfall(given, num_micro_batches or 1))
+        raise NoFitError(shortfall(data, num_micro_batches or 1))
     return Search(best, tuple(sorted(tries.known.items())))
 
 
-def best_for(given: Given, num_micro_batches: int, alphas: Sequence[float] = ()) -> Solution | None:
+def best_for(data: ProblemData, num_micro_batches: int, alphas: Sequence[float] = ()) -> Solution | None:
     """The best for one number of micro-batches, with one of these alphas, or of the request's; None: nothing fits."""
-    return _Tries(given, alphas).at(num_micro_batches)
+    return _Tries(data, alphas).at(num_micro_batches)
 
 
-def has_solution(given: Given, num_micro_batches: int, alphas: Sequence[float] = ()) -> bool:
+def has_solution(data: ProblemData, num_micro_batches: int, alphas: Sequence[float] = ()) -> bool:
     """Whether a step fits with one of these alphas, or of the request's; which is best is not looked for."""
-    return _Tries(given, alphas).fits(num_micro_batches)
+    return _Tries(data, alphas).fits(num_micro_batches)
 
 
 # The number of micro-batches ------------------------------------------------------------------------------------------
@@ -116,10 +116,10 @@ def _is_enough(tries: _Tries, number: int, most: int) -> bool:
 class _Tries:
     """The best solution of each number of micro-batches that was asked for."""
 
-    def __init__(self, given: Given, alphas: Sequence[float] = ()) -> None:
-        self.given = given
+    def __init__(self, data: ProblemData, alphas: Sequence[float] = ()) -> None:
+        self.data = data
         self.known: dict[int, Solution | None] = {}
-        self.most = dict.fromkeys(alphas or given.request.alphas, inf)  # by alpha, from where on nothing fits
+        self.most = dict.fromkeys(alphas or data.request.alphas, inf)  # by alpha, from where on nothing fits
         self.multipliers: dict[tuple[tuple[float, ...], bool], list[Array]] = {}  # by what has the same rows
 
     def at(self, number: int) -> Solution | None:
@@ -157,7 +157,7 @@ class _Tries:
         return best
 
     def _systems(self, number: int) -> Systems:
-        return cache(lambda alpha: System(self.given, number, alpha))
+        return cache(lambda alpha: System(self.data, number, alpha))
 
     def _left(self, number: int) -> list[float]:
         """The alphas of which it is not known that nothing fits."""
@@ -215,14 +215,14 @@ def check(formulas: Formulas) -> None:
         )
 
 
-def shortfall(given: Given, num_micro_batches: int = 1, lacking: Mapping[str, int] | None = None) -> str:
+def shortfall(data: ProblemData, num_micro_batches: int = 1, lacking: Mapping[str, int] | None = None) -> str:
     """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two.
 
     lacking: by tier, the bytes that the program of the first alpha lacks; None: those that the linear program does.
     """
-    formulas, budgets, request = given
+    formulas, budgets, request = data
     alphas = request.alphas if lacking is None else request.alphas[:1]
-    needed = {each: lacking or short(given, num_micro_batches, each) for each in alphas}
+    needed = {each: lacking or short(data, num_micro_batches, each) for each in alphas}
     alpha = min(needed, key=lambda each: sum(n / budgets.of(tier) for tier, n in needed[each].items()))
     workload = formulas.workload
     beside = {"host": beside_slab(workload.sizes)}  # which the budget is without
@@ -235,7 +235,7 @@ def shortfall(given: Given, num_micro_batches: int = 1, lacking: Mapping[str, in
         f"{format_bytes(nbytes)} more than it may use"
         for tier, nbytes in needed[alpha].items()
     )
-    near = list(_nearest(given, num_micro_batches))
+    near = list(_nearest(data, num_micro_batches))
     smaller = ", or make micro_batch_size smaller" if workload.micro_batch_size > 1 else ""
     remedy = f"What would fit: {', or '.join(near)}" if near else f"Give it more{smaller}"
     return (
@@ -244,13 +244,13 @@ def shortfall(given: Given, num_micro_batches: int = 1, lacking: Mapping[str, in
     )
 
 
-def _nearest(given: Given, num_micro_batches: int) -> Iterator[str]:
+def _nearest(data: ProblemData, num_micro_batches: int) -> Iterator[str]:
     """Settings that fit, each with one thing changed."""
 
     def does(number: int, alphas: Sequence[float], request: Request) -> bool:
-        return has_solution(given._replace(request=request), number, alphas)
+        return has_solution(data._replace(request=request), number, alphas)
 
-    request, alphas, ratios = given.request, given.request.alphas, given.request.ratios.given()
+    request, alphas, ratios = data.request, data.request.alphas, data.request.ratios.given()
     most = 0.0 if request.late else request.alpha or 0.0  # of late updates there is one alpha
     below = (each for each in range(99, -1, -1) if each / 100 < most)
     if (smaller := next((n for n in below if does(num_micro_batches, [n / 100], request)), None)) is not None:

@@ -102,7 +102,7 @@ class Solution:
         return self.num_micro_batches / self.seconds
 
 
-class Given(NamedTuple):
+class ProblemData(NamedTuple):
     """What the linear programs of all alphas and all numbers of micro-batches have in common."""
 
     formulas: Formulas
@@ -110,19 +110,19 @@ class Given(NamedTuple):
     request: Request
 
 
-def short(given: Given, num_micro_batches: int, alpha: float) -> dict[str, int]:
+def short(data: ProblemData, num_micro_batches: int, alpha: float) -> dict[str, int]:
     """The bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
-    optimum = System(given, num_micro_batches, alpha).optimum(elastic=True)
+    optimum = System(data, num_micro_batches, alpha).optimum(elastic=True)
     assert optimum is not None, "there is a point that exceeds the budgets by enough"
     parts = dict(zip(TIERS, optimum[1].tolist(), strict=True))
-    return {tier: int(np.ceil(part * given.budgets.of(tier))) for tier, part in parts.items() if part > FEASIBLE}
+    return {tier: int(np.ceil(part * data.budgets.of(tier))) for tier, part in parts.items() if part > FEASIBLE}
 
 
 class System:
     """The rows of one alpha: affine functions of the ratios, in seconds or in parts of a budget, and their limits."""
 
-    def __init__(self, given: Given, num_micro_batches: int, alpha: float) -> None:
-        formulas, self.budgets, self.request = given
+    def __init__(self, data: ProblemData, num_micro_batches: int, alpha: float) -> None:
+        formulas, self.budgets, self.request = data
         self.formulas, self.num_micro_batches, self.alpha = formulas, num_micro_batches, alpha
         self.numbers = formulas.of(alpha, num_micro_batches)
         self.lower, self.upper = _bounds(formulas, self.request)
