@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gs_compile.placement.kinds import ends_in_step
 from gs_compile.placement.placement import Placement
-from gs_compile.placement.slab import plan
+from gs_compile.placement.slab import planned_memory
 from gs_compile.program.ir import Op, Program, Value
 
 RESIDENT = Placement()  # of a program whose values are all on the device
@@ -31,7 +31,7 @@ def free(
     late: gradients are left for the next step. planned: False leaves memory out.
     """
     ops = with_frees(program.ops, outputs | placement.homes(late=late, warm=program.trains), placement)
-    peaks, offsets = plan(ops, placement) if placement.x_nbytes and planned else ((), {})
+    peaks, offsets = planned_memory(ops, placement) if placement.x_nbytes and planned else ((), {})
     needed = dict(peaks).get("host", 0)
     return replace(program.with_ops(ops, made_by="free"), peaks=peaks, offsets=offsets, slab_nbytes=needed)
 

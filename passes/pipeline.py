@@ -141,7 +141,7 @@ class _StageAssigner:
     def ops(self) -> Iterator[Op]:
         points: list[IssuePoint] = []
         collectives: dict[tuple[str, int], IssuePoint] = {}  # the latest, by verb and stage
-        dependencies = _Dependencies(points)
+        dependencies = _IssueOrder(points)
         done: Counter[Stage] = Counter()  # computations of each stage
         for index, op in enumerate(self.program.ops):
             before = [points[other] for other in dependencies.before(op)]
@@ -233,7 +233,7 @@ class _StageAssigner:
         return IssuePoint(stage, position, BEFORE) if position >= 0 else IssuePoint(stage - 1)
 
 
-class _Dependencies:
+class _IssueOrder:
     """The operations that each must come after: whoever it would wait for, and nobody else.
 
     points: of all operations so far, where each is issued; of several users of a value the last one stands for all.

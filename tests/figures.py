@@ -18,7 +18,7 @@ from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import SpecializedModel
 from gs_compile.placement.workload import UnitCost, Workload
 from gs_compile.planner.cost import timing
-from gs_compile.planner.cost.known_times import Row
+from gs_compile.planner.cost.known_times import UnitSeconds
 from gs_compile.planner.measure.shipped import ENVIRONMENT
 from gs_compile.runtime.storage.drive import Drive
 
@@ -51,7 +51,7 @@ def machine() -> Path:
     return path
 
 
-def code_seconds(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> Row:
+def code_seconds(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> UnitSeconds:
     """In place of `timing._timed`: what follows from the operations of the unit's code."""
     cost = workload.costs[unit.unit]
     kind = unit.unit if isinstance(unit.unit, str) else "layer"
@@ -64,7 +64,7 @@ def code_seconds(workload: Workload, layout: SpecializedModel, unit: UnitGraph, 
 
 def level_seconds(
     layout: SpecializedModel, unit: UnitGraph, cost: UnitCost, levels: Sequence[int], share: float
-) -> Row:
+) -> UnitSeconds:
     """In place of `timing._timed_levels`: what was estimated from the operations of the levels' code."""
     slower = (factor(f"level {number}") for number in range(len(cost.levels)))
     pairs = zip(cost.levels, slower, strict=True)

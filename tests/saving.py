@@ -13,7 +13,7 @@ from gs_compile.passes.baselines.lifetime import EVERYTHING, Room
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Placement
 from gs_compile.planner import decide
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 from gs_compile.planner.plan import StepPlan
 from gs_compile.planner.run import CallBudgets, Planned, RunPlanner
 from gs_compile.program.ir import Unit
@@ -60,7 +60,7 @@ def _with_room(share: float) -> Callable[[StepPlan], StepPlan]:
         plain, builder = plan.placement, plan.problem.builder
         least, most = (builder.program(plain.decided(own=own)) for own in (None, EVERYTHING))
         sizes = {
-            f"{tier}_nbytes": int((1 - share) * peak(least, tier) + share * peak(most, tier))
+            f"{tier}_nbytes": int((1 - share) * planned_peak(least, tier) + share * planned_peak(most, tier))
             for tier in ("device", "host")
         }
         own = Room(**sizes, bytes_per_second=EVERYTHING.bytes_per_second)

@@ -13,7 +13,7 @@ from typing import get_args
 
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.sealing import Seals
-from gs_compile.placement.slab import conflicts, plan
+from gs_compile.placement.slab import conflicts, planned_memory
 from gs_compile.program.ir import Op, Program, Stage, Tier, Unit, Value, homed
 from gs_compile.program.values import COPIES, SHADOWED
 from gs_compile.program.verbs import MOVEMENTS
@@ -275,7 +275,7 @@ def at_the_end(program: Program, sealing: Seals, updates: Updates, lifetimes: Li
     for value in sorted(lifetimes.defined - lifetimes.freed - stored - lifetimes.present, key=str):
         if value.tier != "device" or (value.kind in ("w", "dw") and value.unit in placement.by_unit):
             yield f"{value} is left behind"
-    peaks, offsets = plan(program.ops, placement)
+    peaks, offsets = planned_memory(program.ops, placement)
     if program.peaks and program.peaks != peaks:
         yield f"the peaks are not {program.peaks}"
     for one, other in conflicts(program.ops, placement, program.offsets or offsets):

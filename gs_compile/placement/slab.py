@@ -129,7 +129,7 @@ def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Plac
     return {**fixed.always, **shared, **packing.fill(dict(largest))}, packing.end
 
 
-def plan(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int], ...], dict[object, int]]:
+def planned_memory(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int], ...], dict[object, int]]:
     """The peak of each tier in bytes, that of the host being the smallest slab's size, and the offsets in that slab."""
     ranges = live_ranges(ops, placement)
     offsets, host_nbytes = plan_offsets(ranges, ops, placement)

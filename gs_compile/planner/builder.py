@@ -180,7 +180,7 @@ def workload_levels(workload: Workload, number: int) -> tuple[tuple[Level, ...],
     return tuple(tuple(Level((cost.nbytes,) * number, cost.reads_input) for cost in levels) for levels in costs)
 
 
-def peak(program: Program, tier: str) -> int:
+def planned_peak(program: Program, tier: str) -> int:
     """The planned peak of a tier, in bytes; of host memory, what a run of `program` has to be given."""
     return dict(program.peaks).get(tier, 0)
 

@@ -28,7 +28,7 @@ from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import NOISE, beside_slab
 from gs_compile.planner.apart import plan_stacks
 from gs_compile.planner.boundary import Ladder, carrying, retaining
-from gs_compile.planner.builder import SCARCE_UPDATES, peak
+from gs_compile.planner.builder import SCARCE_UPDATES, planned_peak
 from gs_compile.planner.choose import highest
 from gs_compile.planner.in_pieces import WORTH, faster, smaller, told
 from gs_compile.planner.lp.counting import CLASSES
@@ -225,7 +225,7 @@ def _last_for_free(problem: Problem, plain: Placement, ladder: Ladder) -> Placem
     """The last of a ladder that takes no more host memory than `plain`, or next to no more within the budget."""
     if not ladder:
         return plain
-    needed = peak(problem.builder.program(plain), "host")
+    needed = planned_peak(problem.builder.program(plain), "host")
     most = {"host": max(needed, min(int(needed * NEXT_TO_NO_MORE), problem.host_nbytes))}
     last = highest(ladder, lambda each: fits(problem.builder.programs(each), most))
     return last[0] if last else plain
@@ -253,7 +253,7 @@ def _unsimulated(problem: Problem, placement: Placement, note: str) -> StepPlan:
 def _check_device(problem: Problem, placement: Placement) -> None:
     """Raise `MemoryBudgetError` where the device has no room for a step's values."""
     budget = problem.device_nbytes
-    if budget is not None and (needed := peak(problem.steps.builder.program(placement), "device")) > budget:
+    if budget is not None and (needed := planned_peak(problem.steps.builder.program(placement), "device")) > budget:
         raise MemoryBudgetError(
             f"device_memory is {format_bytes(budget)}; this step keeps {format_bytes(needed)} there, and what a layer "
             f"computes with comes on top: {remedies(problem.request)}"
@@ -314,7 +314,7 @@ def _refusal(problem: Problem) -> NoFitError | MemoryBudgetError:
 def _too_large(problem: Problem, placement: Placement) -> str:
     """How much host memory the least needs, and what can be done about it."""
     request, beside = problem.request, beside_slab(problem.builder.sizes)  # which the budget is without
-    nbytes = beside + peak(problem.builder.program(placement), "host")
+    nbytes = beside + planned_peak(problem.builder.program(placement), "host")
     ratios = _ratios(problem, 0.0).given()
     words = ", ".join(f"{name} {ratios[name]:g}" for name in HOST_CLASSES if name in ratios)
     message = (

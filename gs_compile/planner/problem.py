@@ -22,7 +22,7 @@ from gs_compile.placement.boundaries import BoundaryNbytes
 from gs_compile.placement.levels import Levels
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import UnitSize, Workload
-from gs_compile.planner.builder import StepBuilder, peak
+from gs_compile.planner.builder import StepBuilder, planned_peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import DEVICE_RATIOS, Counted
 from gs_compile.planner.lp.search import Search, best_for, check, has_solution, search
@@ -283,5 +283,5 @@ def fits(programs: Iterable[Program], most: Mapping[str, int | None]) -> bool:
 
 def excess(program: Program, most: Mapping[str, int | None]) -> dict[str, int]:
     """By tier, the bytes that a step takes beyond the `most` it may; None: nothing is said of a tier."""
-    over = {tier: peak(program, tier) - nbytes for tier, nbytes in most.items() if nbytes is not None}
+    over = {tier: planned_peak(program, tier) - nbytes for tier, nbytes in most.items() if nbytes is not None}
     return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}

@@ -21,7 +21,7 @@ from gs_compile.placement.liveness import live_ranges
 from gs_compile.placement.placement import ALL_LATE, Layout, Placement, StepContext
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
 from gs_compile.planner.boundary import carried_nbytes, retained_text, without
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.problem import fits
 from gs_compile.planner.run import Planned, RunPlanner
@@ -111,7 +111,7 @@ class StepPrograms:
         for each in self._retreats(planned, training=shape.training):
             most = {"host": self.host_nbytes, "device": self._on_device if each.activations.are_on_device else None}
             programs = list(replace(self.builder, shape=shape).steps(each))
-            needed = max(peak(program, "host") for program in programs)
+            needed = max(planned_peak(program, "host") for program in programs)
             if fits(programs, most):
                 if planned.shares and not each.shares:
                     log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
@@ -151,7 +151,7 @@ class StepPrograms:
         """What values may have of the device's memory; where nobody has said, what the first step was planned to."""
         if (known := self.planned.values_nbytes) is not None:
             return known
-        return max(peak(program, "device") for program in self.builder.steps(self.placement))
+        return max(planned_peak(program, "device") for program in self.builder.steps(self.placement))
 
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
         """What consecutive steps of a kind take on this machine, by the simulator."""

@@ -26,7 +26,7 @@ from gs_compile.placement.slab import fixed_offsets
 from gs_compile.placement.workload import UnitSize, beside_slab
 from gs_compile.planner import in_pieces
 from gs_compile.planner.at_hand import Figures, ModelAtHand
-from gs_compile.planner.builder import StepBuilder, peak, waiting_nbytes
+from gs_compile.planner.builder import StepBuilder, planned_peak, waiting_nbytes
 from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.decide import decide, undecided
 from gs_compile.planner.lp.counting import Counted
@@ -191,7 +191,7 @@ class RunPlanner:
         budgets = planned.budgets._replace(
             host_nbytes=fixed_nbytes + (self.whole_nbytes - fixed_nbytes) // self.num_calls
         )
-        fits: bool = max(peak(program, "host") for program in programs) <= budgets.host_nbytes
+        fits: bool = max(planned_peak(program, "host") for program in programs) <= budgets.host_nbytes
         if whole_device is None:
             return budgets, fits
         before, waiting = budgets.device_nbytes or whole_device, waiting_nbytes(programs[0], planned.placement)

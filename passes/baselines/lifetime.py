@@ -91,10 +91,12 @@ def lifetime(program: Program, placement: Placement, *, late: bool = False) -> P
 
     late: as of `free`. Without a `Room` in the placement nothing stays.
     """
-    return decide(program, placement, late=late)[0]
+    return decided_periods(program, placement, late=late)[0]
 
 
-def decide(program: Program, placement: Placement, *, late: bool = False) -> tuple[Program, tuple[Period, ...]]:
+def decided_periods(
+    program: Program, placement: Placement, *, late: bool = False
+) -> tuple[Program, tuple[Period, ...]]:
     """The program with fewer round trips, and every period with what was decided on it."""
     decided: list[Period] = []
     room, homes = _room(placement), placement.homes(late=late)
@@ -262,12 +264,12 @@ class Rooms:
     ) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
         """The periods in which tensors are inactive, by kind, and what becomes of them."""
         headings = ("", "on", "inactive", "times", "bytes", "stay", "bytes that stay", "others go to")
-        _, periods = decide(program, placement, late=placement.has_late)
+        _, periods = decided_periods(program, placement, late=placement.has_late)
         return headings, list(_rows(periods)), ("times", "bytes", "stay", "bytes that stay")
 
     def as_dict(self, program: Program, placement: Placement) -> dict[str, Any]:
         """All periods, each with what was decided."""
-        _, periods = decide(program, placement, late=placement.has_late)
+        _, periods = decided_periods(program, placement, late=placement.has_late)
         return {
             "periods": [
                 {

@@ -15,7 +15,7 @@ from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
 import gs_compile
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.planner import decide, reasons, run
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 
@@ -47,7 +47,7 @@ def needed(harness, storage, make, **changes):
     with harness.fresh(make, options(storage, **changes)) as optimizer:
         for number in range(2):  # the second has late updates of the first
             step(harness.model, optimizer, tokens(number))
-        return peak(optimizer.engine.snapshots[-1], "host")
+        return planned_peak(optimizer.engine.snapshots[-1], "host")
 
 
 def tight(harness, storage, make=adamw, *, ratios=None, **changes):

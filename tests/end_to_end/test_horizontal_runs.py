@@ -17,7 +17,7 @@ from tiered import LENGTH, adamw, gpt2, loss_of, moved, options, sgd, shared, st
 from zoo import GPT, assert_same_gradients, batch, gradients, small
 
 import gs_compile
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 
 KEEPS_CAPTURES = True
 WIDTH, MICRO_BATCH = 32, 2
@@ -115,7 +115,7 @@ def test_moves_what_it_says_and_no_more_than_the_horizontal_order(storage, share
             measured = moved(model, optimizer, tokens(1, MICRO_BATCH * 3))
             assert measured.traced == measured.planned
             found[schedule] = measured.traced
-            budget = peak(engine.snapshots[-1], "host")
+            budget = planned_peak(engine.snapshots[-1], "host")
             if keeps:
                 assert engine.tiers.slab.nbytes <= chosen["host_memory"]
     assert all(nbytes <= found["horizontal"][key] for key, nbytes in found["lifetime"].items())

@@ -15,7 +15,7 @@ from tiered import adamw, loss_of, moved, options, shared, step, tokens
 
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.planner.boundary import FIRST, without
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 from gs_compile.planner.programs import StepPrograms
 
 KEEPS_CAPTURES = True
@@ -149,7 +149,7 @@ def test_a_larger_batch_fits_where_it_keeps_nothing(storage):
 
     def look(number, optimizer):
         planning = optimizer.engine.planning
-        needs.append(max(peak(program, "host") for program in planning.builder.programs(planning.placement)))
+        needs.append(max(planned_peak(program, "host") for program in planning.builder.programs(planning.placement)))
 
     trained(harness, options(storage, alpha=0.3), FIRST, look, sizes=sizes[:1])
     plain = trained(harness, options(storage, alpha=0.3), (), Seen(), sizes=sizes)

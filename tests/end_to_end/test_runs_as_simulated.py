@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiered import Harness, adamw, gpt2, options, step, tokens
 
-from gs_compile.planner.simulate.event_loop import Rule
+from gs_compile.planner.simulate.event_loop import LaneRule
 from gs_compile.planner.simulate.simulator import simulate
 from gs_compile.program.ir import LANES
 from gs_compile.runtime.issue import TieredExecutor
@@ -77,6 +77,6 @@ def run(harness, executors, given):
     ratios = []
     for count in range(3, NUM_STEPS + 1):
         given = programs[:count], seconds[:count]
-        found = simulate(*given, placement=placement, rule=Rule(inline=True, op_seconds=OP_SECONDS))
+        found = simulate(*given, placement=placement, rule=LaneRule(inline=True, op_seconds=OP_SECONDS))
         ratios.append((ends[count - 1] - ends[count - 2]) / found.seconds)
     return ratios, dict(programs[-1].peaks)["host"]

@@ -28,7 +28,7 @@ from gs_compile.errors import NonFiniteWarning
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.levels import Share
 from gs_compile.planner.boundary import FIRST
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.schedules import BY_MICRO_BATCH
 
@@ -168,7 +168,7 @@ def train(task: Task, row: Mapping[str, Any], folder: Path) -> Trained:
             info, tiers, program = optimizer.last_step, optimizer.engine.tiers, optimizer.engine.snapshots[-1]
             is_spoiled = task.spoiled and number in SPOILED
             assert info.skipped == is_spoiled == any(warning.category is NonFiniteWarning for warning in caught)
-            assert tiers.slab.nbytes <= max(peak(program, "host"), program.slab_nbytes)
+            assert tiers.slab.nbytes <= max(planned_peak(program, "host"), program.slab_nbytes)
             norms.append(info.grad_norm)
             rolled_back.append(info.rolled_back)
             warm.append(bool(tiers.placement.carried_values & tiers.placement.present(program.ops)))

@@ -14,7 +14,7 @@ from saving import saving
 from tiered import adamw, files_in, options, step, tokens
 
 from gs_compile.placement.levels import Share
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 
 KEEPS_CAPTURES = True
 IN_MEMORY = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0)
@@ -28,7 +28,7 @@ def trained(harness, given, sizes):
     def look(number, optimizer):
         program = optimizer.engine.snapshots[-1]
         saved.append(len({value for op in program.ops for value in op.results if value.kind == "a"}))
-        nbytes.append(peak(program, "host"))
+        nbytes.append(planned_peak(program, "host"))
         assert optimizer.engine.tiers.setting.store is None
 
     return harness.train(adamw, given, sizes=sizes, look=look), saved, max(nbytes)

@@ -18,7 +18,7 @@ from tiered import adamw, moved, options, outcome, shared, step, tokens
 import gs_compile
 from gs_compile.machine import format_bytes
 from gs_compile.placement.levels import Share
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 
 KEEPS_CAPTURES = True
 SCHEDULES = ("horizontal", "single")
@@ -61,8 +61,8 @@ def checked(given, usual):
     assert {lane: n for (lane, kind), n in found.planned.items() if kind == "a"} == of_saved(placement)
     if plan is not None and plan.is_solved and plan.placement == placement:
         assert plan.traffic == found.planned
-        assert plan.peaks["host"] == peak(program, "host")
-    return placement, peak(program, "host"), mapped_nbytes, shown
+        assert plan.peaks["host"] == planned_peak(program, "host")
+    return placement, planned_peak(program, "host"), mapped_nbytes, shown
 
 
 @pytest.mark.parametrize("separate", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -20,7 +20,7 @@ from tiered import adamw, loss_of, options, shared, step, tokens
 from gs_compile.errors import MemoryBudgetError, StorageFullError
 from gs_compile.placement.levels import Share
 from gs_compile.placement.slab import PAGE_NBYTES
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 from gs_compile.runtime import slab
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage import system
@@ -66,7 +66,7 @@ def test_the_planned_memory_is_enough(storage, precision, clip, alpha, separate_
     with harness.fresh(make, options(storage, **chosen)) as optimizer:
         step(harness.model, optimizer, tokens(0))
         step(harness.model, optimizer, tokens(1))  # with the late updates of the first
-        planned = peak(optimizer.engine.snapshots[-1], "host")
+        planned = planned_peak(optimizer.engine.snapshots[-1], "host")
     with harness.fresh(make, options(storage, host_memory=planned, **chosen)) as optimizer:
         for number in range(3):
             step(harness.model, optimizer, tokens(number))
@@ -103,7 +103,7 @@ def test_the_files_of_a_run_are_those_that_were_planned(tmp_path, shares, chosen
         optimizer.step()
         optimizer.synchronize()
         engine, found = optimizer.engine, files_of(optimizer)
-        planned = peak(engine.snapshots[-1], "ssd")
+        planned = planned_peak(engine.snapshots[-1], "ssd")
         assert found == before
         assert engine.planning.ssd_nbytes == planned
         assert len(engine.planning.files) == len(found)
@@ -205,7 +205,7 @@ def test_an_evaluation_between_forward_and_backward_has_memory_of_its_own(storag
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))
-            needed = needed or peak(optimizer.engine.snapshots[-1], "host")
+            needed = needed or planned_peak(optimizer.engine.snapshots[-1], "host")
     assert losses[:3] == losses[3:]
     refused = pytest.raises(MemoryBudgetError, match="between a forward and its backward")
     with harness.fresh(adamw, options(storage, alpha=0.5, host_memory=needed)) as optimizer:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import X_NBYTES, Options, in_order, lowered, options, place, stages, tiered_steps, train
 
-from gs_compile.passes.baselines.lifetime import Room, decide
+from gs_compile.passes.baselines.lifetime import Room, decided_periods
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement import liveness
 from gs_compile.placement.placement import Placement, StepContext
@@ -88,7 +88,7 @@ gradients    host    between two micro-batches      1  128.0 KiB     1        12
 
 def decided(step, placement):
     program = next(program for program in lowered(step, placement) if program.made_by == "pipeline")
-    return decide(program, placement, late=True)
+    return decided_periods(program, placement, late=True)
 
 
 def test_without_a_room_nothing_stays():

@@ -14,7 +14,7 @@ from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Decision
 from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, holding, retaining
-from gs_compile.planner.builder import StepBuilder, peak
+from gs_compile.planner.builder import StepBuilder, planned_peak
 from gs_compile.planner.choose import FASTER, _with_boundary, each_of, fastest
 from gs_compile.planner.decide import _boundary_for_free, decide
 from gs_compile.planner.request import Request
@@ -33,11 +33,13 @@ def test_what_stays_takes_next_to_no_memory(schedule, is_scarce):
     """And none at all where the budget is what the step needs."""
     given = problem(WORKLOAD, CPU, 1, request=Request(schedule=schedule))
     builder, plain = given.builder, given.builder.placement(NOTHING)
-    needed = peak(builder.program(plain), "host")
+    needed = planned_peak(builder.program(plain), "host")
     if is_scarce:
         given = problem(WORKLOAD, CPU, 1, host_nbytes=needed, request=Request(schedule=schedule))
     found = _boundary_for_free(given, plain)
-    assert max(peak(program, "host") for program in builder.programs(found)) <= needed * (1 if is_scarce else 1.02)
+    assert max(planned_peak(program, "host") for program in builder.programs(found)) <= needed * (
+        1 if is_scarce else 1.02
+    )
     assert bool(found.carried_values) == bool(found.retained_values) == (schedule != "horizontal")
 
 
@@ -45,13 +47,13 @@ def test_the_faster_one_that_fits_is_chosen():
     builder = StepBuilder.of(WORKLOAD, 2, separate=False)
     plain = builder.placement(NOTHING)
     most = plain.decided(carried=FIRST)
-    for host_nbytes in (peak(builder.program(plain), "host"), 2 * peak(builder.program(most), "host")):
+    for host_nbytes in (planned_peak(builder.program(plain), "host"), 2 * planned_peak(builder.program(most), "host")):
         given = problem(WORKLOAD, CPU, 2, host_nbytes=host_nbytes)
         before = given.predicted(plain)
         found = fastest(given, before, [carrying(plain)])
         assert found.placement.carried_values
         assert found.seconds < before.seconds
-        assert peak(found.program, "host") <= host_nbytes
+        assert planned_peak(found.program, "host") <= host_nbytes
         spare = {"host": host_nbytes, "device": 0}
         assert fastest(given, before, [carrying(plain)], spare) is before
         moved, less = before.moved_nbytes, found.moved_nbytes
@@ -67,7 +69,7 @@ def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
     assert [each.decision.retained for each in every] == [
         (7, 6, 5, 4, 3, 2, 1, 0, "t")[:number] for number in range(1, 10)
     ]
-    peaks = [max(peak(program, "host") for program in builder.programs(each)) for each in (plain, *every)]
+    peaks = [max(planned_peak(program, "host") for program in builder.programs(each)) for each in (plain, *every)]
     assert peaks[0] == peaks[1] < peaks[-1]
     sizes = {size.unit: size.numel * size.itemsize for size in workload.sizes}
     before = problem(workload, CPU, 1).predicted(plain)
@@ -96,7 +98,7 @@ def test_checkpoints_of_the_upper_half_are_held_where_a_drive_binds():
     assert len(inputs) == 6
     assert before.moved_nbytes - found.moved_nbytes == 3 * sum(inputs)  # collected, written and read
     assert found.placed.held_values == {Value("x", layer, j) for layer in (3, 4, 5) for j in (0, 1)}
-    scarce = problem(workload, slow, 2, host_nbytes=peak(before.program, "host"))
+    scarce = problem(workload, slow, 2, host_nbytes=planned_peak(before.program, "host"))
     assert len(fastest(scarce, before, ladders).placed.decision.held) < 3
 
 
@@ -105,7 +107,7 @@ def test_the_last_states_are_read_while_the_backward_computes():
     builder = StepBuilder.of(WORKLOAD, 2, separate=False)
     plain = builder.placement(NOTHING).decided(carried=FIRST)
     every = earlier(plain)
-    peaks = [peak(builder.program(each), "host") for each in (plain, *every)]
+    peaks = [planned_peak(builder.program(each), "host") for each in (plain, *every)]
     assert peaks == sorted(peaks)
     for host_nbytes, ahead in ((peaks[4], 1), (2 * peaks[-1], len(every))):
         slow = replace(CPU, matmul_flops_per_second={"bf16": 5e11})  # the backward has time to read beside it
@@ -124,7 +126,7 @@ def test_reads_go_on_beside_a_head_that_computes_for_long():
     builder = StepBuilder.of(workload, 2, separate=False)
     plain = builder.placement(NOTHING).decided(carried=("t",))
     every = deeper(plain)
-    peaks = [peak(builder.program(each), "host") for each in every]
+    peaks = [planned_peak(builder.program(each), "host") for each in every]
     slow = replace(CPU, matmul_flops_per_second={"bf16": 8e12})  # drives are at work for 70 % of a step
     given = problem(workload, slow, 2, host_nbytes=2 * peaks[-1])
     before = given.predicted(plain)
@@ -165,7 +167,7 @@ def test_memory_of_what_drives_are_behind_with_is_given_on_later():
     workload = gpt(8, 256, vocabulary=20000)
     builder = StepBuilder.of(workload, 2, separate=False)
     placement = builder.placement(NOTHING).decided(carried=("t",))
-    needed = peak(builder.program(placement), "host")
+    needed = planned_peak(builder.program(placement), "host")
     slow = replace(CPU, matmul_flops_per_second={"bf16": 8e12})
     given = [problem(workload, slow, 2, host_nbytes=int(needed * part)) for part in (1, 1.2, 1.5, 2)]
     seconds = [each.predicted(placement).seconds for each in given]
@@ -178,11 +180,11 @@ def test_a_run_that_goes_on_has_what_its_plan_had():
     given = problem(WORKLOAD, CPU, 2)
     builder, plain = given.builder, given.builder.placement(NOTHING)
     carried, before = plain.decided(carried=FIRST), plain.decided(carried=FIRST, ahead=2)
-    host_nbytes = peak(builder.program(before), "host")
+    host_nbytes = planned_peak(builder.program(before), "host")
     known = {"made_for": "this model", "host_nbytes": host_nbytes, "values_nbytes": None}
     former = json.loads(json.dumps({**known, "decision": before.decision.as_dict()}))
     assert as_before(given, former, "this model", host_nbytes) == before
-    less = peak(builder.program(plain), "host")
+    less = planned_peak(builder.program(plain), "host")
     assert as_before(given, former | {"host_nbytes": less}, "this model", less) == carried
     of_two_calls = former | {"host_nbytes": 2 * host_nbytes}
     assert as_before(given, of_two_calls, "this model", 2 * host_nbytes, host_nbytes) == before

@@ -14,7 +14,7 @@ from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.placement.workload import ACTIVATIONS
 from gs_compile.planner.boundary import FIRST, without
-from gs_compile.planner.builder import StepBuilder, peak
+from gs_compile.planner.builder import StepBuilder, planned_peak
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.request import Request
 
@@ -37,7 +37,7 @@ def sized(builder: StepBuilder, first: Placement, host_nbytes: int, values_nbyte
 
 
 def host_peak(builder: StepBuilder, placement: Placement) -> int:
-    return max(peak(program, "host") for program in builder.steps(placement))
+    return max(planned_peak(program, "host") for program in builder.steps(placement))
 
 
 def larger(placement: Placement) -> Placement:
@@ -49,7 +49,7 @@ def test_a_step_after_updates_that_hold_may_take_the_most_memory():
     workload = gpt(3, 128, vocabulary=2000, sequence=256, tied=False, bf16=False)
     builder = StepBuilder.of(workload, 2, separate=True, clip=True)
     first = builder.placement(Decision(ratios=(NOTHING,), speculative=True, carried=FIRST))
-    redone, held = (peak(builder.program(larger(first), redo=redo), "host") for redo in (True, False))
+    redone, held = (planned_peak(builder.program(larger(first), redo=redo), "host") for redo in (True, False))
     assert host_peak(builder, first) <= redone < held
     assert sized(builder, first, held) == larger(first)
     assert not sized(builder, first, redone).decision.carried
@@ -88,7 +88,7 @@ def test_checkpoints_stay_on_the_device_where_the_plan_has_room_for_them():
     workload = gpt(3, 128, vocabulary=2000, sequence=256)
     builder = StepBuilder.of(workload, 2, separate=True)
     first = builder.placement(Decision(ratios=(ratios(0.0, 0.0, 0.0, 1.0, 0.0),)))
-    needed = max(peak(program, "device") for program in builder.steps(larger(first)))
+    needed = max(planned_peak(program, "device") for program in builder.steps(larger(first)))
     assert sized(builder, first, 10**12, needed) == larger(first)
     for values_nbytes in (needed - 1, None):
         assert sized(builder, first, 10**12, values_nbytes) == larger(first).moved("device", "ssd")

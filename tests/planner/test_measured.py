@@ -10,7 +10,7 @@ from tiers import options, place, tiered_steps
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import StepContext
 from gs_compile.placement.slab import packed
-from gs_compile.planner.simulate.event_loop import Rule
+from gs_compile.planner.simulate.event_loop import LaneRule
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.planner.simulate.simulator import simulate
 from gs_compile.program.ir import LANES
@@ -49,7 +49,7 @@ def test_what_is_simulated_is_found_in_its_trace(step, chosen, inline, data):
     program = packed(lower(spec)[-1], placement)
     seconds = data.draw(st.lists(st.integers(0, 8), min_size=len(program.ops), max_size=len(program.ops)))
     seconds = [float(each) if op.lane in LANES else 0.0 for op, each in zip(program.ops, seconds, strict=True)]
-    rule = Rule(inline=inline, op_seconds=OP_SECONDS)
+    rule = LaneRule(inline=inline, op_seconds=OP_SECONDS)
     simulation = simulate([program] * NUM_STEPS, [seconds] * NUM_STEPS, placement=placement, rule=rule)
     with pytest.MonkeyPatch.context() as monkeypatch:
         trace = played_back(simulation, monkeypatch)

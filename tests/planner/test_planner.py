@@ -16,7 +16,7 @@ from gs_compile.errors import MemoryBudgetError, NoFitError, OptionError, PlanEr
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.workload import Products
-from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, peak
+from gs_compile.planner.builder import SCARCE_UPDATES, StepBuilder, planned_peak
 from gs_compile.planner.decide import decide
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.plan import plan, planner_of
@@ -346,7 +346,7 @@ def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces(machine, al
     given = {"machine": machine, "alpha": alpha, **FIVE}
     whole = StepBuilder.of(words, 5, separate=machine == "a100")
     nothing = Decision(ratios=(ratios(0.0, 0.0, 0.0),), alpha=alpha)
-    least = peak(whole.program(whole.placement(nothing)), "host")
+    least = planned_peak(whole.program(whole.placement(nothing)), "host")
     for host_memory, layer_updates in ((2 * least, 1), (3 * least // 4, SCARCE_UPDATES)):
         found = plan(words, host_memory=host_memory, **given)
         assert found.placement.layer_updates == layer_updates

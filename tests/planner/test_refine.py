@@ -9,7 +9,7 @@ import pytest
 from planned import A100, gpt, problem, ratios
 
 from gs_compile.errors import MemoryBudgetError
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 from gs_compile.planner.choose import MOST_ROUNDS, choose, refined
 from gs_compile.planner.problem import NOTHING, Problem
 from gs_compile.planner.request import Budgets, Request
@@ -190,7 +190,7 @@ def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
     assert bundled.seconds == pytest.approx(whole.seconds, rel=0.05)
     assert sum(bundled.homes.values()) == pytest.approx(sum(whole.homes.values()), rel=0.02)
     for found in (bundled, whole):
-        assert peak(found.program, "host") <= host_nbytes
+        assert planned_peak(found.program, "host") <= host_nbytes
 
 
 def test_a_large_step_that_brings_the_model_in_for_each_micro_batch_is_not_bundled(monkeypatch):

@@ -20,7 +20,7 @@ from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import traffic
-from gs_compile.planner.simulate.event_loop import Rule
+from gs_compile.planner.simulate.event_loop import LaneRule
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.simulate.simulator import simulate as simulated
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, StepShape, Value
@@ -31,7 +31,7 @@ DURATIONS = st.integers(0, 12).map(lambda quarters: quarters / 4)  # sums of the
 
 
 def simulate(programs, seconds, placement=None, **rule) -> Simulation:
-    return simulated(programs, seconds, placement=placement, rule=Rule(**rule))
+    return simulated(programs, seconds, placement=placement, rule=LaneRule(**rule))
 
 
 def steady(num_layers: int, num_micro_batches: int, placement: Placement, shape: StepShape = PLAIN) -> list[Program]:

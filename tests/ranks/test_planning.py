@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from gs_compile.cli.main import app
 from gs_compile.errors import MemoryBudgetError, RankError
 from gs_compile.planner import run
-from gs_compile.planner.builder import peak
+from gs_compile.planner.builder import planned_peak
 from gs_compile.planner.measure import machines
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import ENVIRONMENT
@@ -46,13 +46,13 @@ def plans(info, tmp_path):
     harness = shared()
     given = options(tmp_path, alpha=0.0), options(tmp_path, alpha=0.0, ratios=dict.fromkeys(CHOSEN, 1.0))
     (_, small, values), (_, large, _) = (learn(harness, each) for each in given)
-    budget = (peak(small, "host") + peak(large, "host")) // 2 + (1 - info.rank) * 2**20
+    budget = (planned_peak(small, "host") + planned_peak(large, "host")) // 2 + (1 - info.rank) * 2**20
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "host_budget", lambda *_: budget)
         planning, program, found = learn(harness, options(tmp_path, ratios=CHOSEN) | {"machine": MACHINE})
     profile, plan = planning.planner.figures.profile, planning.planned.plan
     return {
-        "budget": (budget, planning.host_nbytes, peak(program, "host")),
+        "budget": (budget, planning.host_nbytes, planned_peak(program, "host")),
         "plan": (planning.placement.units, planning.placement.decision.alpha),
         "profile": asdict(profile),
         "lanes": dict(plan.lanes) if plan else None,
@@ -102,9 +102,9 @@ def larger(info, tmp_path):
     harness, rows = shared(), 2 + 38 * info.rank
     _, program, _ = learn(harness, options(tmp_path, alpha=0.0, ratios=dict.fromkeys(CHOSEN, 1.0)), rows)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run, "host_budget", lambda *_: peak(program, "host") + (-8192 if info.rank else 2**20))
+        patched.setattr(run, "host_budget", lambda *_: planned_peak(program, "host") + (-8192 if info.rank else 2**20))
         planning, program, _ = learn(harness, options(tmp_path, ratios=CHOSEN) | {"machine": MACHINE}, rows)
-    return planning.placement, planning.host_nbytes, peak(program, "host")
+    return planning.placement, planning.host_nbytes, planned_peak(program, "host")
 
 
 def test_the_plan_is_for_the_largest_batch(pair, tmp_path):

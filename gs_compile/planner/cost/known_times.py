@@ -16,8 +16,8 @@ from typing import Any
 
 from gs_compile.planner.measure.machines import write_whole
 
-Row = Sequence[float | None]  # forward, backward; None: unknown
-Rows = Sequence[Row]
+UnitSeconds = Sequence[float | None]  # forward, backward; None: unknown
+Timings = Sequence[UnitSeconds]
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ class KnownTimes:
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._rows = path, _read(path)
 
-    def get(self, key: str) -> Rows | None:
+    def get(self, key: str) -> Timings | None:
         return self._rows.get(key)
 
-    def get_or(self, key: str, number: int, measure: Callable[[], Rows]) -> Rows:
+    def get_or(self, key: str, number: int, measure: Callable[[], Timings]) -> Timings:
         """So many rows, measured where they are not known; None in a row: it is not kept."""
         rows = self._rows.pop(key, None)
         if rows is None or len(rows) != number:
@@ -57,7 +57,7 @@ class KnownTimes:
             log.warning("the timings of the code could not be stored: %s", error)
 
 
-def _read(path: Path | None) -> dict[str, Rows]:
+def _read(path: Path | None) -> dict[str, Timings]:
     """The rows in a file; none where there is no file, or another's."""
     try:
         found: Any = json.loads(path.read_text()) if path is not None else {}

@@ -25,7 +25,7 @@ from gs_compile.codegen.compiled import SpecializedModel, levels_of
 from gs_compile.placement.boundaries import BoundaryNbytes, at
 from gs_compile.placement.levels import Level, Levels, aligned
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
-from gs_compile.planner.cost.known_times import SAME, KnownTimes, Row, Rows
+from gs_compile.planner.cost.known_times import SAME, KnownTimes, Timings, UnitSeconds
 from gs_compile.planner.cost.workload import levelled
 from gs_compile.planner.measure.probe import conversion_nbytes
 from gs_compile.planner.measure.profile import Profile
@@ -69,7 +69,7 @@ def timed(
     known, classes, costs = known or KnownTimes(), _classes(layout), workload.costs
     share = SECONDS / (2 * len(classes))
 
-    def measure() -> Rows:
+    def measure() -> Timings:
         _compile(layout, workload.shape, beside())
         return _each(classes.values(), lambda unit: _timed(workload, layout, unit, share), "timing the layers' code")
 
@@ -96,10 +96,10 @@ def timed_levels(
     chosen = _own_levels(costs, levels)
     share = SECONDS / (2 * (1 + len(levels)) * len(set(layout.uniform.layer_classes)))
 
-    def time_one(unit: UnitGraph) -> Row:
+    def time_one(unit: UnitGraph) -> UnitSeconds:
         return _timed_levels(layout, unit, costs[unit.unit], chosen[unit.unit][1:], share)
 
-    def measure() -> Rows:
+    def measure() -> Timings:
         _compile(layout, workload.shape, chosen)
         return _each(classes.values(), time_one, "timing the code of saved activations")
 
@@ -136,7 +136,7 @@ def _classes(layout: SpecializedModel) -> dict[Hashable, UnitGraph]:
     return firsts
 
 
-def _each(units: Collection[UnitGraph], time_one: Callable[[UnitGraph], Row], words: str) -> Rows:
+def _each(units: Collection[UnitGraph], time_one: Callable[[UnitGraph], UnitSeconds], words: str) -> Timings:
     with stage(words, len(units)) as advance:
         rows = []
         for unit in units:
@@ -150,7 +150,7 @@ def _compile(layout: SpecializedModel, shape: StepShape, levels: OwnLevels) -> N
     layout.compile_code(shape, levels)
 
 
-def _is_as_fast(layout: SpecializedModel, before: Rows) -> bool:
+def _is_as_fast(layout: SpecializedModel, before: Timings) -> bool:
     """Whether the first layer's forward, which follows the prologue's, takes what it took before."""
     then = before[1][0]
     if then is None:
@@ -239,7 +239,7 @@ class LayerLevels:
 
 def _timed_levels(
     layout: SpecializedModel, unit: UnitGraph, cost: UnitCost, levels: Sequence[int], share: float
-) -> Row:
+) -> UnitSeconds:
     """Forward and backward of each level of one layer, some of them as many times as fast as level 0 as they are found
     to be.
     """
@@ -264,7 +264,7 @@ def _timed_levels(
     return seconds_of_levels
 
 
-def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> Row:
+def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> UnitSeconds:
     """Forward and backward of one unit; there are no seconds for one whose sizes depend on the data."""
     cost = workload.costs[unit.unit]
     if any(-1 in spec.shape for spec in (*unit.specs, *unit.result_specs)):

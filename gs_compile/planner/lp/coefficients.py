@@ -46,7 +46,7 @@ from gs_compile.program.ir import TIERS, Tier
 Columns = npt.NDArray[np.intp]
 
 
-class Numbers(NamedTuple):
+class StepFormulas(NamedTuple):
     """All formulas of one alpha and one number of micro-batches.
 
     seconds: of each lane by phase, alone. alive: by tier, `[point, 1 + ratios]`. ssd, written: bytes to and from SSD;
@@ -141,7 +141,7 @@ class Formulas:
         """Those that may live in host memory; gradient sums move between micro-batches or backwards."""
         return (*CLASSES, "gradient") if self.counted.builder.layout.has_sums else CLASSES
 
-    def of(self, alpha: float, number: int) -> Numbers:
+    def of(self, alpha: float, number: int) -> StepFormulas:
         """Those of one alpha and one number of micro-batches."""
         readings = self.counted.readings(alpha, number)
         moved = self._formula(readings.moved)
@@ -162,7 +162,7 @@ class Formulas:
         read, written, down, up = (moved[:, TIMED.index(lane)].sum(axis=0) for lane in lanes)
         points = self._points(anchors(alpha), several=number > 1)
         alive = {tier: self._alive(readings, tier)[points[tier]] for tier in self.tiers}
-        return Numbers(seconds, alive, read + written, written, down + up)
+        return StepFormulas(seconds, alive, read + written, written, down + up)
 
     def savable(self, stack: int) -> float:
         """The part of a stack's layers that have levels."""

@@ -25,7 +25,7 @@ BEHIND_COMPUTE = frozenset(map(LANES.index, ("h2d", "net")))  # lanes that write
 LANE = {"memory": MEMORY} | {name: place for place, name in enumerate(LANES)}
 
 
-class Row(NamedTuple):
+class NumberedOp(NamedTuple):
     """An operation with numbers for its values. `lane` is a place in LANES, or MEMORY.
 
     begins: where its results are in host memory, and whether that is memory which none of its reads is in.
@@ -64,7 +64,7 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
     """
     found = Dependencies([], [], [], [], [], [], [])
     numbers: dict[Value, int] = {}
-    rows: dict[int, list[Row]] = {}
+    rows: dict[int, list[NumberedOp]] = {}
     waits = _Waits(found.lanes)
     last = [-1] * (len(LANES) + 1)
     if placement is not None:
@@ -89,8 +89,8 @@ def dependencies(programs: Sequence[Program], placement: Placement | None = None
     return found
 
 
-def _rows(program: Program, numbers: dict[Value, int], slots: Slots | None) -> list[Row]:
-    offsets, rows = program.offsets, list[Row]()
+def _rows(program: Program, numbers: dict[Value, int], slots: Slots | None) -> list[NumberedOp]:
+    offsets, rows = program.offsets, list[NumberedOp]()
 
     def numbered(values: tuple[Value, ...]) -> tuple[int, ...]:
         return tuple([numbers.setdefault(value, len(numbers)) for value in values]) if values else ()
@@ -100,7 +100,9 @@ def _rows(program: Program, numbers: dict[Value, int], slots: Slots | None) -> l
         begins = tuple([(where, is_new) for where, is_new in made if where])
         ends = range_of(slots.of(op.reads[0]), offsets) if slots and op.verb == "free" else None
         rows.append(
-            Row(LANE[op.lane], op.verb, numbered(op.reads), numbered(op.changes), numbered(op.results), begins, ends)
+            NumberedOp(
+                LANE[op.lane], op.verb, numbered(op.reads), numbered(op.changes), numbered(op.results), begins, ends
+            )
         )
     return rows
 
@@ -113,14 +115,14 @@ class _Waits:
         self.values: Users[int, int] = Users(self._latest)
         self.memory: Ranges[int] = Ranges()
 
-    def begin(self, row: Row) -> Sequence[int]:
+    def begin(self, row: NumberedOp) -> Sequence[int]:
         """Those who use what was in the memory of an operation's results before."""
         if not row.begins:
             return ()
         users = [user for where, is_new in row.begins for user in self.memory.begin(where) if is_new]
         return self._latest(users)
 
-    def enter(self, index: int, row: Row, former: Sequence[int]) -> Sequence[int]:
+    def enter(self, index: int, row: NumberedOp, former: Sequence[int]) -> Sequence[int]:
         """Enter an operation; the operations of other lanes that it waits for."""
         if row.lane == MEMORY:
             return self._remember(row, former)
@@ -132,7 +134,7 @@ class _Waits:
             values.change(value, index)
         return self._latest([each for each in found if lanes[each] != own])
 
-    def _remember(self, row: Row, former: Sequence[int]) -> Sequence[int]:
+    def _remember(self, row: NumberedOp, former: Sequence[int]) -> Sequence[int]:
         held = former if row.verb == "alias" else ()
         ready = self._latest([*former, *self.values.awaited(row.reads, ())])
         for value in row.results:
@@ -143,7 +145,7 @@ class _Waits:
                 self.values.define(value, every)
         return held
 
-    def free(self, row: Row) -> Sequence[int]:
+    def free(self, row: NumberedOp) -> Sequence[int]:
         """The operations that have to be done with a value that ends."""
         (value,) = row.reads
         users = self.values.free(value)

@@ -29,7 +29,7 @@ class Times(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class LaneRule:
     """How a machine carries out programs.
 
     speeds: how fast the first lane runs while the second does, as a fraction of alone; several multiply.
@@ -45,7 +45,9 @@ class Rule:
 class EventLoop:
     """Carries out all operations; `seconds`: what each takes alone."""
 
-    def __init__(self, order: Dependencies, seconds: Sequence[float], rule: Rule, programs: Sequence[Program]) -> None:
+    def __init__(
+        self, order: Dependencies, seconds: Sequence[float], rule: LaneRule, programs: Sequence[Program]
+    ) -> None:
         number = len(order.ops)
         self.order = order
         self.seconds = seconds

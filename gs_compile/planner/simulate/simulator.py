@@ -33,7 +33,7 @@ from gs_compile.placement.workload import Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.bubbles import ISSUE, Chains, bubbles
 from gs_compile.planner.simulate.dependencies import COMPUTE, MEMORY, Dependencies, dependencies
-from gs_compile.planner.simulate.event_loop import EventLoop, Rule, Times
+from gs_compile.planner.simulate.event_loop import EventLoop, LaneRule, Times
 from gs_compile.planner.simulate.prices import op_prices
 from gs_compile.program.ir import LANES, TIERS, TRANSFERS, Op, Program
 from gs_compile.runtime.trace import Label, Trace
@@ -66,7 +66,7 @@ def simulate(
     seconds: Sequence[Sequence[float]],
     *,
     placement: Placement | None = None,
-    rule: Rule = Rule(),  # noqa: B008  (frozen)
+    rule: LaneRule = LaneRule(),  # noqa: B008  (frozen)
 ) -> Simulation:
     """The last of `programs`, which run one after the other: more of the same before it make it steady.
 
@@ -97,7 +97,7 @@ def predict(
     """
     program = packed(program, placement, host_nbytes, device_nbytes)
     seconds = op_prices(program, placement, workload, profile)
-    rule = Rule(speeds=profile.speeds(), inline=not profile.separate, op_seconds=profile.op_seconds)
+    rule = LaneRule(speeds=profile.speeds(), inline=not profile.separate, op_seconds=profile.op_seconds)
     for number in NUM_STEPS:
         simulation = simulate([program] * number, [seconds] * number, placement=placement, rule=rule)
         if simulation.is_steady:
