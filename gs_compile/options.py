@@ -136,9 +136,31 @@ class Expert:
 
 
 def contradiction(
-    ratios: Ratios, recompute: Recompute, schedule: Schedule, accumulate: bool, *, prefix: str = ""
+    ratios: Ratios,
+    recompute: Recompute,
+    schedule: Schedule,
+    accumulate: bool,
+    alpha: float | None = None,
+    clipping: Clipping | None = None,
+    *,
+    prefix: str = "",
 ) -> str | None:
-    """In a sentence, why one of these contradicts another; `prefix` makes a name the user's."""
+    """In a sentence, why one of these contradicts another; `prefix` makes a name the user's.
+
+    alpha, clipping: where it is known whether gradients are clipped.
+    """
+    clip, late = f"{prefix}clip" if prefix else "clipping", "updates everything after its last backward"
+    if accumulate and clipping == "speculative":
+        return f'{clip} is "speculative", but a step that accumulates {late}: leave one of the two out'
+    if accumulate and alpha not in (None, 1.0):
+        return (
+            f"{prefix}alpha is {alpha:g}, but a step that accumulates {late}, so alpha is 1: leave one of the two out"
+        )
+    if clipping == "delayed" and alpha not in (None, 1.0):
+        return (
+            f'{prefix}alpha is {alpha:g}, but with {clip}="delayed" all updates wait for the norm of all gradients, '
+            f'so alpha is 1: leave one of the two out, or choose {clip}="speculative"'
+        )
     if accumulate and schedule != "vertical":
         return f'{prefix}schedule is "{schedule}": a step that accumulates has the "vertical" order alone'
     if ratios.gradient is not None and schedule not in BY_MICRO_BATCH and not accumulate:

@@ -156,9 +156,8 @@ class Request:
         object.__setattr__(self, "durability", Options.of({"durability": self.durability}).durability)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise PlanError(f"alpha is {self.alpha:g}; it must be a part of each update, from 0 to 1")
-        if wrong := contradicts_alpha(self.alpha, self.clipping, self.accumulate, names=("alpha", "clipping")):
-            raise PlanError(wrong)
-        if wrong := contradiction(self.ratios, self.recompute, self.schedule, self.accumulate):
+        settings = self.ratios, self.recompute, self.schedule, self.accumulate, self.alpha, self.clipping
+        if wrong := contradiction(*settings):
             raise PlanError(wrong)
         if self.optimizer == "muon" and self.states == "8bit":
             raise PlanError("optimizer is muon, whose states are fp32 or bf16, not 8bit")
@@ -172,7 +171,8 @@ class Request:
         if accumulate and not options.accumulate:  # whatever is given: an early update would be wrong
             expert = replace(expert, alpha=None, clip=None)
         clipping = expert.clip if clip else None
-        if wrong := contradicts_alpha(expert.alpha, clipping, accumulate, names=("expert.alpha", "expert.clip")):
+        settings = expert.ratios, expert.recompute, expert.schedule, accumulate, expert.alpha, clipping
+        if wrong := contradiction(*settings, prefix="expert."):
             raise OptionError(wrong)
         every = vars(options) | vars(expert) | {"clip": clip, "clipping": clipping, "accumulate": accumulate}
         return cls(**{each.name: every[each.name] for each in fields(cls) if each.name in every})
@@ -325,30 +325,6 @@ class Budgets:
 def several(number: int) -> str:
     """``1 micro-batch``, ``2 micro-batches``"""
     return f"{number} micro-batch{'es' if number > 1 else ''}"
-
-
-def contradicts_alpha(
-    alpha: float | None, clipping: Clipping | None, accumulate: bool, *, names: tuple[str, str]
-) -> str | None:
-    """In a sentence, why alpha contradicts when updates have to run; `names`: of alpha and clipping, for the user."""
-    if accumulate and clipping == "speculative":
-        return (
-            f'{names[1]} is "speculative", but a step that accumulates updates everything after its last backward: '
-            "leave one of the two out"
-        )
-    if alpha in (None, 1.0):
-        return None
-    if accumulate:
-        return (
-            f"{names[0]} is {alpha:g}, but a step that accumulates updates everything after its last backward, so "
-            "alpha is 1: leave one of the two out"
-        )
-    if clipping == "delayed":
-        return (
-            f'{names[0]} is {alpha:g}, but with {names[1]}="delayed" all updates wait for the norm of all gradients, '
-            f'so alpha is 1: leave one of the two out, or choose {names[1]}="speculative"'
-        )
-    return None
 
 
 SILENT = {each.name: each.default for each in fields(Request)}  # what each field is where nobody asks for anything

@@ -12,7 +12,7 @@ from tiered import adamw, options, shared
 
 from gs_compile.errors import StorageFullError
 from gs_compile.model import engine
-from gs_compile.planner import run
+from gs_compile.planner import at_hand, run
 from gs_compile.runtime.storage import drive
 from gs_compile.runtime.storage.last_commit import names_in
 from gs_compile.runtime.storage.stored import FOLDER
@@ -108,8 +108,8 @@ def test_a_plan_is_taken_again_where_nothing_has_changed(harness, moved, tmp_pat
     assert nbytes_in_memory(first.placement) > 0, "and something in memory"
     clean(given)
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "gs_compile"):
-        for name in ("find_profile", "timed", "decide"):
-            patch.setattr(run, name, lambda *_, name=name, **__: pytest.fail(f"{name} was asked for"))
+        for module, name in ((at_hand, "measured_profile"), (at_hand, "timed"), (run, "decide")):
+            patch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} was asked for"))
         again = life(harness, make, given, tmp_path / "again", range(1, 3), former=first)
     assert "the plan of the resumed run is used again" in caplog.text
     assert "goes on from step 1 (" in caplog.text

@@ -14,7 +14,7 @@ from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
 
 import gs_compile
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
-from gs_compile.planner import decide, reasons, run
+from gs_compile.planner import at_hand, decide, reasons
 from gs_compile.planner.builder import planned_peak
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
@@ -31,7 +31,7 @@ EVERYTHING = {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}
 def unasked(monkeypatch):
     """The machine may not be measured, and nothing is solved."""
 
-    monkeypatch.setattr(run, "find_profile", fails(AssertionError("asked")))
+    monkeypatch.setattr(at_hand, "measured_profile", fails(AssertionError("asked")))
     monkeypatch.setattr(decide, "_best_clipping", fails(AssertionError("asked")))
 
 
