@@ -105,9 +105,9 @@ def plans(command: Callable[..., None]) -> Callable[..., None]:
 
 def _flag(asked: Field[Any]) -> Any:
     """The option that gives a field of a `Request`."""
-    told, default = dict(asked.metadata), None if asked.name == "ratios" else asked.default
+    told = dict(asked.metadata)
     names = [told.pop("flag")] if "flag" in told else []
-    return option(told.pop("text"), default, *names, min=told.pop("least", None), **told)
+    return option(told.pop("text"), asked.default, *names, min=told.pop("least", None), **told)
 
 
 def _planned(model: str, *, ratios: list[str] | None, durability: object, **asked: Any) -> tuple[str, Request]:

@@ -124,7 +124,7 @@ def longer_life(plan: StepPlan, narrower: Narrower = ()) -> Iterator[str]:
     program; narrower: as of `sparing`.
     """
     request, rated, tokens = plan.problem.request, plan.profile.ssd_rated_nbytes, plan.workload.tokens
-    if not 0 < rated < MOST_DAYS * plan.written_per_day or request.spec.whole_batch:
+    if request.spec.batch_like or not 0 < rated < MOST_DAYS * plan.written_per_day:  # the batch is another's
         return
     is_batch_given = (request.batch_size, request.num_micro_batches) != (None, None)
     for settings, best, per_day in sparing(plan, narrower):
@@ -147,7 +147,7 @@ def sparing(plan: StepPlan, narrower: Narrower) -> Iterator[tuple[dict[str, Any]
     problem with states in fewer bits; with updates in pieces where whole ones do not fit.
     """
     days = 2 * plan.profile.ssd_rated_nbytes / plan.written_per_day
-    lasting = {"wear_years": float(f"{days * SECONDS_PER_DAY / SECONDS_PER_YEAR:.2g}")}
+    lasting: dict[str, Any] = {"wear_years": float(f"{days * SECONDS_PER_DAY / SECONDS_PER_YEAR:.2g}")}
     for states, problem in chain([(None, plan.problem)], narrower):
         request = replace(problem.request, alpha=plan.alpha, batch_size=None, num_micro_batches=None, **lasting)
         whole = problem.asked(request).at(0)

@@ -41,8 +41,7 @@ def setting(default: Any, text: str, **told: Any) -> Any:
     told: `least` of a whole number; for the command line `flag`, its name there if not the field's own, `metavar`, and
         `unset`, its default in words.
     """
-    given = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**given, metadata={"text": text, **told})
+    return field(default=default, metadata={"text": text, **told})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,7 @@ class Request:
         None, "The part of each update that is delayed to the next forward.", metavar="A", unset=CHOSEN
     )
     ratios: Any = setting(  # as given; a `Ratios` is made of it
-        Ratios,
+        None,
         "The part of a class (parameter, checkpoint, optimizer) in host memory, such as parameter=0.5.",
         flag="--ratio",
         metavar="CLASS=X",
