@@ -424,7 +424,7 @@ def _whole(name: str, value: object, form: str) -> None:
         raise OptionError(f"{name} must be {form}; got {value!r}")
 
 
-def _check_words(options: Any, prefix: str = "") -> None:
+def _check_words(options: Options | Expert, prefix: str = "") -> None:
     """Raise OptionError for a field that says none of the words of its type."""
     for name, words in words_of(type(options)).items():
         value = getattr(options, name)

@@ -5,7 +5,7 @@ Nothing heavy is imported here, so that help comes at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -85,7 +85,7 @@ Model = Annotated[
     ),
 ]
 # The types of a request's fields that are text, or several, on a command line; others are as the request has them.
-TYPES: Mapping[str, Any] = {
+TYPES: dict[str, Any] = {
     "storage": list[Path] | None,
     "ratios": list[str] | None,
     "durability": str,

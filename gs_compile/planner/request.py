@@ -7,7 +7,7 @@ also the flags of the command line, the second by the options of the backend (`R
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -326,4 +326,4 @@ def several(number: int) -> str:
     return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
-SILENT = {each.name: each.default for each in fields(Request)}  # what each field is where nobody asks for anything
+SILENT: Mapping[str, Any] = {each.name: each.default for each in fields(Request)}  # where nobody asks
