@@ -426,7 +426,7 @@ def _whole(name: str, value: object, form: str) -> None:
 
 def _check_words(options: Options | Expert, prefix: str = "") -> None:
     """Raise OptionError for a field that says none of the words of its type."""
-    for name, words in words_of(type(options)).items():
+    for name, words in words_of(type(options)).items():  # type: ignore[arg-type]  # a class has a hash
         value = getattr(options, name)
         if not any(value is word or (value == word and type(value) is type(word)) for word in words):
             raise OptionError(f"{prefix}{name} must be one of {', '.join(map(repr, words))}; got {value!r}")
