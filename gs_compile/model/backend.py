@@ -37,8 +37,8 @@ from gs_compile.errors import (
 from gs_compile.model.call import Call, whole_batch
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_step import FirstStep
-from gs_compile.model.freezing import train_others, trains_others
-from gs_compile.model.materialize import evaluating
+from gs_compile.model.freezing import is_passed_on, train_others, trains_others
+from gs_compile.model.materialize import evaluating, stores_of
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.outputs import LOSS_ALONE
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
@@ -316,13 +316,13 @@ def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
     The run of an optimizer that was made since then is planned anew. A call that reads parameters of the user's as well
     is one of another model.
     """
-    places = [place for parameter in parameters if (place := residency_of(parameter).tiered) is not None]
-    if len(places) < len(parameters):
+    homes = [home for parameter in parameters if (home := residency_of(parameter).tiered) is not None]
+    if len(homes) < len(parameters):
         return
-    for engine in {engine for engine, *_ in places}:
+    for engine in {home.store for home in homes}:
         assert isinstance(engine, Engine)
         settled, now = engine.options.by_name, options.by_name
-        is_planned_anew = next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer
+        is_planned_anew = is_passed_on(engine, parameters)
         for name in ("precision",) if is_planned_anew or not torch.is_grad_enabled() else settled:
             if settled[name] != now[name] and name not in OF_A_CALL:
                 raise OptionError(
@@ -338,7 +338,7 @@ def _engine_for(call: Call) -> Engine | None:
     _refuse_materialized(parameters)
     if not any(is_offloaded(parameter) for parameter in parameters):
         return None
-    engines = {found[0] for parameter in parameters if (found := residency_of(parameter).tiered) is not None}
+    engines = set(stores_of(parameters))
     optimizers = set(optimizers_of(parameters))
     if len(engines) == 1 and len(optimizers) < 2:
         (engine,) = engines

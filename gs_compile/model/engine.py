@@ -221,8 +221,8 @@ class Engine(ParameterStore):
         record.num_losses = len(losses)
         record.idle = self._may_be_idle.difference(reached)
         if self.ranks is None:  # of which none counts what a parameter has missed: it has zeros for a gradient
-            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.steps.missed.items())
-            record.missed = {span: number for span, number in places if span is not None}
+            missed = ((self.trained_span(parameter), number) for parameter, number in optimizer.steps.missed.items())
+            record.missed = {span: number for span, number in missed if span is not None}
         if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
             refuse_idle(record)
         if self.record is not None and not zeroed:
@@ -246,11 +246,11 @@ class Engine(ParameterStore):
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient from outside to the sums of the step, after what is given in `.grad`."""
         take_given([parameter])
-        optimizer, place = self._optimizer(), residency_of(parameter).place
+        optimizer, home = self._optimizer(), residency_of(parameter).home
         zeroed = is_zeroed([parameter]) and (optimizer is None or is_zeroed(optimizer.group_of))
-        assert place is not None
-        assert isinstance(place[0], Engine), "this one, or what has taken its place"
-        engine = place[0]._with_sums(zeroed=zeroed)
+        assert home is not None
+        assert isinstance(home.store, Engine), "this one, or what has taken its place"
+        engine = home.store._with_sums(zeroed=zeroed)
         span = engine.trained_span(parameter)
         assert span is not None
         assert engine.record is not None, "sums are of a step"
@@ -381,8 +381,9 @@ class Engine(ParameterStore):
 
     def trained_span(self, parameter: Tensor) -> Slice | None:
         """The span of a parameter that this engine trains; None for others."""
-        found = residency_of(parameter)
-        return found.place[1] if found.is_trained and found.place is not None and found.place[0] is self else None
+        residency = residency_of(parameter)
+        home = residency.home if residency.is_trained else None
+        return home.span if home is not None and home.store is self else None
 
     @property
     def _units(self) -> list[Unit]:
@@ -390,8 +391,8 @@ class Engine(ParameterStore):
 
     def spans_of(self, args: Sequence[Any]) -> dict[int, Slice]:
         """Of the parameters among the arguments that are in this store, by index."""
-        places = {i: residency_of(arg).place for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)}
-        return {index: place[1] for index, place in places.items() if place is not None and place[0] is self}
+        homes = {i: residency_of(arg).home for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)}
+        return {index: home.span for index, home in homes.items() if home is not None and home.store is self}
 
     def refuse_other_threads(self) -> None:
         """Raise `StepOrderError` where the open step is of another thread, which would lose it."""

@@ -87,11 +87,11 @@ def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence
     """By input index, the codec of each parameter that is encoded: already, or in its first call by the options."""
     found = encoded(split, captured, options.frozen, options.frozen_skip)
     for index, arg in enumerate(args):
-        place = residency_of(arg) if is_offloaded(arg) else None
-        if place is None or not (place.codec or place.place):
+        residency = residency_of(arg) if is_offloaded(arg) else None
+        if residency is None or not (residency.codec or residency.home):
             continue
-        codec = place.place[1].codec if place.place else place.codec
-        if place.place is None and arg.requires_grad:
+        codec = residency.home.span.codec if residency.home else residency.codec
+        if residency.home is None and arg.requires_grad:
             raise OptionError(
                 f"{captured.inputs[index].path} is trained, but it was loaded in {codec}, a format for frozen matrices "
                 "only: freeze it, or load the model without frozen="

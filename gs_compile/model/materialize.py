@@ -96,11 +96,11 @@ def _whole_stashes(model: nn.Module) -> Iterator[DeviceMesh | None]:
     mesh = None
     with ExitStack() as stack:
         for parameter in filter(is_offloaded, model.parameters()):
-            place = residency_of(parameter)
-            if place.mesh is not None:
-                mesh = place.mesh
-                stack.callback(setattr, place, "stash", place.stash)
-                place.stash = place.value(parameter, master=True)
+            residency = residency_of(parameter)
+            if residency.mesh is not None:
+                mesh = residency.mesh
+                stack.callback(setattr, residency, "stash", residency.stash)
+                residency.stash = residency.value(parameter, master=True)
         yield mesh
 
 
@@ -145,15 +145,14 @@ def evaluating(args: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def reading(args: Sequence[Any], reader: Reader) -> Iterator[None]:
     """The parameters among `args` that are offloaded are read by `reader`, unless they have one."""
-    places = [residency_of(each) for each in args if is_offloaded(each)]
-    places = [place for place in places if place.reader is None]
-    for place in places:
-        place.reader = reader
+    residencies = [found for each in args if is_offloaded(each) and (found := residency_of(each)).reader is None]
+    for residency in residencies:
+        residency.reader = reader
     try:
         yield
     finally:
-        for place in places:
-            place.reader = None
+        for residency in residencies:
+            residency.reader = None
 
 
 def _reader(stores: Sequence[ParameterStore]) -> Reader:
@@ -168,8 +167,8 @@ def _reader(stores: Sequence[ParameterStore]) -> Reader:
 
 def stores_of(args: Iterable[Any]) -> list[ParameterStore]:
     """What has the parameters among `args`, each once; all ranks find them in the same order."""
-    places = (residency_of(each).tiered for each in args if is_offloaded(each))
-    return list(dict.fromkeys(place[0] for place in places if place is not None))
+    homes = (residency_of(each).tiered for each in args if is_offloaded(each))
+    return list(dict.fromkeys(home.store for home in homes if home is not None))
 
 
 @contextmanager

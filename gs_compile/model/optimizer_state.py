@@ -198,8 +198,8 @@ def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] |
 def warn_of_masters(store: ParameterStore, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
     """Warn where states have come without fp32 masters, and values are those of bf16: masters begin at these."""
     given = [p for p, state in states.items() if has_values(state) and MASTER not in state]
-    places = [place for p in given if (place := residency_of(p).tiered) is not None]
-    if places and all(store.is_rounded(span) for _, span in places):
+    homes = [home for p in given if (home := residency_of(p).tiered) is not None]
+    if homes and all(store.is_rounded(home.span) for home in homes):
         warnings.warn(
             "the optimizer's state has no fp32 masters, and the model's values are those of bf16: the masters begin at "
             "these values. If the saved run had masters, and torch.distributed.checkpoint loads them: call the model "
