@@ -167,9 +167,9 @@ class Parameters:
             came = flat(memory, stop - start, self.setting.dtype(unit.unit)) if memory is not None else None
         tensors: dict[int, Tensor | Encoded] = {}
         for binding in bindings:
-            source = stays if binding.place.offset < first else came
+            source = stays if binding.span.offset < first else came
             assert source is not None
-            tensors[binding.input] = binding.view(source, 0 if binding.place.offset < first else first)
+            tensors[binding.input] = binding.view(source, 0 if binding.span.offset < first else first)
         return tensors
 
     def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor, elements: tuple[int, int]) -> None:

@@ -114,9 +114,9 @@ class Tiers(Homes):
         content = self.at_home(value)
         return content if self.commits is None else self.commits.to_change(value)
 
-    def is_changed(self, place: Slice, component: int | None) -> bool:
+    def is_changed(self, span: Slice, component: int | None) -> bool:
         """Whether a write of it would change any part; what is not is there already."""
-        return self.commits is None or not all(map(self.commits.has, self.parts_of(place, component)))
+        return self.commits is None or not all(map(self.commits.has, self.parts_of(span, component)))
 
     # Running ---------------------------------------------------------------------------------------------------------
 
