@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gs_compile.errors import RankError
 from gs_compile.options import Options
 from gs_compile.progress import stage
-from gs_compile.runtime import exchange
+from gs_compile.runtime import host_collectives
 from gs_compile.runtime.alarm import Alarm, words
 from gs_compile.runtime.groups import TIMEOUT, Team, as_bytes, await_everyone, from_bytes, mesh_of, new_groups, team_of
 from gs_compile.runtime.stream import is_in_host_memory
@@ -131,7 +131,7 @@ class Ranks:
     def all_gather(self, whole: Tensor, shard: Tensor, what: str = "all_gather") -> None:
         """Every rank's `shard`, one after the other, into `whole`; both are contiguous, `what` names it in an error."""
         if is_in_host_memory(whole):
-            self._finish(what, whole, *exchange.shares(whole, shard, self.rank, self._row))
+            self._finish(what, whole, *host_collectives.shares(whole, shard, self.rank, self._row))
         else:
             self._finish(what, whole, lambda: _all_gather(whole, shard, group=self._row, async_op=True))
 
@@ -140,9 +140,9 @@ class Ranks:
         if is_in_host_memory(whole):
             stretches = whole.view(self.number, -1).split(max(1, CHUNK // self.number), 1)
             for rows, part in zip(stretches, shard.split(stretches[0].shape[1]), strict=True):
-                begin, terms = exchange.terms(list(rows), self.rank, self._row)
+                begin, terms = host_collectives.terms(list(rows), self.rank, self._row)
                 self._finish(what, whole, begin)
-                exchange.add(terms, part)
+                host_collectives.add(terms, part)
         else:
             self._finish(what, shard, lambda: _reduce_scatter(shard, whole, group=self._row, async_op=True))
         if self._column is not None:

@@ -49,7 +49,7 @@ def refuse_overlaps(inputs: Sequence[Input], args: Sequence[Any]) -> None:
         )
 
 
-def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
+def aliases_of(args: Sequence[Any]) -> list[Alias.Overlap]:
     """Tensors of others that share memory with parameters which are about to leave it, and the part that each shows.
 
     Warns of those that will go on showing what is there now.
@@ -64,7 +64,7 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
     if not shared:
         return []
     own = {id(each) for each in known}
-    places, stale = [], []
+    overlaps, stale = [], []
     found = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
     for other in found:
         if id(other) in own or not is_plain(other) or _address(other) not in shared:
@@ -78,7 +78,7 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
             if not follows or _is_of_array(other, found):
                 stale.append(other)
             if follows:
-                places.append(Alias.Place(other, parameter, (start - first) // values.itemsize))
+                overlaps.append(Alias.Overlap(other, parameter, (start - first) // values.itemsize))
             break
     if stale:
         warnings.warn(
@@ -89,7 +89,7 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
             SharedMemoryWarning,
             stacklevel=2,
         )
-    return places
+    return overlaps
 
 
 def _may_follow(other: Tensor, parameter: Tensor, values: Tensor) -> bool:

@@ -72,7 +72,7 @@ def test_the_planned_memory_is_enough(storage, precision, clip, alpha, separate_
             step(harness.model, optimizer, tokens(number))
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= planned
-        assert optimizer.engine.tiers.slab.has_block(optimizer.engine.snapshots[-1])  # the steps have left nothing
+        assert optimizer.engine.tiers.slab.has_segment(optimizer.engine.snapshots[-1])  # the steps have left nothing
 
 
 def files_of(optimizer):
