@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
-from gs_compile.model.idle import refuse_idle
 from gs_compile.model.late_settings import are_too_late
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
@@ -43,6 +41,7 @@ from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
+from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
@@ -55,16 +54,33 @@ KEPT = (
 )
 
 
+class Beginning(Protocol):
+    """What an engine, its calls and its optimizer ask of the step that a run begins with (`first_step.FirstStep`)."""
+
+    states: MutableMapping[Tensor, Any]
+    done: list[tuple[Call, Callable[[Engine], None]]]
+
+    @property
+    def may_begin_again(self) -> bool: ...
+    def begin_again(self, engine: Engine, call: Call) -> Engine: ...
+    def engine_for_forward(self, engine: Engine, call: Call) -> Engine: ...
+    def engine_for_backward(self, engine: Engine, call: Call) -> Engine: ...
+    def engine_with_room(self, engine: Engine, call: Call, error: MemoryBudgetError) -> Engine: ...
+    def close(self) -> None: ...
+    def let_go(self) -> None: ...
+
+
 class Engine(ParameterStore):
     """One model's parameters, and the updates of them."""
 
-    def __init__(self, optimizer: Optimizer, call: Call, first_step: Any, prepared: Prepared | None = None) -> None:
-        """first_step: the `FirstStep` that makes this one; prepared: by `plan_tiers`, where that is done."""
+    def __init__(
+        self, optimizer: Optimizer, call: Call, first_step: Beginning, prepared: Prepared | None = None
+    ) -> None:
+        """first_step: that makes this one; prepared: by `plan_tiers`, where that is done."""
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
         self.options, self.ranks, self.first_step = call.compilation.options, call.ranks, first_step
         self.open = OpenCalls()
-        self._opened_by = threading.current_thread()  # the latest of these
         self.record: StepRecord | None = None  # of backwards that optimizer.step() has not closed yet
         self.num_backwards = 0  # of the step under way
         self.snapshots: tuple[Program, ...] = ()  # of the program of the latest call
@@ -119,11 +135,6 @@ class Engine(ParameterStore):
         return self.planning.planner.num_calls
 
     @property
-    def is_of_this_thread(self) -> bool:
-        """Whether the step under way was begun by it; autograd may run backwards in others."""
-        return self._opened_by is threading.current_thread()
-
-    @property
     def room_nbytes(self) -> int:
         """What steps leave of the budget of the memory that the model computes from."""
         device = self.tiers.setting.device
@@ -144,7 +155,7 @@ class Engine(ParameterStore):
         spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()
-            self.refuse_other_threads()
+            self.open.refuse_other_threads(has_gradients=self.record is not None)
             self.open.let_lost_go()
             if not self.accumulates:
                 self.open.abandon(AGAIN, by_call=True)  # its loss was never differentiated
@@ -184,10 +195,9 @@ class Engine(ParameterStore):
                 self.durable.end_call(training=shape.training)
         if shape.training:
             self.open.add(executor, call)
-            self._opened_by = threading.current_thread()
         self.first_step.let_go()
 
-    def refuse_given_up(self, executor: TieredExecutor) -> None:
+    def refuse_given_up(self, executor: Executor) -> None:
         """Raise `StepOrderError` where the call of a backward was given up."""
         self.tiers.check()
         if executor not in self.open:
@@ -224,7 +234,7 @@ class Engine(ParameterStore):
             missed = ((self.trained_span(parameter), number) for parameter, number in optimizer.steps.missed.items())
             record.missed = {span: number for span, number in missed if span is not None}
         if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
-            refuse_idle(record)
+            self.durable.refuse_idle(record)
         if self.record is not None and not zeroed:
             record.adds, record.earlier = True, (*self.record.earlier, *self.record.losses)
             record.idle &= self.record.idle
@@ -233,14 +243,14 @@ class Engine(ParameterStore):
         self.record = record
         return record
 
-    def end_backward(self, executor: TieredExecutor, call: Call, gradients: Any) -> None:
-        """The backward of a call has run, of such gradients."""
+    def end_backward(self, executor: TieredExecutor, call: Call, repeat: Callable[[Engine], None]) -> None:
+        """The backward of a call has run; repeat: runs the call and its backward on another engine."""
         self.open.end(executor, call)
         self.sums.counted()
         if self.record is not None:
             self.record.num_tokens += call.num_tokens
         if self.first_step.may_begin_again:
-            self.first_step.done.append((call, gradients))
+            self.first_step.done.append((call, repeat))
 
     @in_turn
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -281,8 +291,7 @@ class Engine(ParameterStore):
                 )
             if zeroed:
                 self.first_step.done.clear()
-            successor: Engine = self.first_step.begin_again(self, calls[0])
-            return successor._with_sums(zeroed=zeroed)
+            return self.first_step.begin_again(self, calls[0])._with_sums(zeroed=zeroed)
         if self.record is None or zeroed:
             self.flush()
             self.sums.clear()
@@ -302,28 +311,29 @@ class Engine(ParameterStore):
         dropped: its gradients were.
         """
         self.tiers.wait_for_commit()  # of the step before: a kill costs one closed step at most
-        record = self.record
-        if record is not None and not self.num_backwards:
+        if (record := self.record) is None:
+            return None
+        if not self.num_backwards:
             raise StepOrderError(
                 "gradients have come only from outside of the compiled model: a step needs a backward of the model"
             )
-        if record is not None and self.durable is not None:
-            refuse_idle(record)
-        if record is not None and are_too_late(self, record, dropped=dropped):
-            successor: Engine = self.first_step.begin_again(self, self.first_step.done[0][0])
-            return successor.finish(dropped=dropped)
+        if self.durable is not None:
+            self.durable.refuse_idle(record)
+        optimizer, may_begin_again = self._optimizer(), self.first_step.may_begin_again
+        assert optimizer is not None, "it closes the step"
+        if are_too_late(self, record, optimizer.as_set(), may_begin_again=may_begin_again, dropped=dropped):
+            return self.first_step.begin_again(self, self.first_step.done[0][0]).finish(dropped=dropped)
         self.record = None
-        if record is not None:
-            record.predicted_seconds = self._predicted_seconds
-            self.sums.end_step(record)
-            self.num_steps += 1
-            if self.num_steps == 1:
-                tell_what_calls_cost(self.num_backwards, self.snapshots[-1], self.latest[0])
-            self.num_backwards = 0
-            self.first_step.close()
-            self.open.abandon("optimizer.step() was called")
-            if self.placement.has_late:
-                self.tiers.leave(record)
+        record.predicted_seconds = self._predicted_seconds
+        self.sums.end_step(record)
+        self.num_steps += 1
+        if self.num_steps == 1:
+            tell_what_calls_cost(self.num_backwards, self.snapshots[-1], self.latest[0])
+        self.num_backwards = 0
+        self.first_step.close()
+        self.open.abandon("optimizer.step() was called")
+        if self.placement.has_late:
+            self.tiers.leave(record)
         return record
 
     @property
@@ -393,15 +403,6 @@ class Engine(ParameterStore):
         """Of the parameters among the arguments that are in this store, by index."""
         homes = {i: residency_of(arg).home for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)}
         return {index: home.span for index, home in homes.items() if home is not None and home.store is self}
-
-    def refuse_other_threads(self) -> None:
-        """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
-        is_open = self.open or self.record is not None
-        if is_open and self._opened_by is not threading.current_thread() and self._opened_by.is_alive():
-            raise StepOrderError(
-                f"the thread {self._opened_by.name} is between the forward and the backward of a step of this model, "
-                "which has one step at a time: train it from one thread, or hold a lock until optimizer.step()"
-            )
 
     def _refuse_unfinished(self) -> None:
         self.tiers.check()

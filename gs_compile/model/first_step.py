@@ -36,9 +36,7 @@ from gs_compile.model.first_call import Prepared, plan_tiers
 from gs_compile.model.gradients import forget_gradients, is_zeroed
 from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
-from gs_compile.model.outputs import Gradients
 from gs_compile.model.residency import Residency, is_offloaded, residency_of
-from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 
 log = logging.getLogger(__name__)
@@ -55,7 +53,7 @@ class FirstStep:
     def __init__(self) -> None:
         self.engine: Callable[[], Engine | None] = lambda: None  # weakly held
         self.states: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()  # of the optimizer, that were loaded
-        self.done: list[tuple[TieredCall, Gradients]] = []  # calls that have had their backward
+        self.done: list[tuple[Call, Callable[[Engine], None]]] = []  # had their backward, with what repeats it
         self._values: weakref.WeakSet[Residency] = weakref.WeakSet()  # whose first values are there
 
     def begin(self, optimizer: TieredOptimizer, call: Call, prepared: Prepared | None = None) -> Engine:
@@ -82,20 +80,18 @@ class FirstStep:
 
     # Where it shows another plan -------------------------------------------------------------------------------------
 
-    def engine_for_forward(self, call: TieredCall) -> Engine:
+    def engine_for_forward(self, engine: Engine, call: Call) -> Engine:
         """The engine that runs the forward of a call [1]."""
-        engine = call.engine
-        if engine.record is None or engine.accumulates or not (self.may_begin_again and engine.is_of_this_thread):
+        if engine.record is None or engine.accumulates or not (self.may_begin_again and engine.open.is_of_this_thread):
             return engine
         if is_zeroed(call.args):
             self.done.clear()
             forget_gradients(engine.optimizer.group_of if engine.optimizer else ())
         return self.begin_again(engine, call, engine.num_calls)
 
-    def engine_for_backward(self, call: TieredCall) -> Engine:
+    def engine_for_backward(self, engine: Engine, call: Call) -> Engine:
         """The engine that runs the backward of a call [2]; raises `StepOrderError` where the step is closed by then."""
-        engine, latest = call.engine, self.engine()
-        if latest is not None and latest is not engine:
+        if (latest := self.engine()) is not None and latest is not engine:
             if not latest.open.may_be_repeated:
                 latest.refuse_given_up(call.executor)
             return latest
@@ -110,10 +106,9 @@ class FirstStep:
             )
         return engine
 
-    def engine_with_room(self, call: TieredCall, error: MemoryBudgetError) -> Engine:
+    def engine_with_room(self, engine: Engine, call: Call, error: MemoryBudgetError) -> Engine:
         """An engine with memory for one call more [5]; raises the error where that cannot be."""
-        engine = call.engine
-        if engine.open and self.may_begin_again and engine.is_of_this_thread:
+        if engine.open and self.may_begin_again and engine.open.is_of_this_thread:
             with suppress(MemoryBudgetError):
                 return self.begin_again(engine, call, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)
         raise error
@@ -150,13 +145,12 @@ class FirstStep:
         engine.end("optimizer.step() was called")  # until then its calls go where the step goes
         optimizer.state.update(self.states)
         done, self.done = self.done, []
-        found = self.begin(optimizer, call, prepared)
-        if found.durable is not None:
-            found.durable.take_random_state()  # random numbers go on already
-        for other, gradients in done:
-            other.move_to(found)
-            other.backward(gradients)
-        return found
+        successor = self.begin(optimizer, call, prepared)
+        if successor.durable is not None:
+            successor.durable.take_random_state()  # random numbers go on already
+        for _, repeat in done:
+            repeat(successor)
+        return successor
 
     def close(self) -> None:
         """`optimizer.step()` has closed it."""

@@ -98,7 +98,7 @@ def _spans_to_move(engine: Engine, args: Sequence[Any]) -> dict[torch.nn.Paramet
             f"{words}. Save the model and the optimizer (state_dict() has values and states), and start a new run with "
             "the parameters that are to be trained"
         )
-    engine.refuse_other_threads()
+    engine.open.refuse_other_threads(has_gradients=engine.record is not None)
     if engine.record is not None or len(spans) < engine.num_parameters:
         raise StepOrderError(
             f"{words}: change it between optimizer.step() and the next call, and call the model with all of its "

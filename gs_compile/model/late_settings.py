@@ -7,24 +7,25 @@ again.
 
 from __future__ import annotations
 
-from typing import Any
-
 from gs_compile.errors import StepOrderError
+from gs_compile.model.parameter_store import ParameterStore
 from gs_compile.runtime.step_record import StepRecord
 
 
-def are_too_late(engine: Any, record: StepRecord, *, dropped: bool) -> bool:
+def are_too_late(
+    store: ParameterStore, record: StepRecord, now: StepRecord, *, may_begin_again: bool, dropped: bool
+) -> bool:
     """Whether the first step is to begin again, as its updates have run with what does not hold any more.
 
-    dropped: the gradients were, and nothing is to be updated. Updates that have waited take up that, and settings that
-    have changed. Raises StepOrderError where they have not waited, and the step cannot begin again.
+    now: as the optimizer is set. dropped: the gradients were, and nothing is to be updated. Updates that
+    have waited take up that, and settings that have changed. Raises StepOrderError where they have not waited, and the
+    step cannot begin again.
     """
-    optimizer, placement, may_begin_again = engine.optimizer, engine.placement, engine.first_step.may_begin_again
-    now = optimizer.as_set()
+    placement = store.tiers.placement
     changed = _changed(record, now, anew=may_begin_again)
     if not (changed or dropped):
         return False
-    engine.announce("dropped gradients" if dropped else "new settings", f", {now.told_settings}")
+    store.announce("dropped gradients" if dropped else "new settings", f", {now.told_settings}")
     if placement.has_early and may_begin_again:
         return True
     is_norm_kept = record.max_grad_norm == now.max_grad_norm
