@@ -113,22 +113,22 @@ class Alarm:
             return self._accept(server, secret)
 
     def _accept(self, server: socket.socket, secret: str) -> dict[int, socket.socket]:
-        found: dict[int, socket.socket] = {}
+        connections: dict[int, socket.socket] = {}
         end = time.monotonic() + MEETING
-        while len(found) < len(self.names) - 1:
+        while len(connections) < len(self.names) - 1:
             server.settimeout(max(0.01, end - time.monotonic()))
             connection, _ = server.accept()
             connection.settimeout(5)
             try:
                 said, place = _line(connection).split()
-                if secrets.compare_digest(said, secret) and int(place) not in found:
+                if secrets.compare_digest(said, secret) and int(place) not in connections:
                     connection.sendall(b"welcome\n")
-                    found[int(place)] = _kept_alive(connection)
+                    connections[int(place)] = _kept_alive(connection)
                     continue
             except (OSError, ValueError):  # neither is it one of us
                 pass
             connection.close()
-        return found
+        return connections
 
     def _call(self, hosts: Sequence[str], port: int, secret: str) -> socket.socket:
         errors = []

@@ -61,15 +61,15 @@ class Team:
 
     def new_group(self, rows: Sequence[Sequence[int]], backend: str) -> Any:
         """A group of those of the `rows` that have this rank; all ranks call this with the same rows."""
-        own, me = None, dist.get_rank()
+        mine, me = None, dist.get_rank()
         if not self.is_world:
             self._even_out(me)
         for row in rows:
             if self.is_world or me in row:
                 local = not self.is_world  # ranks outside do not know of it
                 group = dist.new_group(list(row), LIMIT, backend, use_local_synchronization=local)
-                own = group if me in row else own
-        return own
+                mine = group if me in row else mine
+        return mine
 
     def _even_out(self, me: int) -> None:
         """Have all ranks be in as many groups, the fewer in further ones of their own.

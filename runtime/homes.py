@@ -120,15 +120,15 @@ class Homes:
         if self.setting.types[span.unit].state[own] in EIGHT_BITS:
             first = span.offset % QUANTUM
             quanta = Slice(span.unit, span.offset - first, (span.stop - span.offset + first,))
-            found = shown(self.read_any(quanta, own))[first:]
+            elements = shown(self.read_any(quanta, own))[first:]
         else:
-            found = self.read_any(span.elements, own)
+            elements = self.read_any(span.elements, own)
         if self.is_pair(span, component):
             master = torch.empty(span.shape, dtype=self.setting.wide(span.unit))
-            return joined(self.read_any(span, None), found.view(span.shape), master, torch.empty_like(master))
-        found = found[: span.stop - span.offset]
-        found = firsts(found).contiguous() if span.dtype else found
-        return found.to(self.setting.wide(span.unit)).view(span.shape)
+            return joined(self.read_any(span, None), elements.view(span.shape), master, torch.empty_like(master))
+        elements = elements[: span.stop - span.offset]
+        elements = firsts(elements).contiguous() if span.dtype else elements
+        return elements.to(self.setting.wide(span.unit)).view(span.shape)
 
     def write_state(self, span: Slice, component: int, values: Tensor) -> None:
         """The inverse; a master in a pair brings the parameter with it."""

@@ -213,10 +213,10 @@ class TieredExecutor(Executor):
     def _define(self, op: Op, at: int) -> None:
         """Define values that are there when issued: memory, and old memory under a new name."""
         after = unfinished(self._awaited(op.reads))
-        made, former = self._allocated(op, [self._content(value) for value in op.reads], at)
+        allocated, former = self._allocated(op, [self._content(value) for value in op.reads], at)
         if op.verb != "alias":  # which has waited for them
             after += former
-        for value, (content, allocation) in zip(op.results, made, strict=True):
+        for value, (content, allocation) in zip(op.results, allocated, strict=True):
             self._table(value).define(value, content, after, allocation=allocation)
 
     def _allocated(
@@ -227,7 +227,7 @@ class TieredExecutor(Executor):
         A result is made of the read at its own position, or all are made of the first.
         """
         sources = reads if len(reads) == len(op.results) else [reads[0] if reads else None] * len(op.results)
-        made: list[tuple[Any, Allocation | None]] = []
+        allocated: list[tuple[Any, Allocation | None]] = []
         former: list[Ticket] = []
         for value, source, (where, offset, is_new) in zip(op.results, sources, self._places[at], strict=True):
             allocation = None
@@ -238,8 +238,8 @@ class TieredExecutor(Executor):
             if op.verb == "alias":
                 join_all(former, None)  # a checkpoint is copied here and now
             content = self._handlers.allocate(op.verb, value, source, allocation.memory if allocation else None)
-            made.append((content, allocation))
-        return made, former
+            allocated.append((content, allocation))
+        return allocated, former
 
     # Computing -------------------------------------------------------------------------------------------------------
 
@@ -306,9 +306,9 @@ class TieredExecutor(Executor):
         if self.tiers.commits is not None:
             self.tiers.commits.note(op)
         reads = [self._content(value) for value in op.reads]
-        made, former = self._allocated(op, reads, at)
+        allocated, former = self._allocated(op, reads, at)
         after = self._awaited(op.reads, op.changes) + former
-        targets = [*(content for content, _ in made), *(self._content(value) for value in op.into)]
+        targets = [*(content for content, _ in allocated), *(self._content(value) for value in op.into)]
         if op.lane in ("h2d", "net"):
             after += self._launched()  # the memory was in use on the stream that computes
         if op.verb == "reduce_scatter" and self.record:
@@ -333,7 +333,7 @@ class TieredExecutor(Executor):
             targets[1].ticket = ticket
         for value in op.reads:
             self._users(value).use(value, ticket)
-        for value, (content, allocation) in zip(op.results, made, strict=True):
+        for value, (content, allocation) in zip(op.results, allocated, strict=True):
             self._table(value).define(value, content, (ticket,), allocation=allocation)
         for value in op.changes:
             self._users(value).change(value, ticket)

@@ -186,15 +186,15 @@ class Ranks:
 
     def announce(self, what: str) -> Callable[[], None]:
         """Tell the other ranks what this one does now; what is returned does as `agree_on`, later and on any thread."""
-        own = torch.zeros(LABEL, dtype=torch.uint8, device="cpu")
+        mine = torch.zeros(LABEL, dtype=torch.uint8, device="cpu")
         text = what.encode()[:LABEL]
-        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         labels = torch.zeros(self.total * LABEL, dtype=torch.uint8, device="cpu")
         self.check(what)
-        work = _all_gather(labels, own, group=self._all, async_op=True)
+        work = _all_gather(labels, mine, group=self._all, async_op=True)
 
         def compare() -> None:
-            self._finish(what, own, lambda: work)
+            self._finish(what, mine, lambda: work)
             found = [
                 bytes(label.tolist()).rstrip(b"\0").decode(errors="replace") for label in labels.view(self.total, LABEL)
             ]
@@ -228,16 +228,16 @@ class Ranks:
         content = torch.zeros(0, dtype=torch.uint8, device="cpu")
         if self.place == 0:
             try:
-                made = make()
+                value = make()
             except BaseException as error:
                 self.fail(error)
                 raise
-            content = as_bytes(made)
+            content = as_bytes(value)
         length = torch.tensor([len(content)], device="cpu")
         self._send(length, self.names[0], what)
         content = content if self.place == 0 else content.new_zeros(int(length))
         self._send(content, self.names[0], what)
-        return made if self.place == 0 else from_bytes(content)
+        return value if self.place == 0 else from_bytes(content)
 
     def require_same(self, what: str, facts: dict[str, Any]) -> None:
         """Raise `RankError` on all ranks where a fact is not the same on all; it names the ranks and their values."""

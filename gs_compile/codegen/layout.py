@@ -138,16 +138,16 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
             "torch.view_as_complex of it in forward"
         )
     floating = [dtype for dtype in dtypes if dtype.is_floating_point] or dtypes
-    found = min(floating, key=lambda dtype: (dtype.itemsize, dtype not in trained, str(dtype)))
-    wide = {torch.float32} if found.itemsize == 2 else set()
-    if any(dtype.itemsize < found.itemsize for dtype in dtypes) or not trained <= {found} | wide:
+    narrowest = min(floating, key=lambda dtype: (dtype.itemsize, dtype not in trained, str(dtype)))
+    wide = {torch.float32} if narrowest.itemsize == 2 else set()
+    if any(dtype.itemsize < narrowest.itemsize for dtype in dtypes) or not trained <= {narrowest} | wide:
         raise CaptureError(
             f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}, which do not go together: trained "
             "ones may have one dtype, or one dtype of 16 bits and float32, and frozen ones must not be narrower. "
             "Convert the model, or these parameters, with .to(dtype); one that is quantized comes from "
             "gs_compile.from_pretrained, which takes its quantization_config"
         )
-    return found
+    return narrowest
 
 
 def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Sequence[str] = ()) -> dict[int, str]:

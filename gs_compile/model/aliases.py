@@ -65,8 +65,8 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Overlap]:
         return []
     own = {id(each) for each in known}
     overlaps, stale = [], []
-    found = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
-    for other in found:
+    all_tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
+    for other in all_tensors:
         if id(other) in own or not is_plain(other) or _address(other) not in shared:
             continue
         start, end = _span(other)
@@ -75,7 +75,7 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Overlap]:
             if not (first < end and start < last and other.numel() and other.dtype == values.dtype):
                 continue  # bytes are of writes, as of those of a first call that has failed
             follows = first <= start and end <= last and _may_follow(other, parameter, values)
-            if not follows or _is_of_array(other, found):
+            if not follows or _is_of_array(other, all_tensors):
                 stale.append(other)
             if follows:
                 overlaps.append(Alias.Overlap(other, parameter, (start - first) // values.itemsize))
@@ -98,9 +98,9 @@ def _may_follow(other: Tensor, parameter: Tensor, values: Tensor) -> bool:
     return is_alike and type(other) is Tensor and not other.requires_grad
 
 
-def _is_of_array(other: Tensor, found: list[Tensor]) -> bool:
+def _is_of_array(other: Tensor, all_tensors: list[Tensor]) -> bool:
     """Whether nobody has a tensor but a numpy array that was made of it, which the garbage collector does not know."""
-    known = (found, sys._getframe(), sys._getframe(1))
+    known = (all_tensors, sys._getframe(), sys._getframe(1))
     return not other.untyped_storage().resizable() and all(
         any(each is one for one in known) for each in gc.get_referrers(other)
     )

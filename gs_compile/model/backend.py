@@ -150,12 +150,12 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if torch.is_grad_enabled() and not training:
         _refuse_a_loss(models[0])
-    found = random_state() if compilation.options.durability else None
+    random = random_state() if compilation.options.durability else None
     whole = whole_batch(compilation, models, args)
     units = CompiledUnits(parts, _seed(models, whole), whole)
     call = Call(compilation, models, args, units, training, ranks)
     if (engine := _engine_for(call)) is not None:
-        call = _on_tiers(call, engine, found)
+        call = _on_tiers(call, engine, random)
     elif any(isinstance(arg, torch.nn.Parameter) and arg.requires_grad for arg in args) and training:
         _tell_of_memory(compilation)
     if units.seed is not None and ranks is not None:
@@ -163,19 +163,19 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     return call
 
 
-def _on_tiers(call: Call, engine: Engine, found: Mapping[str, str] | None) -> TieredCall:
-    """The same of a model whose parameters an engine has; found: the random state that the call has found."""
+def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> TieredCall:
+    """The same of a model whose parameters an engine has; random: the state that the call has found."""
     models, ranks = call.models, call.ranks
     _refuse_other_layers(engine, models[0], training=call.training)
     if not call.training:
         call.args = list(map(_as_buffer, call.args))
     elif trains_others(engine, call.args):
         engine = train_others(engine, call)
-    if engine.durable is not None and found is not None:
+    if engine.durable is not None and random is not None:
         if (before := engine.durable.take_random_state()) is not None:
-            set_random_state(found := dict(before))
+            set_random_state(random := dict(before))
             call.units.seed = _seed(models, call.units.whole)
-        engine.durable.random = found
+        engine.durable.random = random
         engine.durable.note_buffers(call.compilation.buffers(call.args))
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)

@@ -90,15 +90,15 @@ class Call:
             report(self.compilation)
         with without_autocast():  # the units' code has it in it
             self._run_forward()
-        made = self.outputs.collect({**executor.env, **executor.returned})
+        tensors = self.outputs.collect({**executor.env, **executor.returned})
         executor.returned.clear()
         # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
         # Copied: scripts change a loss in place: they divide it, or add those of all ranks up, ahead of the backward.
-        pairs = zip(made, self.outputs.made, strict=True)
+        pairs = zip(tensors, self.outputs.made, strict=True)
         self.losses = [content.detach().clone() for content, output in pairs if output.kind == "loss"]
         for value in [v for v in executor.env if v.kind in ("y", "loss")]:
             del executor.env[value]
-        return made
+        return tensors
 
     @property
     def turn(self) -> AbstractContextManager[Any]:

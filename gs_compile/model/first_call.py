@@ -85,7 +85,7 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None)
 
 def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:
     """By input index, the codec of each parameter that is encoded: already, or in its first call by the options."""
-    found = encoded(split, captured, options.frozen, options.frozen_skip)
+    codecs = encoded(split, captured, options.frozen, options.frozen_skip)
     for index, arg in enumerate(args):
         residency = residency_of(arg) if is_offloaded(arg) else None
         if residency is None or not (residency.codec or residency.home):
@@ -96,10 +96,10 @@ def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence
                 f"{captured.inputs[index].path} is trained, but it was loaded in {codec}, a format for frozen matrices "
                 "only: freeze it, or load the model without frozen="
             )
-        found.pop(index, None)
+        codecs.pop(index, None)
         if codec and not arg.requires_grad:
-            found[index] = codec
-    return found
+            codecs[index] = codec
+    return codecs
 
 
 def where_of(parameters: Sequence[Tensor]) -> Where:

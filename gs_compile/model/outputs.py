@@ -116,19 +116,19 @@ class Outputs:
         """
         split = self.models[0].split
         numbers = [number for number, output in enumerate(split.outputs) if output.spec is not None]
-        found = {
+        units = {
             number: output.unit
             for number, output, gradient in zip(numbers, self.made, gradients, strict=True)
             if gradient is not None and output.kind == "y" and output.unit != EPILOGUE
         }
-        if found and split.block_cut:
-            unit = next(iter(found.values()))
+        if units and split.block_cut:
+            unit = next(iter(units.values()))
             maker = layer_name(unit, split.block_cut) if isinstance(unit, int) else "the embedding"
             raise OutputGradientError(
                 f"a gradient arrived for an output made inside {maker} (a cache or attention weights), but this "
                 "schedule cuts blocks into parts that only pass hidden states on: leave the option schedule out"
             )
-        return frozenset(found)
+        return frozenset(units)
 
     def cut(self, gradients: Gradients, outside: frozenset[Unit]) -> dict[Value, Any]:
         """The outputs' gradients by micro-batch: values `dy` of the units in `outside`."""

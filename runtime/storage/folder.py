@@ -237,19 +237,19 @@ def leftovers(folder: Path, keep: Collection[str] = ()) -> str:
 
     keep: names that belong to its commit. Raises LeftoverError where something is there that no run makes.
     """
-    found = {
+    files = {
         path.name: path.lstat()
         for path in folder.iterdir()
         if not path.name.startswith(".") and path.name not in (*keep, manifest.NAME)
     }
-    foreign = [name for name, each in found.items() if not stat.S_ISREG(each.st_mode) or not OURS.fullmatch(name)]
+    foreign = [name for name, each in files.items() if not stat.S_ISREG(each.st_mode) or not OURS.fullmatch(name)]
     if foreign:
         what = f"{', '.join(sorted(foreign)[:5])} in this folder is of no run: move it, or choose another storage="
         raise LeftoverError(errno.EEXIST, what, str(folder))
-    if not found:
+    if not files:
         return ""
-    nbytes, when = sum(each.st_blocks * 512 for each in found.values()), max(each.st_mtime for each in found.values())
-    return f"a run was killed and left {len(found)} files, {format_bytes(nbytes)}, last written {date_of(when)}"
+    nbytes, when = sum(each.st_blocks * 512 for each in files.values()), max(each.st_mtime for each in files.values())
+    return f"a run was killed and left {len(files)} files, {format_bytes(nbytes)}, last written {date_of(when)}"
 
 
 def date_of(seconds: float) -> str:

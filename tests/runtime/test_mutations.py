@@ -72,7 +72,7 @@ LINES = [  # each by itself; more of them in device/test_runs_on_card.py
     (TieredExecutor, "_allocated", "former += users if is_new else ()"),
     (TieredExecutor, "_compute", "self._users(value).change(value, ticket)"),
     (TieredExecutor, "_compute", "self._users(value).use(value, ticket)"),
-    (ValueTable, "free", "place.end(users)"),
+    (ValueTable, "free", "allocation.end(users)"),
 ]
 
 
@@ -96,7 +96,7 @@ ON_HOST = [  # where a CPU computes: in the slab, beside the lanes
     (lanes.Lane, "_carry_out", "join_all(task.after, self._stream)"),
     (TieredExecutor, "_submit", "self._users(value).use(value, ticket)"),
     (TieredExecutor, "_submit", "self._users(value).change(value, ticket)"),
-    (ValueTable, "free", "place.end(users)"),
+    (ValueTable, "free", "allocation.end(users)"),
 ]
 
 SCALE = [  # lines of `TieredExecutor.scale`, and a size of micro-batches with which nothing else waits
