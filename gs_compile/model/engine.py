@@ -23,14 +23,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gs_compile.capture.graph_breaks import last_given_up
 from gs_compile.codegen.layout import bind, tied_units
-from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
-from gs_compile.model.late_settings import are_too_late
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
 from gs_compile.model.optimizer import Optimizer
@@ -58,14 +56,13 @@ class Beginning(Protocol):
     """What an engine, its calls and its optimizer ask of the step that a run begins with (`first_step.FirstStep`)."""
 
     states: MutableMapping[Tensor, Any]
-    done: list[tuple[Call, Callable[[Engine], None]]]
 
-    @property
-    def may_begin_again(self) -> bool: ...
-    def begin_again(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_forward(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_backward(self, engine: Engine, call: Call) -> Engine: ...
+    def engine_for_gradient(self, engine: Engine, *, zeroed: bool) -> Engine: ...
+    def engine_for_step(self, engine: Engine, record: StepRecord, *, dropped: bool) -> Engine: ...
     def engine_with_room(self, engine: Engine, call: Call, error: MemoryBudgetError) -> Engine: ...
+    def note(self, call: Call, repeat: Callable[[Engine], None]) -> None: ...
     def close(self) -> None: ...
     def let_go(self) -> None: ...
 
@@ -249,8 +246,7 @@ class Engine(ParameterStore):
         self.sums.counted()
         if self.record is not None:
             self.record.num_tokens += call.num_tokens
-        if self.first_step.may_begin_again:
-            self.first_step.done.append((call, repeat))
+        self.first_step.note(call, repeat)
 
     @in_turn
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -260,43 +256,18 @@ class Engine(ParameterStore):
         zeroed = is_zeroed([parameter]) and (optimizer is None or is_zeroed(optimizer.group_of))
         assert home is not None
         assert isinstance(home.store, Engine), "this one, or what has taken its place"
-        engine = home.store._with_sums(zeroed=zeroed)
+        engine = home.store.first_step.engine_for_gradient(home.store, zeroed=zeroed)
         span = engine.trained_span(parameter)
         assert span is not None
         assert engine.record is not None, "sums are of a step"
         engine.sums.add(span, gradient, engine.record)
         mark_gradient_unavailable(parameter)
 
-    def _with_sums(self, *, zeroed: bool) -> Engine:
-        """The engine that has sums of gradients to which one from outside is added; zeroed: what they have is dropped.
-
-        The first step shows that its updates have to wait, later ones are refused.
-        """
-        self.tiers.check()
-        if self.ranks is not None:
-            raise ReleasedParameterError(
-                "a gradient has come to a parameter that several ranks share from a computation outside of the "
-                "compiled model, or in p.grad, which several ranks do not support: compute this under torch.no_grad(), "
-                "or inside of the model's forward"
-            )
-        if not self.accumulates:
-            calls = [*self.open.undone, *(call for call, _ in self.first_step.done)]
-            if not (calls and self.first_step.may_begin_again):
-                raise ReleasedParameterError(
-                    "a gradient has come to a parameter that lives on the tiers from a computation outside of the "
-                    "compiled model, or in p.grad, but the first step of this run had none, so the parameter only "
-                    "takes gradients from the compiled model's own backward. Compute this under torch.no_grad(), call "
-                    'the compiled model, or give options={"accumulate": True}, with which updates wait, and start the '
-                    "run again" + last_given_up()
-                )
-            if zeroed:
-                self.first_step.done.clear()
-            return self.first_step.begin_again(self, calls[0])._with_sums(zeroed=zeroed)
-        if self.record is None or zeroed:
-            self.flush()
-            self.sums.clear()
-            self._begin_record([], (), zeroed=True)
-        return self
+    def begin_sums(self) -> None:
+        """Begin a step with a gradient from outside: what its backwards so far have left is dropped."""
+        self.flush()
+        self.sums.clear()
+        self._begin_record([], (), zeroed=True)
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""
@@ -319,10 +290,8 @@ class Engine(ParameterStore):
             )
         if self.durable is not None:
             self.durable.refuse_idle(record)
-        optimizer, may_begin_again = self._optimizer(), self.first_step.may_begin_again
-        assert optimizer is not None, "it closes the step"
-        if are_too_late(self, record, optimizer.as_set(), may_begin_again=may_begin_again, dropped=dropped):
-            return self.first_step.begin_again(self, self.first_step.done[0][0]).finish(dropped=dropped)
+        if (engine := self.first_step.engine_for_step(self, record, dropped=dropped)) is not self:
+            return engine.finish(dropped=dropped)
         self.record = None
         record.predicted_seconds = self._predicted_seconds
         self.sums.end_step(record)

@@ -5,8 +5,8 @@ settings change after them. So updates run beside the first backward, and one ca
 
 [1] a call after a backward
 [2] a backward of several calls, or of one that was given up for another
-[3] a gradient from outside of the model (`Engine.add_gradient`)
-[4] another setting, or no gradient, at `optimizer.step()` (`Engine.finish`)
+[3] a gradient from outside of the model
+[4] another setting, or no gradient, at `optimizer.step()`
 [5] a call that has no room beside those that wait.
 
 Then another engine takes the place of the one so far: updates wait for `optimizer.step()`, or as many calls have
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gs_compile.capture.graph_breaks import last_given_up
 from gs_compile.capture.internals import without_overrides
-from gs_compile.errors import MemoryBudgetError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, ReleasedParameterError, StepOrderError
 from gs_compile.model.aliases import aliases_of, refuse_overlaps
 from gs_compile.model.call import Call
 from gs_compile.model.engine import KEPT, Engine
@@ -38,6 +39,7 @@ from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
 from gs_compile.model.residency import Residency, is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.runtime.step_record import StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +115,67 @@ class FirstStep:
                 return self.begin_again(engine, call, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)
         raise error
 
+    def engine_for_gradient(self, engine: Engine, *, zeroed: bool) -> Engine:
+        """The engine that adds a gradient from outside to the sums of the step [3]; zeroed: what they have is dropped.
+
+        Later steps refuse what the first one has not shown.
+        """
+        engine.tiers.check()
+        if engine.ranks is not None:
+            raise ReleasedParameterError(
+                "a gradient has come to a parameter that several ranks share from a computation outside of the "
+                "compiled model, or in p.grad, which several ranks do not support: compute this under torch.no_grad(), "
+                "or inside of the model's forward"
+            )
+        if not engine.accumulates:
+            calls = [*engine.open.undone, *(call for call, _ in self.done)]
+            if not (calls and self.may_begin_again):
+                raise ReleasedParameterError(
+                    "a gradient has come to a parameter that lives on the tiers from a computation outside of the "
+                    "compiled model, or in p.grad, but the first step of this run had none, so the parameter only "
+                    "takes gradients from the compiled model's own backward. Compute this under torch.no_grad(), call "
+                    'the compiled model, or give options={"accumulate": True}, with which updates wait, and start the '
+                    "run again" + last_given_up()
+                )
+            if zeroed:
+                self.done.clear()
+            return self.engine_for_gradient(self.begin_again(engine, calls[0]), zeroed=zeroed)
+        if engine.record is None or zeroed:
+            engine.begin_sums()
+        return engine
+
+    def engine_for_step(self, engine: Engine, record: StepRecord, *, dropped: bool) -> Engine:
+        """The engine that closes a step by the settings of now [4]; dropped: its gradients were.
+
+        Many set the learning rate after the backward, and mean this step, or drop the gradients where a loss jumps.
+        Updates that have waited take that up. Raises `StepOrderError` where they have not, and the step cannot begin
+        again.
+        """
+        optimizer, placement = engine.optimizer, engine.placement
+        assert optimizer is not None, "it closes the step"
+        now = optimizer.as_set()
+        changed = _changed(record, now, anew=self.may_begin_again)
+        if not (changed or dropped):
+            return engine
+        engine.announce("dropped gradients" if dropped else "new settings", f", {now.told_settings}")
+        if placement.has_early and self.may_begin_again:
+            return self.begin_again(engine, self.done[0][0])
+        is_norm_kept = record.max_grad_norm == now.max_grad_norm
+        rolls_back = placement.rolls_back(confirmed=record.confirmed) and (is_norm_kept or dropped)
+        waits = not placement.has_early or rolls_back
+        if not (waits or record.skipped):
+            what = "the gradients were dropped after the backward" if dropped else changed
+            raise StepOrderError(
+                f"{what}: updates have already run beside the backward, because the first step did not show that they "
+                f"must wait. {'Give' if dropped else 'Set it before the backward or after step(), or give'} "
+                'options={"accumulate": True}, with which updates wait for step(), and start the run again'
+            )
+        record.is_dropped, record.hypers = dropped and waits, now.hypers
+        if not is_norm_kept:
+            record.max_grad_norm, record.scale = now.max_grad_norm, 1.0
+            record.clip()
+        return engine
+
     @property
     def may_begin_again(self) -> bool:
         """Whether it is under way, and all is there that it began with."""
@@ -152,6 +215,11 @@ class FirstStep:
             repeat(successor)
         return successor
 
+    def note(self, call: Call, repeat: Callable[[Engine], None]) -> None:
+        """A call has had its backward; repeat: runs both on another engine."""
+        if self.may_begin_again:
+            self.done.append((call, repeat))
+
     def close(self) -> None:
         """`optimizer.step()` has closed it."""
         self.engine = lambda: None
@@ -177,6 +245,17 @@ def _bring_states(optimizer: TieredOptimizer, engine: Engine) -> None:
     if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
         optimizer.go_on(former)
         optimizer.kept.step = former.step
+
+
+def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:
+    """A setting with another value than as the backward began, in words; anew: or with an equal one, assigned since."""
+    pairs = [("max_grad_norm", record.max_grad_norm, now.max_grad_norm)]
+    for number, (before, after) in enumerate(zip(record.groups, now.groups, strict=True)):
+        pairs += [(f'"{key}" of param group {number}', value, after[key]) for key, value in before.items()]
+    for name, value, set_since in pairs:
+        if set_since != value or (anew and set_since is not value):
+            return f"{name} was set to {set_since!r} after the backward, and {value!r} before"
+    return ""
 
 
 def _refuse_changed(call: Call) -> None:
