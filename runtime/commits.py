@@ -11,7 +11,7 @@ program: one that neither the last commit nor any content has. A commit takes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -162,7 +162,11 @@ class Commits:
         changed = [extent for part, extent in issued.items() if self._made.get(part) is not extent]
         assert self.setting.store is not None
         together = self.setting.ranks.commit_together if self.setting.ranks else None
-        self.setting.store.commit(changed, lambda: manifest_of(tuple(_stored(issued))), together, old)
+
+        def manifest() -> Manifest:
+            return manifest_of(tuple(extent.stored(part.name) for part, extent in issued.items()))
+
+        self.setting.store.commit(changed, manifest, together, old)
         self._made = issued
 
 
@@ -170,8 +174,3 @@ def _holders(part: Value) -> tuple[Value, Value, Value]:
     """The values of a part that are on SSD: it itself, its shadow copy, its copy."""
     on_ssd = part._replace(tier="ssd")
     return on_ssd, on_ssd._replace(kind=SHADOWS[part.kind]), on_ssd._replace(kind=COPIES[part.kind])
-
-
-def _stored(issued: Mapping[Value, Extent]) -> Iterator[StoredPart]:
-    for part, extent in issued.items():
-        yield extent.stored(part.name)

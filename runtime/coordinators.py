@@ -205,7 +205,7 @@ class Activations:
         self, value: Value, source: Activation | Extent, memory: Tensor | None, number: int = 0
     ) -> Activation | Extent:
         """Memory like `source`, which is to be moved into it; number: as of `file`."""
-        like = source.like if isinstance(source, Extent) else _without_contents(source)
+        like = source.like if isinstance(source, Extent) else without_contents(source)
         assert like is not None
         if value.tier == "device":
             made = [self.setting.device.empty(each.shape, each.dtype, each.stride()) for each in tensors_of(like)]
@@ -237,10 +237,6 @@ class Activations:
         for target, tensor in zip(tensors_of(kept), tensors_of(source), strict=True):
             target.copy_(tensor)
         return kept
-
-
-def _without_contents(activation: Activation) -> Activation:
-    return activation.like() if isinstance(activation, Saved) else without_contents(activation)
 
 
 def transfer(reads: Sequence[Activation | Extent], targets: Sequence[Activation | Extent]) -> None:

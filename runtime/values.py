@@ -87,10 +87,6 @@ class Saved:
         """Of such a stretch."""
         return sum(aligned(tensor.nbytes) for tensor in self.tensors)
 
-    def like(self) -> Saved:
-        """The same without contents."""
-        return Saved([without_contents(tensor) for tensor in self.tensors])
-
     def within(self, flat: torch.Tensor) -> Saved:
         """Tensors like these in a stretch of bytes."""
         tensors, at = [], 0
@@ -101,9 +97,10 @@ class Saved:
         return Saved(tensors, flat)
 
 
-def without_contents(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's shape, strides where it is dense, and type, on the device "meta"."""
-    return _on_meta(tensor.shape, tensor.stride(), tensor.dtype)
+def without_contents(content: torch.Tensor | Saved) -> torch.Tensor | Saved:
+    """Shape, strides where they are dense, and type, on the device "meta"."""
+    metas = [_on_meta(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(content)]
+    return Saved(metas) if isinstance(content, Saved) else metas[0]
 
 
 @lru_cache(maxsize=1024)

@@ -80,7 +80,8 @@ def greedysnake(
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
         begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = partial(_begin, compilation)
     except GreedySnakeError as error:
-        begin = _refusing(error)
+        guard_memory()
+        begin = partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
 
     def run(*args: Any) -> list[Any]:
         with turn(args), told(ranks := meet(args, checked, compilation)), deterministic(checked.deterministic):
@@ -131,13 +132,8 @@ def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
         )
 
 
-def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None], NoReturn]:
-    """What raises the error of a capture in each call, whose parameters may be on the tiers already."""
-    guard_memory()
-    return partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
-
-
 def _refuse(kind: type[GreedySnakeError], message: str, args: Sequence[Any], ranks: Ranks | None) -> NoReturn:
+    """Raise the error of a capture in each call, whose parameters may be on the tiers already."""
     raise kind(message)
 
 
@@ -168,7 +164,9 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
     models, ranks = call.models, call.ranks
     _refuse_other_layers(engine, models[0], training=call.training)
     if not call.training:
-        call.args = list(map(_as_buffer, call.args))
+        call.args = [  # what the run does not have, a parameter in memory, is read as a buffer is
+            arg.detach() if isinstance(arg, torch.nn.Parameter) and not is_offloaded(arg) else arg for arg in call.args
+        ]
     elif trains_others(engine, call.args):
         engine = train_others(engine, call)
     if engine.durable is not None and random is not None:
@@ -199,11 +197,6 @@ def _tell_of_memory(compilation: Compilation) -> None:
             "all parameters, gradients and states stay in memory, and storage and host_memory have no effect: the "
             "model has no optimizer of gs_compile. Make one before its first call, such as gs_compile.AdamW"
         )
-
-
-def _as_buffer(arg: Any) -> Any:
-    """What an evaluation reads and the run does not have, a parameter in memory, is read as a buffer is."""
-    return arg.detach() if isinstance(arg, torch.nn.Parameter) and not is_offloaded(arg) else arg
 
 
 def _seed(models: Sequence[SpecializedModel], whole: WholeBatch | None) -> int | None:

@@ -85,7 +85,7 @@ class Engine(ParameterStore):
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
         arrangement, stored, self.planning = prepared or plan_tiers(optimizer, call)
         self.latest = self.planning.placement, self.planning.builder.shape  # of the latest call
-        tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
+        tiers = open_tiers(self.planning, arrangement, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
         self.sums = Sums(tiers)
         plan = self.planning.planned.facts

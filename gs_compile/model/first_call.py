@@ -27,7 +27,6 @@ from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, num_calls_of
 from gs_compile.planner.run import ModelAtHand, RunPlanner
 from gs_compile.runtime.coordinators import Setting
-from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage.stored import StoredParameter
@@ -121,7 +120,6 @@ def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None
 def open_tiers(
     planning: StepPrograms,
     arrangement: Arrangement,
-    rule: Rule,
     stored: Sequence[StoredParameter],
     optimizer: Optimizer,
 ) -> Tiers:
@@ -149,7 +147,7 @@ def open_tiers(
             undo.callback(store.close)
         tiers = Tiers(
             Setting(planning.placement, arrangement.types, store, device_of(planner.model.device), ranks),
-            Recipe(rule, arrangement.runs),
+            Recipe(optimizer.rule, arrangement.runs),
             trace=Trace(events=options.expert.trace),
             host_nbytes=planner.whole_nbytes,
             num_calls=planner.num_calls,
