@@ -30,7 +30,7 @@ from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import format_bytes
 from gs_compile.runtime.forks import leave_in_children
 from gs_compile.runtime.storage import manifest, system
-from gs_compile.runtime.storage.stored import FOLDER, OURS, Manifest
+from gs_compile.runtime.storage.stored import FOLDER, OURS
 
 log = logging.getLogger(__name__)
 
@@ -106,14 +106,6 @@ class Folder:
         if (found := cls.lock(path)) is None:
             raise StorageLockedError(errno.EAGAIN, "another model of this process uses this folder", str(path))
         return found
-
-    def committed(self) -> Manifest | None:
-        """The last commit of the durable run that has left this folder; raises ManifestError for a damaged one."""
-        return manifest.read(self.path)
-
-    def prepared(self) -> Manifest | None:
-        """The commit after that, which other ranks may not have come to."""
-        return manifest.read(self.path, manifest.NEXT)
 
     def promote(self) -> None:
         """Make the prepared commit the last one."""
