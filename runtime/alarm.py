@@ -276,11 +276,11 @@ def _boot() -> str:
 
 def _addresses() -> list[str]:
     """Where others may reach this machine: where they met, its name, the address of its default route."""
-    found = [os.environ.get("MASTER_ADDR", ""), socket.getfqdn(), socket.gethostname()]
+    addresses = [os.environ.get("MASTER_ADDR", ""), socket.getfqdn(), socket.gethostname()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))  # nothing is sent
-            found.append(probe.getsockname()[0])
+            addresses.append(probe.getsockname()[0])
         except OSError:
             pass
-    return list(dict.fromkeys(filter(None, found)))
+    return list(dict.fromkeys(filter(None, addresses)))

@@ -102,12 +102,12 @@ def team_of(options: Options) -> Team | None:
     else:
         groups = (options.group or dist.group.WORLD,)
         replicas = (tuple(dist.get_process_group_ranks(groups[0])),)
-    own = next((row for row in replicas if name in row), None)
-    if own is None:
+    mine = next((row for row in replicas if name in row), None)
+    if mine is None:
         raise OptionError(f"rank {name} is not in the group of the options, which has {replicas}: leave it out there")
     if any(list(row) != sorted(row) for row in replicas):
         raise OptionError(f"the ranks of a group that shards have to ascend; got {replicas}")
-    team = Team(replicas, own.index(name), dist.get_backend(groups[0]), groups)
+    team = Team(replicas, mine.index(name), dist.get_backend(groups[0]), groups)
     return team if len(team.everyone) > 1 else None
 
 

@@ -147,15 +147,15 @@ class TieredExecutor(Executor):
     def _out_of_memory(self, op: Op, error: BaseException) -> MemoryBudgetError:
         """What to do where the device has no memory for an operation; who catches this has its memory back."""
         planned, (free, whole) = dict(self.program.peaks).get("device", 0), self._device.memory_nbytes()
-        found = MemoryBudgetError(
+        budget_error = MemoryBudgetError(
             f"{self._device.name} has no memory left in {op.name}: {format_bytes(whole - free)} of "
             f"{format_bytes(whole)} are in use, of which values are planned to take {format_bytes(planned)} at most. "
             "Give a smaller micro_batch_size; or device_memory= less, which leaves more for what code computes with; "
             "or end what else uses the device"
         )
-        found.__cause__ = error
+        budget_error.__cause__ = error
         clear_frames(error)
-        return found
+        return budget_error
 
     def _give_up(self, at: int) -> None:
         """End a forward that has failed: late updates still run, the rest is let go of."""

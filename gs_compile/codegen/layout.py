@@ -156,14 +156,14 @@ def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Seque
     """
     if frozen is None:
         return {}
-    found: dict[int, str] = {}
+    codecs: dict[int, str] = {}
     num_readers = Counter(index for graph in split.units for index in graph.parameters(captured))
     for graph in split.units:
         for index, spec in graph.parameters(captured).items() if isinstance(graph.unit, int) else ():
             is_meant = may_be_encoded(captured.inputs[index].path, spec, skip)
             if is_meant and not spec.requires_grad and num_readers[index] == 1:
-                found[index] = frozen
-    return found
+                codecs[index] = frozen
+    return codecs
 
 
 def of_layers(split: Split, captured: Captured) -> Mapping[int, TensorSpec]:

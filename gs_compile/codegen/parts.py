@@ -319,8 +319,8 @@ def halves(joint: fx.GraphModule, num_inputs: int, num_results: int) -> tuple[fx
     """A graph of results and gradients, cut: inputs to results and what is saved; these and gradients to gradients."""
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
     placeholders, values = joint.graph.find_nodes(op="placeholder"), output_values(joint)
-    inputs, given = placeholders[:num_inputs], placeholders[num_inputs:]
-    behind = set(given)
+    inputs, gradients = placeholders[:num_inputs], placeholders[num_inputs:]
+    behind = set(gradients)
     for node in nodes:
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
@@ -329,7 +329,7 @@ def halves(joint: fx.GraphModule, num_inputs: int, num_results: int) -> tuple[fx
     saved = [node for node in saved if isinstance(node.meta["val"], Tensor)]
     return (
         subgraph(joint, inputs, [*values[:num_results], *saved]),
-        subgraph(joint, [*inputs, *saved, *given], values[num_results:]),
+        subgraph(joint, [*inputs, *saved, *gradients], values[num_results:]),
     )
 
 

@@ -169,13 +169,13 @@ class _Cut:
         self.places = self._places()
 
     def chain(self) -> Chain:
-        made, mixing = output_values(self.module), self.found.mixing
+        results, mixing = output_values(self.module), self.found.mixing
         names = [packet_of(node).__name__ for node in mixing if node in self.places and packet_of(node) not in KEEPING]
         placeholders = self.module.graph.find_nodes(op="placeholder")
         return Chain(
             parts=tuple(self._part(place) for place in sorted(set(self.places.values()))),
             given=tuple(node.name for node in placeholders),
-            made=tuple(each.name if isinstance(each, fx.Node) else each for each in made),
+            made=tuple(each.name if isinstance(each, fx.Node) else each for each in results),
             x=self.found.x.name,
             on_all=tuple(dict.fromkeys(names)),
         )

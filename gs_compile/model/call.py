@@ -222,17 +222,17 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call.node = weakref.ref(ctx)
-        made = call.forward()
+        outputs = call.forward()
         ctx.call = call
         ctx.num_trained = len(trained)
         ctx.set_materialize_grads(False)
         # All that the recomputation reads: the usual errors where it is used twice, or was changed in place meanwhile.
         ctx.save_for_backward(*(arg for arg in call.args if isinstance(arg, torch.Tensor)))
-        pairs = zip(made, call.outputs.made, strict=True)
+        pairs = zip(outputs, call.outputs.made, strict=True)
         ctx.mark_non_differentiable(
             *(tensor for tensor, output in pairs if not (output.spec and output.spec.requires_grad))
         )
-        return tuple(made)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable

@@ -174,12 +174,12 @@ def _name_of_run(tiers: Tiers) -> str:
 
 def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Parameters in memory beside the compiled model, and their states, by their places in the optimizer."""
-    found = {}
+    tensors = {}
     for number, parameter in trained_in_memory(optimizer.param_groups):
-        found[f"{number}"] = parameter
+        tensors[f"{number}"] = parameter
         state = optimizer.state.get(parameter, {}).items()
-        found |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
-    return found
+        tensors |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
+    return tensors
 
 
 @torch.no_grad()

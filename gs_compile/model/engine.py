@@ -171,14 +171,14 @@ class Engine(ParameterStore):
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
         warm = shape.training and self.tiers.finds_carried(placement)
         self.snapshots = self.planning.snapshots(placement, shape, _after(pending, placement, warm=warm, **marks))
-        given = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
+        arguments = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
         try:
-            return TieredExecutor(*given, number=self.open.free_number)
+            return TieredExecutor(*arguments, number=self.open.free_number)
         except MemoryBudgetError as error:
             if not self.open or not shape.training:
                 raise
             self.open.abandon(f"{AGAIN}, and there is no room for both ({error.message})", by_call=True)
-            return TieredExecutor(*given)
+            return TieredExecutor(*arguments)
 
     def forward(self, executor: TieredExecutor, call: Call) -> None:
         """The forward half, and all late updates with it, also where the model's own code fails."""

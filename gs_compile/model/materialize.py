@@ -183,13 +183,13 @@ def _plain_calls(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _plain_call(module: nn.Module) -> Iterator[None]:
-    own = module.__dict__  # past the __setattr__ of what torch.compile returns, which is its model's
-    before = own.get("_compiled_call_impl")
-    own["_compiled_call_impl"] = partial(_evaluate, getattr(module, "_orig_mod", module))  # that model itself
+    attributes = module.__dict__  # past the __setattr__ of what torch.compile returns, which is its model's
+    before = attributes.get("_compiled_call_impl")
+    attributes["_compiled_call_impl"] = partial(_evaluate, getattr(module, "_orig_mod", module))  # that model itself
     try:
         yield
     finally:
-        own["_compiled_call_impl"] = before
+        attributes["_compiled_call_impl"] = before
 
 
 def _evaluate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -428,13 +428,13 @@ def _refuse(name: str, first: Any) -> None:
         )
 
 
-def _seen(found: Tensor, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Tensor:
+def _seen(result: Tensor, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Tensor:
     for each, values, _ in used:
-        if found is values:
+        if result is values:
             return each
-        if found.layout is torch.strided and shares_memory(found, values):
-            return each.seen(found, values)
-    return found
+        if result.layout is torch.strided and shares_memory(result, values):
+            return each.seen(result, values)
+    return result
 
 
 def _read(tensor: Tensor) -> Tensor:

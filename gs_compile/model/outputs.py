@@ -192,12 +192,12 @@ def _combined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
 def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Tensor | None, ...]:
     """The gradients of the head's differentiated results for one micro-batch; None where none arrived."""
     head = model.split.by_unit[EPILOGUE]
-    given = []
+    gradients = []
     for index in head.differentiated:
         kind = head.results[index]
         found = slices.get((kind, EPILOGUE, head.results[:index].count(kind)))
-        given.append(None if found is None else found.to(head.result_specs[index].dtype))
-    return tuple(given)
+        gradients.append(None if found is None else found.to(head.result_specs[index].dtype))
+    return tuple(gradients)
 
 
 def _of_batch(index: int, arg: Tensor, units: CompiledUnits) -> Tensor | None:

@@ -250,14 +250,14 @@ def _share(parameters: dict[str, nn.Parameter], folder: Path, group: Any) -> Non
 def _check(name: str, parameter: torch.Tensor) -> None:
     """The parameter's values can be kept in a file; InitialisationError if not."""
     if is_lazy(parameter):
-        found, remedy = "has no shape yet", "Give the module its sizes instead of a lazy one"
+        fault, remedy = "has no shape yet", "Give the module its sizes instead of a lazy one"
     elif not is_in_host_memory(parameter):
-        found, remedy = f"is on {parameter.device}", "Build the model on the CPU; it is moved when it runs"
+        fault, remedy = f"is on {parameter.device}", "Build the model on the CPU; it is moved when it runs"
     elif not _is_plain(parameter):
-        found, remedy = f"is a {type(parameter).__name__}, {parameter.layout}", "Only plain dense parameters are kept"
+        fault, remedy = f"is a {type(parameter).__name__}, {parameter.layout}", "Only plain dense parameters are kept"
     else:
         return
-    raise InitialisationError(f"parameter {name} {found}, so its values cannot go to storage. {remedy}")
+    raise InitialisationError(f"parameter {name} {fault}, so its values cannot go to storage. {remedy}")
 
 
 def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:

@@ -87,14 +87,14 @@ class Drive:
         with as_storage_error(f"opening of {name}", self.folder), contextlib.ExitStack() as opened:
             fd = self._open(name, 0)
             opened.callback(os.close, fd)
-            found, path = os.fstat(fd), str(self.folder / name)
-            is_own = found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o600 and found.st_nlink == 1
-            if not (stat.S_ISREG(found.st_mode) and is_own):
+            status, path = os.fstat(fd), str(self.folder / name)
+            is_own = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o600 and status.st_nlink == 1
+            if not (stat.S_ISREG(status.st_mode) and is_own):
                 remedy = f"{manifest.AFTER_A_COPY} {self.folder}"
                 what = f"other users can access this file, so it cannot be trusted: {remedy}"
                 raise StorageError(errno.EPERM, what, path)
-            if found.st_size != rounded(nbytes):
-                what = f"{found.st_size} bytes, and the run that has left this file wrote {nbytes}"
+            if status.st_size != rounded(nbytes):
+                what = f"{status.st_size} bytes, and the run that has left this file wrote {nbytes}"
                 raise CorruptionError(errno.EBADMSG, what, path)
             opened.pop_all()
         return self._take(fd, name, Grid.of(nbytes, chunk), ssd.sums_of_text(sums))

@@ -92,14 +92,14 @@ def _beside(left: Iterable[Left], here: Iterable[Path]) -> list[Left]:
     return [each for each in found if (each.folder, each.commit.run) in named]
 
 
-def common_step(given: Sequence[Steps]) -> Step | None:
+def common_step(by_rank: Sequence[Steps]) -> Step | None:
     """The last step that all ranks have of one run; None: there is none. What one has committed, all have prepared.
 
     Raises RankError where they have none in common.
     """
-    common = set.intersection(*map(set, given))
-    if not common and any(is_committed for each in given for is_committed in each.values()):
-        last = ("{} of run {}".format(*max(each)) if each else "none" for each in given)
+    common = set.intersection(*map(set, by_rank))
+    if not common and any(is_committed for each in by_rank for is_committed in each.values()):
+        last = ("{} of run {}".format(*max(each)) if each else "none" for each in by_rank)
         found = ", ".join(f"rank {rank}: {words}" for rank, words in enumerate(last))
         raise RankError(
             f"the ranks have commits of different steps ({found}): name the storage of one run on all, and start as "
