@@ -94,7 +94,7 @@ class Residency:
     def stashed_value(self, parameter: Tensor) -> Tensor:
         """The value of a stashed parameter: read from storage where it is touched."""
         if self.stash is None:
-            raise ReleasedParameterError(_lost(parameter, self.home and self.home.store.tiers))
+            raise ReleasedParameterError(_lost(parameter, self.home.store.tiers if self.home else None))
         return self.stash
 
     def value(self, parameter: Tensor, *, master: bool = False) -> Tensor:
