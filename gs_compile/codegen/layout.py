@@ -77,7 +77,7 @@ def arrange(
         plain = [specs[index] for index in found if index not in codecs]
         types[unit] = types_by(_dtype(unit, plain or [specs[index] for index in found]))
         if _has_one_moment({index: specs[index] for index in found}, matrices or {}, alone=world == 1):
-            types[unit] = types[unit].with_moments(1)
+            types[unit] = types[unit].with_one_moment()
         members = {index: specs[index] for index in sorted(found, key=order)}
         placed = _placed(unit, members, types[unit], codecs, matrices)
         sizes.append(sharded(_size(unit, members, placed, types[unit], matrices or {}), world))

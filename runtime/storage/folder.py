@@ -93,10 +93,7 @@ class Folder:
     @classmethod
     def first_free(cls, directory: Path) -> Folder:
         """The first folder in a directory that no other model of this process has."""
-        for number in count(1):
-            if (found := cls.lock(folder_in(directory, number))) is not None:
-                return found
-        raise AssertionError
+        return next(filter(None, (cls.lock(folder_in(directory, number)) for number in count(1))))
 
     @classmethod
     def take(cls, path: Path) -> Folder:
