@@ -19,7 +19,7 @@ from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.model.call import Call
 from gs_compile.model.former_run import former_plan, open_store
 from gs_compile.model.offloaded import UnavailableGradient
-from gs_compile.model.optimizer import Optimizer
+from gs_compile.model.optimizer import Loop, Optimizer
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Masters, Options
 from gs_compile.planner.measure.machines import Where
@@ -46,15 +46,15 @@ class Prepared(NamedTuple):
     planning: StepPrograms
 
 
-def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None) -> Prepared:
+def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None, loop: Loop | None = None) -> Prepared:
     """Plan the steps of a model whose parameters go to the tiers, as a call has it.
 
-    host_nbytes: the budget of host memory, where it is known.
+    host_nbytes: the budget of host memory, where it is known. loop: that it is for; None: the optimizer's.
 
     Masters of parameters in bf16 are split or whole, as the plan says where nobody does; ranks have split ones.
     """
     args, ranks, options, split = call.args, call.ranks, call.compilation.options, call.models[0].split
-    captured = call.compilation.captured
+    captured, loop = call.compilation.captured, loop or optimizer.loop
     matrices, groups = _matrices(call, optimizer), _param_groups(call, optimizer)
     codecs, share = codecs_of(split, captured, options, args), (ranks.rank, ranks.number) if ranks else (0, 1)
     arranged = partial(arrange, split, captured, groups=groups, share=share, codecs=codecs, matrices=matrices)
@@ -72,8 +72,8 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None)
             tied=tied_units(split, first.spans),
             where=where_of([args[index] for index in first.spans]),
             clip=optimizer.max_grad_norm is not None,
-            accumulate=optimizer.accumulates or bool(former.get(ACCUMULATES)),
-            num_calls=max(optimizer.num_calls, num_calls_of(former)),
+            accumulate=loop.accumulates or bool(former.get(ACCUMULATES)),
+            num_calls=max(loop.num_calls, num_calls_of(former)),
             ranks=ranks,
             host_nbytes=host_nbytes,
         )

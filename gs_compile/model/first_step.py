@@ -37,6 +37,7 @@ from gs_compile.model.first_call import Prepared, plan_tiers
 from gs_compile.model.gradients import forget_gradients, is_zeroed
 from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
+from gs_compile.model.optimizer import Loop
 from gs_compile.model.residency import Residency, is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.step_record import StepRecord
@@ -194,16 +195,11 @@ class FirstStep:
             _refuse_changed(each)
         optimizer = engine.optimizer
         assert isinstance(optimizer, TieredOptimizer)
-        num_calls = num_calls or max(len(engine.open.undone), engine.num_calls)
-        before = optimizer.accumulates, optimizer.num_calls
-        optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
-        try:
-            prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes)
-        except BaseException:
-            optimizer.accumulates, optimizer.num_calls = before
-            raise
+        loop = Loop(accumulates, num_calls or max(len(engine.open.undone), engine.num_calls))
+        prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes, loop)
+        optimizer.loop = loop
         words = ["updates wait for step(), as several backwards or settings come before it"] if accumulates else []
-        words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
+        words += [f"{loop.num_calls} calls are between forward and backward at a time"] if loop.num_calls > 1 else []
         log.info("in this loop %s: the first step starts again", ", and ".join(words))
         engine.end("optimizer.step() was called")  # until then its calls go where the step goes
         optimizer.state.update(self.states)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,16 @@ from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.step_record import StepRecord
 
 Group = Mapping[str, Any]  # a param group
+
+
+class Loop(NamedTuple):
+    """What the first step has shown of a script's loop.
+
+    accumulates: steps have several backwards. num_calls: that are between forward and backward at a time.
+    """
+
+    accumulates: bool = False
+    num_calls: int = 1
 
 
 class Optimizer(Protocol):
@@ -30,8 +40,7 @@ class Optimizer(Protocol):
     steps: StepCount
     num_skipped: int
     num_steps_read: int | None
-    accumulates: bool
-    num_calls: int
+    loop: Loop
 
     @property
     def step(self) -> Callable[..., Any]: ...

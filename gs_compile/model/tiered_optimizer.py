@@ -33,7 +33,7 @@ from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.engine import Engine
 from gs_compile.model.gradients import are_dropped, end_gradients, take_given
 from gs_compile.model.kept import Kept
-from gs_compile.model.optimizer import Group
+from gs_compile.model.optimizer import Group, Loop
 from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
@@ -74,8 +74,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.last_step: StepInfo | None = None
         self._ended = math.nan  # when it was closed
         self.kept = Kept()
-        self.accumulates = False  # steps have several backwards: the first one has shown it
-        self.num_calls = 1  # that are between forward and backward at a time
+        self.loop = Loop()
         super().__init__(params, defaults)
         tell_of_end()
         absorb_libraries()  # the model is built, so its libraries are there: Dynamo need not meet a break first
