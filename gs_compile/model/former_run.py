@@ -88,7 +88,7 @@ def _refuse_what_is_lost(former: Manifest, optimizer: Optimizer) -> None:
     """
     if optimizer.kept.step is not None:
         return
-    found, read = former.step - former.num_skipped, optimizer.num_steps_read
+    found, read = former.step - former.num_skipped, optimizer.steps.read
     if read not in (None, found):
         raise StepOrderError(
             f"optimizer.num_steps was read as {read} before the model's first call, but run {former.run} resumes from "

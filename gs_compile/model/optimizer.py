@@ -39,7 +39,6 @@ class Optimizer(Protocol):
     kept: Kept
     steps: StepCount
     num_skipped: int
-    num_steps_read: int | None
     loop: Loop
 
     @property

@@ -69,7 +69,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         check_norm(max_grad_norm, None)
         self.steps = StepCount()
         self.num_skipped = 0
-        self.num_steps_read: int | None = None  # before the first call, which may go on from another number
         self.first_group_of: Mapping[Tensor, int] = {}  # `group_of` as the engine was made
         self.last_step: StepInfo | None = None
         self._ended = math.nan  # when it was closed
@@ -100,7 +99,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         raises StepOrderError if another number was read before.
         """
         if self.engine is None:
-            self.num_steps_read = self.steps.taken
+            self.steps.read = self.steps.taken
         return self.steps.taken
 
     def note_missed(self, parameters: Iterable[Tensor]) -> None:
