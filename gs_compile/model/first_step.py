@@ -90,7 +90,7 @@ class FirstStep:
         if is_zeroed(call.args):
             self.done.clear()
             forget_gradients(engine.optimizer.group_of if engine.optimizer else ())
-        return self.begin_again(engine, call, engine.num_calls)
+        return self.begin_again(engine, call, Loop(True, engine.num_calls))
 
     def engine_for_backward(self, engine: Engine, call: Call) -> Engine:
         """The engine that runs the backward of a call [2]; raises `StepOrderError` where the step is closed by then."""
@@ -108,13 +108,6 @@ class FirstStep:
                 f"one call, so updates run beside it. Nothing was updated. {KEPT}: start the run again"
             )
         return engine
-
-    def engine_with_room(self, engine: Engine, call: Call, error: MemoryBudgetError) -> Engine:
-        """An engine with memory for one call more [5]; raises the error where that cannot be."""
-        if engine.open and self.may_begin_again and engine.open.is_of_this_thread:
-            with suppress(MemoryBudgetError):
-                return self.begin_again(engine, call, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)
-        raise error
 
     def engine_for_gradient(self, engine: Engine, *, zeroed: bool) -> Engine:
         """The engine that adds a gradient from outside to the sums of the step [3]; zeroed: what they have is dropped.
@@ -177,6 +170,13 @@ class FirstStep:
             record.clip()
         return engine
 
+    def engine_with_room(self, engine: Engine, call: Call, error: MemoryBudgetError) -> Engine:
+        """An engine with memory for one call more [5]; raises the error where that cannot be."""
+        if engine.open and self.may_begin_again and engine.open.is_of_this_thread:
+            with suppress(MemoryBudgetError):
+                return self.begin_again(engine, call, Loop(engine.accumulates, engine.num_calls + 1))
+        raise error
+
     @property
     def may_begin_again(self) -> bool:
         """Whether it is under way, and all is there that it began with."""
@@ -184,21 +184,21 @@ class FirstStep:
             return False
         return engine.ranks is None and engine.placement.schedule == "vertical"
 
-    def begin_again(self, engine: Engine, call: Call, num_calls: int = 0, *, accumulates: bool = True) -> Engine:
+    def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None) -> Engine:
         """Another engine in the place of one, with what the step has done so far.
 
-        call: one of the step. num_calls: that have memory at a time; 0: all that have had no backward. accumulates:
-        updates wait. Raises `MemoryBudgetError` where there is no room for that, `StepOrderError` where other
+        call: one of the step. loop: what it is for; None: updates wait, and all calls that have had no backward have
+        memory at a time. Raises `MemoryBudgetError` where there is no room for that, `StepOrderError` where other
         parameters are trained by now, and leaves the engine as it is.
         """
         for each in (call, *(other for other, _ in self.done)):
             _refuse_changed(each)
         optimizer = engine.optimizer
         assert isinstance(optimizer, TieredOptimizer)
-        loop = Loop(accumulates, num_calls or max(len(engine.open.undone), engine.num_calls))
+        loop = loop or Loop(True, max(len(engine.open.undone), engine.num_calls))
         prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes, loop)
         optimizer.loop = loop
-        words = ["updates wait for step(), as several backwards or settings come before it"] if accumulates else []
+        words = ["updates wait for step(), as several backwards or settings come before it"] if loop.accumulates else []
         words += [f"{loop.num_calls} calls are between forward and backward at a time"] if loop.num_calls > 1 else []
         log.info("in this loop %s: the first step starts again", ", and ".join(words))
         engine.end("optimizer.step() was called")  # until then its calls go where the step goes
