@@ -145,7 +145,7 @@ def test_what_lanes_work_on_is_over_before_a_larger_step_is_mapped(storage, monk
     """Else they would have its memory beside that of the step."""
     harness, under_way, is_waited_for = harness_of(), [], threading.Event()
     if line:
-        monkeypatch.setattr(Tiers, "block", without(Tiers, "block", line))
+        monkeypatch.setattr(Tiers, "segment", without(Tiers, "segment", line))
 
     def synchronize(tiers):
         is_waited_for.set()
