@@ -80,8 +80,7 @@ def greedysnake(
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
         begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = partial(_begin, compilation)
     except GreedySnakeError as error:
-        guard_memory()
-        begin = partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
+        begin = _refusing(error)
 
     def run(*args: Any) -> list[Any]:
         with turn(args), told(ranks := meet(args, checked, compilation)), deterministic(checked.deterministic):
@@ -132,9 +131,15 @@ def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
         )
 
 
-def _refuse(kind: type[GreedySnakeError], message: str, args: Sequence[Any], ranks: Ranks | None) -> NoReturn:
-    """Raise the error of a capture in each call, whose parameters may be on the tiers already."""
-    raise kind(message)
+def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None], NoReturn]:
+    """What raises the error of a capture in each call, whose parameters may be on the tiers already."""
+    guard_memory()
+    kind, message = type(error), error.message  # not the error: its traceback holds the model
+
+    def begin(args: Sequence[Any], ranks: Ranks | None) -> NoReturn:
+        raise kind(message)
+
+    return begin
 
 
 def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -> Call:
