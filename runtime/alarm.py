@@ -113,22 +113,22 @@ class Alarm:
             return self._accept(server, secret)
 
     def _accept(self, server: socket.socket, secret: str) -> dict[int, socket.socket]:
-        found: dict[int, socket.socket] = {}
+        connections: dict[int, socket.socket] = {}
         end = time.monotonic() + MEETING
-        while len(found) < len(self.names) - 1:
+        while len(connections) < len(self.names) - 1:
             server.settimeout(max(0.01, end - time.monotonic()))
             connection, _ = server.accept()
             connection.settimeout(5)
             try:
                 said, place = _line(connection).split()
-                if secrets.compare_digest(said, secret) and int(place) not in found:
+                if secrets.compare_digest(said, secret) and int(place) not in connections:
                     connection.sendall(b"welcome\n")
-                    found[int(place)] = _kept_alive(connection)
+                    connections[int(place)] = _kept_alive(connection)
                     continue
             except (OSError, ValueError):  # neither is it one of us
                 pass
             connection.close()
-        return found
+        return connections
 
     def _call(self, hosts: Sequence[str], port: int, secret: str) -> socket.socket:
         errors = []
@@ -276,11 +276,11 @@ def _boot() -> str:
 
 def _addresses() -> list[str]:
     """Where others may reach this machine: where they met, its name, the address of its default route."""
-    found = [os.environ.get("MASTER_ADDR", ""), socket.getfqdn(), socket.gethostname()]
+    addresses = [os.environ.get("MASTER_ADDR", ""), socket.getfqdn(), socket.gethostname()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))  # nothing is sent
-            found.append(probe.getsockname()[0])
+            addresses.append(probe.getsockname()[0])
         except OSError:
             pass
-    return list(dict.fromkeys(filter(None, found)))
+    return list(dict.fromkeys(filter(None, addresses)))

@@ -81,12 +81,12 @@ class Codec(ABC):
 
     def tensors(self, stored: Tensor, shape: Shape) -> dict[str, Tensor]:
         """Views of the stored tensors in their bytes."""
-        found, at = {}, 0
+        views, at = {}, 0
         for name, (dtype, dims) in self.specs(shape).items():
             nbytes = dtype.itemsize * math.prod(dims)
-            found[name] = stored[at : at + nbytes].view(dtype).view(dims)
+            views[name] = stored[at : at + nbytes].view(dtype).view(dims)
             at += _aligned(nbytes)
-        return found
+        return views
 
     def encode(self, values: Tensor) -> Tensor:
         """The bytes of a stored matrix, uint8."""
@@ -232,14 +232,14 @@ class Mxfp4(Codec):
         blocks, scales, middles = [], [], _middles(E2M1, values.device)
         for matrix in _by_inputs(values.detach()):
             for rows in matrix.split(max(1, CHUNK // matrix.shape[-1])):
-                found = torch.nn.functional.pad(rows.contiguous().float(), (0, -rows.shape[-1] % MX))
-                found = found.unflatten(-1, (-1, MX))
-                most = found.abs().amax(-1)
+                scaled = torch.nn.functional.pad(rows.contiguous().float(), (0, -rows.shape[-1] % MX))
+                scaled = scaled.unflatten(-1, (-1, MX))
+                most = scaled.abs().amax(-1)
                 scale = (most.frexp().exponent + BIAS - 4).clamp_(0, 254)  # at least 8 of its halves, less than 16
                 scale = torch.where(most.isfinite(), scale, 255).to(torch.uint8)
-                found = found.div(_powers(scale).unsqueeze(-1))
-                codes = torch.bucketize(found.abs(), middles, out_int32=True).to(torch.uint8)
-                codes = codes.bitwise_or_(found.signbit().to(torch.uint8).bitwise_left_shift_(3))
+                scaled = scaled.div(_powers(scale).unsqueeze(-1))
+                codes = torch.bucketize(scaled.abs(), middles, out_int32=True).to(torch.uint8)
+                codes = codes.bitwise_or_(scaled.signbit().to(torch.uint8).bitwise_left_shift_(3))
                 blocks.append(codes[..., 1::2].bitwise_left_shift(4).bitwise_or_(codes[..., ::2]))  # lower half first
                 scales.append(scale)
         return {"blocks": torch.cat(blocks), "scales": torch.cat(scales)}
@@ -377,9 +377,9 @@ def _dynamic(device: torch.device) -> Tensor:
     """256 numbers from -1 to 1: in each of 7 decades twice as many, evenly spaced, as in the one below (arXiv
     1511.04561).
     """
-    found = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
+    numbers = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
         means = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
-        found += [means, -means]
-    return torch.cat(found).sort().values.to(device)
+        numbers += [means, -means]
+    return torch.cat(numbers).sort().values.to(device)

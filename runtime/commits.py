@@ -11,7 +11,7 @@ program: one that neither the last commit nor any content has. A commit takes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -58,7 +58,8 @@ class Commits:
         self.alike = alike
         self.takes_up = bool(alike)  # for as long as values come from the former run
         assert setting.store is not None, "commits need storage"
-        self._rest = Rest(setting.store)
+        self._store = setting.store
+        self._rest = Rest(self._store)
         self._files: dict[Value, list[Extent]] = {}  # by part
         self._issued: dict[Value, Extent] = {}  # of the commit that was issued last
         self._made: Mapping[Value, Extent] = {}  # of the commit that was made last
@@ -67,15 +68,14 @@ class Commits:
 
     def define(self, value: Value) -> Extent:
         """The first file of a part at home on SSD, of its shadow copy, or of the copy of one in memory."""
-        store, part, name = self.setting.store, part_of(value), f"{value.kind}{value.unit}-{value.part}"
-        assert store is not None, "commits need storage"
+        part, name = part_of(value), f"{value.kind}{value.unit}-{value.part}"
         new: list[Extent] = []
         if part.name in self.alike and value.kind not in SHADOWS.values():
-            new.append(store.adopt(part.name, goes_on=True))
+            new.append(self._store.adopt(part.name, goes_on=True))
             self._issued[part] = new[0]
             self._stale.discard(part)
         while len(new) < self.setting.placement.num_extents(value):
-            new.append(store.allocate(f"{name}.{len(new)}", nbytes_of(self.setting.placement, value)))
+            new.append(self._store.allocate(f"{name}.{len(new)}", nbytes_of(self.setting.placement, value)))
         self._files.setdefault(part, []).extend(new)
         return new[0]
 
@@ -160,9 +160,12 @@ class Commits:
         for extent, content in writes:
             extent.write(content.cpu()).wait()
         changed = [extent for part, extent in issued.items() if self._made.get(part) is not extent]
-        assert self.setting.store is not None
         together = self.setting.ranks.commit_together if self.setting.ranks else None
-        self.setting.store.commit(changed, lambda: manifest_of(tuple(_stored(issued))), together, old)
+
+        def manifest() -> Manifest:
+            return manifest_of(tuple(extent.stored(part.name) for part, extent in issued.items()))
+
+        self._store.commit(changed, manifest, together, old)
         self._made = issued
 
 
@@ -170,8 +173,3 @@ def _holders(part: Value) -> tuple[Value, Value, Value]:
     """The values of a part that are on SSD: it itself, its shadow copy, its copy."""
     on_ssd = part._replace(tier="ssd")
     return on_ssd, on_ssd._replace(kind=SHADOWS[part.kind]), on_ssd._replace(kind=COPIES[part.kind])
-
-
-def _stored(issued: Mapping[Value, Extent]) -> Iterator[StoredPart]:
-    for part, extent in issued.items():
-        yield extent.stored(part.name)

@@ -167,9 +167,9 @@ class Parameters:
             came = flat(memory, stop - start, self.setting.dtype(unit.unit)) if memory is not None else None
         tensors: dict[int, Tensor | Encoded] = {}
         for binding in bindings:
-            source = stays if binding.place.offset < first else came
+            source = stays if binding.span.offset < first else came
             assert source is not None
-            tensors[binding.input] = binding.view(source, 0 if binding.place.offset < first else first)
+            tensors[binding.input] = binding.view(source, 0 if binding.span.offset < first else first)
         return tensors
 
     def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor, elements: tuple[int, int]) -> None:
@@ -205,7 +205,7 @@ class Activations:
         self, value: Value, source: Activation | Extent, memory: Tensor | None, number: int = 0
     ) -> Activation | Extent:
         """Memory like `source`, which is to be moved into it; number: as of `file`."""
-        like = source.like if isinstance(source, Extent) else _without_contents(source)
+        like = source.like if isinstance(source, Extent) else without_contents(source)
         assert like is not None
         if value.tier == "device":
             made = [self.setting.device.empty(each.shape, each.dtype, each.stride()) for each in tensors_of(like)]
@@ -237,10 +237,6 @@ class Activations:
         for target, tensor in zip(tensors_of(kept), tensors_of(source), strict=True):
             target.copy_(tensor)
         return kept
-
-
-def _without_contents(activation: Activation) -> Activation:
-    return activation.like() if isinstance(activation, Saved) else without_contents(activation)
 
 
 def transfer(reads: Sequence[Activation | Extent], targets: Sequence[Activation | Extent]) -> None:

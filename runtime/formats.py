@@ -91,9 +91,9 @@ class Types:
         """Of an element in an update."""
         return sum(CONVERSION_NBYTES.get(dtype, 0) for dtype in self.state)
 
-    def with_moments(self, number: int) -> Types:
-        """The same with the first so many moments alone."""
-        return replace(self, state=self.state[: self.has_master + number])
+    def with_one_moment(self) -> Types:
+        """The same with the first moment alone."""
+        return replace(self, state=self.state[: self.has_master + 1])
 
     def width(self, dtype: torch.dtype) -> int:
         """The elements of the unit that one of a parameter of this dtype takes."""

@@ -33,14 +33,14 @@ class FormerHomes(Homes):
         placement = Placement(tuple(units), Layout(separate=True, world=store.former.world))
         types = {each.unit: types_in(each) for each in store.former.units}
         super().__init__(Setting(placement, types, store, device_of(torch.device("cpu")), ranks))
-        self.places = {each.name: _place(each, types[each.unit]) for each in store.former.parameters}
+        self.spans = {each.name: _span(each, types[each.unit]) for each in store.former.parameters}
 
     def at_home(self, value: Value) -> Any:
         assert self.setting.store is not None
         return self.setting.store.adopt(value._replace(tier=None).name)
 
 
-def _place(stored: StoredParameter, types: Types) -> Slice:
+def _span(stored: StoredParameter, types: Types) -> Slice:
     shape = tuple(stored.shape)
     state: dict[str, Any] = {"components": tuple(stored.components), "second": stored.second}
     if not stored.dtype:

@@ -61,15 +61,15 @@ class Team:
 
     def new_group(self, rows: Sequence[Sequence[int]], backend: str) -> Any:
         """A group of those of the `rows` that have this rank; all ranks call this with the same rows."""
-        own, me = None, dist.get_rank()
+        mine, me = None, dist.get_rank()
         if not self.is_world:
             self._even_out(me)
         for row in rows:
             if self.is_world or me in row:
                 local = not self.is_world  # ranks outside do not know of it
                 group = dist.new_group(list(row), LIMIT, backend, use_local_synchronization=local)
-                own = group if me in row else own
-        return own
+                mine = group if me in row else mine
+        return mine
 
     def _even_out(self, me: int) -> None:
         """Have all ranks be in as many groups, the fewer in further ones of their own.
@@ -102,12 +102,12 @@ def team_of(options: Options) -> Team | None:
     else:
         groups = (options.group or dist.group.WORLD,)
         replicas = (tuple(dist.get_process_group_ranks(groups[0])),)
-    own = next((row for row in replicas if name in row), None)
-    if own is None:
+    mine = next((row for row in replicas if name in row), None)
+    if mine is None:
         raise OptionError(f"rank {name} is not in the group of the options, which has {replicas}: leave it out there")
     if any(list(row) != sorted(row) for row in replicas):
         raise OptionError(f"the ranks of a group that shards have to ascend; got {replicas}")
-    team = Team(replicas, own.index(name), dist.get_backend(groups[0]), groups)
+    team = Team(replicas, mine.index(name), dist.get_backend(groups[0]), groups)
     return team if len(team.everyone) > 1 else None
 
 

@@ -46,109 +46,109 @@ class Homes:
         """The same, to be changed in place; None where it is not to be changed."""
         raise NotImplementedError
 
-    def fill(self, place: Slice, values: Tensor | Encoded) -> None:
+    def fill(self, span: Slice, values: Tensor | Encoded) -> None:
         """Bring a parameter's values home, to its master as well; waits until they are there. What is encoded as it is
         stored here is not decoded.
         """
-        if place.codec and isinstance(values, Encoded) and values.codec.name == place.codec:
-            self._write(place.elements, None, values.stored)
+        if span.codec and isinstance(values, Encoded) and values.codec.name == span.codec:
+            self._write(span.elements, None, values.stored)
             return
         values = dense(values)
-        if place.codec:
-            self._write(place.elements, None, CODECS[place.codec].encode(values.reshape(place.shape)))
+        if span.codec:
+            self._write(span.elements, None, CODECS[span.codec].encode(values.reshape(span.shape)))
             return
-        if not self.has_master(place):
-            self._write(place, None, values.to(self.dtype(place)))
-            if self._has_copy(place):
-                self._write(place, 0, with_firsts(values.to(self.dtype(place))))
+        if not self.has_master(span):
+            self._write(span, None, values.to(self.dtype(span)))
+            if self._has_copy(span):
+                self._write(span, 0, with_firsts(values.to(self.dtype(span))))
             return
-        if not self.is_pair(place, 0):
-            self._write(place, None, narrow(values.to(self.setting.wide(place.unit)), self.dtype(place)))
-        self.write_state(place, 0, values)
+        if not self.is_pair(span, 0):
+            self._write(span, None, narrow(values.to(self.setting.wide(span.unit)), self.dtype(span)))
+        self.write_state(span, 0, values)
 
-    def has_master(self, place: Slice) -> bool:
+    def has_master(self, span: Slice) -> bool:
         """Whether a parameter is narrow and has a master, the first component of its state; a frozen one has none."""
-        return self.setting.types[place.unit].has_master and place.dtype is None and self._is_trained(place)
+        return self.setting.types[span.unit].has_master and span.dtype is None and self._is_trained(span)
 
-    def _has_copy(self, place: Slice) -> bool:
+    def _has_copy(self, span: Slice) -> bool:
         """Whether a parameter is wide among narrow ones whose masters are whole: it has what they have."""
-        types = self.setting.types[place.unit]
-        return types.has_master and not types.is_pair and place.dtype is not None and self._is_trained(place)
+        types = self.setting.types[span.unit]
+        return types.has_master and not types.is_pair and span.dtype is not None and self._is_trained(span)
 
-    def is_pair(self, place: Slice, component: int | None) -> bool:
+    def is_pair(self, span: Slice, component: int | None) -> bool:
         """Whether a component is a master that a parameter is half of."""
-        return component == 0 and place.dtype is None and self.setting.types[place.unit].is_pair
+        return component == 0 and span.dtype is None and self.setting.types[span.unit].is_pair
 
-    def _is_trained(self, place: Slice) -> bool:
-        return place.offset < self.placement.world * self.placement.by_unit[place.unit].num_trained
+    def _is_trained(self, span: Slice) -> bool:
+        return span.offset < self.placement.world * self.placement.by_unit[span.unit].num_trained
 
-    def dtype(self, place: Slice, *, master: bool = False) -> torch.dtype:
+    def dtype(self, span: Slice, *, master: bool = False) -> torch.dtype:
         """Of a parameter at home, or of its master if it has one."""
-        wide = master and self.has_master(place)
-        return self.setting.wide(place.unit) if wide else place.dtype or self.setting.dtype(place.unit)
+        wide = master and self.has_master(span)
+        return self.setting.wide(span.unit) if wide else span.dtype or self.setting.dtype(span.unit)
 
-    def read(self, place: Slice, *, master: bool = False) -> Tensor:
+    def read(self, span: Slice, *, master: bool = False) -> Tensor:
         """A parameter's values as they are at home, or its master's if it has one."""
-        return dense(self.stored(place, master=master))
+        return dense(self.stored(span, master=master))
 
-    def stored(self, place: Slice, *, master: bool = False) -> Tensor | Encoded:
+    def stored(self, span: Slice, *, master: bool = False) -> Tensor | Encoded:
         """The same, not decoded."""
-        if place.codec:
-            return place.view(self.read_any(place.elements, None))
-        if master and self.has_master(place):
-            return self.read_state(place, 0)
-        if master and self._has_copy(place):
-            return firsts(self.read_any(place.elements, 0)).reshape(place.shape)
-        return self.read_any(place, None)
+        if span.codec:
+            return span.view(self.read_any(span.elements, None))
+        if master and self.has_master(span):
+            return self.read_state(span, 0)
+        if master and self._has_copy(span):
+            return firsts(self.read_any(span.elements, 0)).reshape(span.shape)
+        return self.read_any(span, None)
 
-    def here(self, place: Slice) -> Tensor | None:
+    def here(self, span: Slice) -> Tensor | None:
         """A parameter's values where they live, if that is memory in one piece; they change with the next update."""
-        if self.setting.ranks or place.codec:
+        if self.setting.ranks or span.codec:
             return None
-        pieces = list(self._pieces(place, None))
+        pieces = list(self._pieces(span, None))
         content = self.at_home(pieces[0][0]) if len(pieces) == 1 else None
         if not isinstance(content, Tensor):
             return None
         start = pieces[0][1] // content.itemsize
-        found: Tensor = content[start : start + place.stop - place.offset]
-        return found.view(self.dtype(place)).view(place.shape)
+        found: Tensor = content[start : start + span.stop - span.offset]
+        return found.view(self.dtype(span)).view(span.shape)
 
-    def read_state(self, place: Slice, component: int) -> Tensor:
+    def read_state(self, span: Slice, component: int) -> Tensor:
         """One component of a parameter's optimizer state; the master, where there is one, is the first."""
-        place, component = self._moment(place, component)
-        own, first = self._number(place, component), 0
-        if self.setting.types[place.unit].state[own] in EIGHT_BITS:
-            first = place.offset % QUANTUM
-            quanta = Slice(place.unit, place.offset - first, (place.stop - place.offset + first,))
-            found = shown(self.read_any(quanta, own))[first:]
+        span, component = self._moment(span, component)
+        own, first = self._number(span, component), 0
+        if self.setting.types[span.unit].state[own] in EIGHT_BITS:
+            first = span.offset % QUANTUM
+            quanta = Slice(span.unit, span.offset - first, (span.stop - span.offset + first,))
+            elements = shown(self.read_any(quanta, own))[first:]
         else:
-            found = self.read_any(place.elements, own)
-        if self.is_pair(place, component):
-            master = torch.empty(place.shape, dtype=self.setting.wide(place.unit))
-            return joined(self.read_any(place, None), found.view(place.shape), master, torch.empty_like(master))
-        found = found[: place.stop - place.offset]
-        found = firsts(found).contiguous() if place.dtype else found
-        return found.to(self.setting.wide(place.unit)).view(place.shape)
+            elements = self.read_any(span.elements, own)
+        if self.is_pair(span, component):
+            master = torch.empty(span.shape, dtype=self.setting.wide(span.unit))
+            return joined(self.read_any(span, None), elements.view(span.shape), master, torch.empty_like(master))
+        elements = elements[: span.stop - span.offset]
+        elements = firsts(elements).contiguous() if span.dtype else elements
+        return elements.to(self.setting.wide(span.unit)).view(span.shape)
 
-    def write_state(self, place: Slice, component: int, values: Tensor) -> None:
+    def write_state(self, span: Slice, component: int, values: Tensor) -> None:
         """The inverse; a master in a pair brings the parameter with it."""
-        place, component = self._moment(place, component)
-        values, own = values.to(self.setting.wide(place.unit)), self._number(place, component)
-        if self.is_pair(place, component):
+        span, component = self._moment(span, component)
+        values, own = values.to(self.setting.wide(span.unit)), self._number(span, component)
+        if self.is_pair(span, component):
             parameter, values = pair(values)
-            self._write(place, None, parameter)
-        values = with_firsts(values) if place.dtype else values
-        self._write(place, own, narrowed(values, self.setting.types[place.unit].state[own]))
+            self._write(span, None, parameter)
+        values = with_firsts(values) if span.dtype else values
+        self._write(span, own, narrowed(values, self.setting.types[span.unit].state[own]))
 
-    def read_any(self, place: Slice, number: int | None) -> Tensor:
+    def read_any(self, span: Slice, number: int | None) -> Tensor:
         """A parameter (None), or the elements of a component of its unit's state, as they are stored: 8 bits by whole
         quanta.
         """
         if self.before_read is not None:
-            self.before_read(place, number)
-        types, dtype = self.setting.types[place.unit], self._stored_dtype(place, number)
-        flat = map_memory(types.nbytes(number, place.numel * place.width))  # the heap would keep it, in pieces
-        for value, start, target in self._pieces(place, number, flat):
+            self.before_read(span, number)
+        types, dtype = self.setting.types[span.unit], self._stored_dtype(span, number)
+        flat = map_memory(types.nbytes(number, span.numel * span.width))  # the heap would keep it, in pieces
+        for value, start, target in self._pieces(span, number, flat):
             content = self.at_home(value)
             if isinstance(content, Extent):
                 content.read(target, start).wait()
@@ -156,60 +156,60 @@ class Homes:
                 target.copy_(_bytes(content, start, target))
         if ranks := self.setting.ranks:
             kind = "a parameter" if number is None else f"a state ({number})"
-            what = f"reading {kind} of unit {place.unit} at {place.offset}"
+            what = f"reading {kind} of unit {span.unit} at {span.offset}"
             for rank in range(ranks.number):
-                for each in self._owned(place, rank):
-                    start = each.whole - place.offset
+                for each in self._owned(span, rank):
+                    start = each.whole - span.offset
                     first, last = (types.nbytes(number, at) for at in (start, start + each.numel))
                     ranks.broadcast(flat[first:last], rank, what)
         found = flat.view(dtype)
-        return found if dtype in EIGHT_BITS else found.view(place.shape)
+        return found if dtype in EIGHT_BITS else found.view(span.shape)
 
-    def _write(self, place: Slice, number: int | None, values: Tensor) -> None:
-        for value, start, source in self._pieces(place, number, values.contiguous().view(-1).view(torch.uint8)):
+    def _write(self, span: Slice, number: int | None, values: Tensor) -> None:
+        for value, start, source in self._pieces(span, number, values.contiguous().view(-1).view(torch.uint8)):
             content = self.to_change(value)
             if isinstance(content, Extent):
                 content.write(source, start).wait()
             elif content is not None:
                 _bytes(content, start, source).copy_(source)
 
-    def parts_of(self, place: Slice, component: int | None) -> Iterator[Value]:
+    def parts_of(self, span: Slice, component: int | None) -> Iterator[Value]:
         """The parts that have some of a parameter (None), or of a component of its state."""
         if component is not None:
-            place, component = self._moment(place, component)
-        own = None if component is None else self._number(place, component)
-        numbers = (None, own) if self.is_pair(place, component) else (own,)
-        return (value for number in numbers for value, _, _ in self._pieces(place, number))
+            span, component = self._moment(span, component)
+        own = None if component is None else self._number(span, component)
+        numbers = (None, own) if self.is_pair(span, component) else (own,)
+        return (value for number in numbers for value, _, _ in self._pieces(span, number))
 
-    def _moment(self, place: Slice, component: int) -> tuple[Slice, int]:
+    def _moment(self, span: Slice, component: int) -> tuple[Slice, int]:
         """Where a component of a parameter's state is: in which elements, and as which component of these."""
-        first = self.has_master(place)
+        first = self.has_master(span)
         if component < first:
-            return place, component
-        place, number = place.moment(component - first)
-        return place, number + first
+            return span, component
+        span, number = span.moment(component - first)
+        return span, number + first
 
-    def _number(self, place: Slice, component: int) -> int:
+    def _number(self, span: Slice, component: int) -> int:
         """Of a component of a parameter's state: its number in its unit's, which may have masters that it has not."""
-        return component + bool(self.setting.types[place.unit].has_master and place.dtype)
+        return component + bool(self.setting.types[span.unit].has_master and span.dtype)
 
-    def _stored_dtype(self, place: Slice, number: int | None) -> torch.dtype:
-        return self.dtype(place) if number is None else self.setting.types[place.unit].state[number]
+    def _stored_dtype(self, span: Slice, number: int | None) -> torch.dtype:
+        return self.dtype(span) if number is None else self.setting.types[span.unit].state[number]
 
     def _pieces(
-        self, place: Slice, number: int | None, flat: Tensor | None = None
+        self, span: Slice, number: int | None, flat: Tensor | None = None
     ) -> Iterator[tuple[Value, int, Tensor]]:
         """Each part that has some of a parameter, or of its elements of a component of its unit's state: from which
         byte on, and its bytes of `flat`, which is all of it as it is stored; None: of no memory.
 
         Where ranks share the parameter, this rank's.
         """
-        unit, types = self.placement.by_unit[place.unit], self.setting.types[place.unit]
+        unit, types = self.placement.by_unit[span.unit], self.setting.types[span.unit]
         if flat is None:
-            flat = torch.empty(types.nbytes(number, place.numel * place.width), dtype=torch.uint8, device="meta")
-        for group, mine in product(unit.groups, self._owned(place)):
+            flat = torch.empty(types.nbytes(number, span.numel * span.width), dtype=torch.uint8, device="meta")
+        for group, mine in product(unit.groups, self._owned(span)):
             for each in unit.stretches(group, mine.local, mine.local + mine.numel):
-                at = each.unit_start - mine.local + mine.whole - place.offset
+                at = each.unit_start - mine.local + mine.whole - span.offset
                 found = flat[types.nbytes(number, at) : types.nbytes(number, at + each.numel)]
                 if number is None:
                     yield unit.value("w", each.w), types.nbytes(None, each.unit_start - each.w.start), found
@@ -217,12 +217,12 @@ class Homes:
                     start = types.offset(number, each.s.numel, each.start - each.s.start)
                     yield unit.value("s", each.s), start, found
 
-    def _owned(self, place: Slice, rank: int | None = None) -> list[Owned]:
+    def _owned(self, span: Slice, rank: int | None = None) -> list[Owned]:
         """The elements of the unit that are a parameter's, and that this rank, or another, has."""
-        unit, ranks = self.placement.by_unit[place.unit], self.setting.ranks
+        unit, ranks = self.placement.by_unit[span.unit], self.setting.ranks
         mine, number = (ranks.rank, ranks.number) if ranks else (0, 1)
         rank = mine if rank is None else rank
-        return list(owned(unit.pieces, rank, number, place.offset, place.stop))
+        return list(owned(unit.pieces, rank, number, span.offset, span.stop))
 
 
 def _bytes(content: Tensor, start: int, like: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.handlers import Handlers
 from gs_compile.runtime.lanes import Ticket, clear_frames, join_all
 from gs_compile.runtime.signals import watch
-from gs_compile.runtime.slab import Place
+from gs_compile.runtime.slab import Allocation
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.stream import Event, Stream
 from gs_compile.runtime.tiers import Tiers
@@ -70,7 +70,7 @@ class TieredExecutor(Executor):
         self._device = tiers.setting.device
         self._stream: Stream | None = None  # of this thread, that of a half of the step
         tiers.make_files(program, placement, number)
-        self._block = tiers.block(program)
+        self._segment = tiers.segment(program)
         self._places = tiers.places(program, placement)
         self._handlers = Handlers(tiers, placement, units, bindings, number)
         self._on_device = program.device and DeviceMemory(program.device, _has_left, tiers.ended_on_device)
@@ -109,7 +109,7 @@ class TieredExecutor(Executor):
         """Let go of a step that will not be finished."""
         for value in list(self.env):
             self.values.free(value)
-        self._block = self.tiers.slab.empty
+        self._segment = self.tiers.slab.empty
 
     # Issuing ---------------------------------------------------------------------------------------------------------
 
@@ -147,15 +147,15 @@ class TieredExecutor(Executor):
     def _out_of_memory(self, op: Op, error: BaseException) -> MemoryBudgetError:
         """What to do where the device has no memory for an operation; who catches this has its memory back."""
         planned, (free, whole) = dict(self.program.peaks).get("device", 0), self._device.memory_nbytes()
-        found = MemoryBudgetError(
+        budget_error = MemoryBudgetError(
             f"{self._device.name} has no memory left in {op.name}: {format_bytes(whole - free)} of "
             f"{format_bytes(whole)} are in use, of which values are planned to take {format_bytes(planned)} at most. "
             "Give a smaller micro_batch_size; or device_memory= less, which leaves more for what code computes with; "
             "or end what else uses the device"
         )
-        found.__cause__ = error
+        budget_error.__cause__ = error
         clear_frames(error)
-        return found
+        return budget_error
 
     def _give_up(self, at: int) -> None:
         """End a forward that has failed: late updates still run, the rest is let go of."""
@@ -213,31 +213,33 @@ class TieredExecutor(Executor):
     def _define(self, op: Op, at: int) -> None:
         """Define values that are there when issued: memory, and old memory under a new name."""
         after = unfinished(self._awaited(op.reads))
-        made, former = self._made(op, [self._content(value) for value in op.reads], at)
+        allocated, former = self._allocated(op, [self._content(value) for value in op.reads], at)
         if op.verb != "alias":  # which has waited for them
             after += former
-        for value, (content, place) in zip(op.results, made, strict=True):
-            self._table(value).define(value, content, after, place=place)
+        for value, (content, allocation) in zip(op.results, allocated, strict=True):
+            self._table(value).define(value, content, after, allocation=allocation)
 
-    def _made(self, op: Op, reads: Sequence[Any], at: int) -> tuple[list[tuple[Any, Place | None]], list[Ticket]]:
-        """The content and place of each result, and who was there before: who writes them waits for these.
+    def _allocated(
+        self, op: Op, reads: Sequence[Any], at: int
+    ) -> tuple[list[tuple[Any, Allocation | None]], list[Ticket]]:
+        """The content and allocation of each result, and who was there before: who writes them waits for these.
 
         A result is made of the read at its own position, or all are made of the first.
         """
         sources = reads if len(reads) == len(op.results) else [reads[0] if reads else None] * len(op.results)
-        made: list[tuple[Any, Place | None]] = []
+        allocated: list[tuple[Any, Allocation | None]] = []
         former: list[Ticket] = []
         for value, source, (where, offset, is_new) in zip(op.results, sources, self._places[at], strict=True):
-            place = None
+            allocation = None
             if where is not None:
                 fixed = self.tiers.slab.fixed
-                place, users = (fixed if where.offset < fixed.nbytes else self._block).begin(where, offset)
+                allocation, users = (fixed if where.offset < fixed.nbytes else self._segment).begin(where, offset)
                 former += users if is_new else ()
             if op.verb == "alias":
                 join_all(former, None)  # a checkpoint is copied here and now
-            content = self._handlers.allocate(op.verb, value, source, place.memory if place else None)
-            made.append((content, place))
-        return made, former
+            content = self._handlers.allocate(op.verb, value, source, allocation.memory if allocation else None)
+            allocated.append((content, allocation))
+        return allocated, former
 
     # Computing -------------------------------------------------------------------------------------------------------
 
@@ -304,9 +306,9 @@ class TieredExecutor(Executor):
         if self.tiers.commits is not None:
             self.tiers.commits.note(op)
         reads = [self._content(value) for value in op.reads]
-        made, former = self._made(op, reads, at)
+        allocated, former = self._allocated(op, reads, at)
         after = self._awaited(op.reads, op.changes) + former
-        targets = [*(content for content, _ in made), *(self._content(value) for value in op.into)]
+        targets = [*(content for content, _ in allocated), *(self._content(value) for value in op.into)]
         if op.lane in ("h2d", "net"):
             after += self._launched()  # the memory was in use on the stream that computes
         if op.verb == "reduce_scatter" and self.record:
@@ -331,8 +333,8 @@ class TieredExecutor(Executor):
             targets[1].ticket = ticket
         for value in op.reads:
             self._users(value).use(value, ticket)
-        for value, (content, place) in zip(op.results, made, strict=True):
-            self._table(value).define(value, content, (ticket,), place=place)
+        for value, (content, allocation) in zip(op.results, allocated, strict=True):
+            self._table(value).define(value, content, (ticket,), allocation=allocation)
         for value in op.changes:
             self._users(value).change(value, ticket)
 

@@ -83,7 +83,10 @@ class Rule:
             for at, (part, raw, *states), narrow in zip(range(0, len(master), size), parts, lows, strict=False):
                 wide = _joined(narrow, part) if is_pair and narrow is not None else part
                 ready = raw if as_it_is else _prepared(raw, wide.dtype, scale)
-                moments = [_wide(f"state {number}", each, wide) for number, each in enumerate(states)]
+                moments = [
+                    each if each.dtype == wide.dtype else widened(each, scratch(f"state {number}", wide))
+                    for number, each in enumerate(states)
+                ]
                 self.apply(wide, ready, moments, hyper, step)
                 if is_noisy:
                     _round(moments, states, hyper.get("place", (0, 0)), step, at)
@@ -97,10 +100,6 @@ def _cut(stored: Tensor, size: int) -> tuple[Tensor, ...]:
     """A component in chunks of so many elements."""
     found: tuple[Tensor, ...] = stored.split(size if stored.dim() == 1 else size // QUANTUM)
     return found
-
-
-def _wide(use: str, stored: Tensor, like: Tensor) -> Tensor:
-    return stored if stored.dtype == like.dtype else widened(stored, scratch(use, like))
 
 
 def _round(wides: Sequence[Tensor], stored: Sequence[Tensor], place: tuple[int, int], step: int, at: int) -> None:

@@ -183,12 +183,12 @@ def orthogonal(matrix: Tensor, hyper: Hyper) -> Tensor:
     """
     a, b, c = hyper["ns_coefficients"]
     is_high = matrix.size(0) > matrix.size(1)
-    found = matrix.T if is_high else matrix
-    found.div_(found.norm().clamp(min=hyper["eps"]))
+    iterate = matrix.T if is_high else matrix
+    iterate.div_(iterate.norm().clamp(min=hyper["eps"]))
     for _ in range(hyper["ns_steps"]):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if is_high else found
+        gram = iterate @ iterate.T
+        iterate = torch.addmm(iterate, torch.addmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
+    return iterate.T if is_high else iterate
 
 
 def _rate(hyper: Hyper, shape: Sequence[int]) -> float:

@@ -65,7 +65,7 @@ class OptimizerStep:
             return whole
         trained = [binding for binding in bindings if binding.trained]
         views = {binding.input: binding.gradient(whole) for binding in trained}
-        widths = {binding.input: binding.place.width for binding in trained if binding.place.dtype}
+        widths = {binding.input: binding.span.width for binding in trained if binding.span.dtype}
         return Gradient(whole, views, () if verb == "zeros" else self._added[unit.unit], widths)
 
     def shard(self, value: Value, memory: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gs_compile.errors import RankError
 from gs_compile.options import Options
 from gs_compile.progress import stage
-from gs_compile.runtime import exchange
+from gs_compile.runtime import host_collectives
 from gs_compile.runtime.alarm import Alarm, words
 from gs_compile.runtime.groups import TIMEOUT, Team, as_bytes, await_everyone, from_bytes, mesh_of, new_groups, team_of
 from gs_compile.runtime.stream import is_in_host_memory
@@ -131,7 +131,7 @@ class Ranks:
     def all_gather(self, whole: Tensor, shard: Tensor, what: str = "all_gather") -> None:
         """Every rank's `shard`, one after the other, into `whole`; both are contiguous, `what` names it in an error."""
         if is_in_host_memory(whole):
-            self._finish(what, whole, *exchange.shares(whole, shard, self.rank, self._row))
+            self._finish(what, whole, *host_collectives.shares(whole, shard, self.rank, self._row))
         else:
             self._finish(what, whole, lambda: _all_gather(whole, shard, group=self._row, async_op=True))
 
@@ -140,9 +140,9 @@ class Ranks:
         if is_in_host_memory(whole):
             stretches = whole.view(self.number, -1).split(max(1, CHUNK // self.number), 1)
             for rows, part in zip(stretches, shard.split(stretches[0].shape[1]), strict=True):
-                begin, terms = exchange.terms(list(rows), self.rank, self._row)
+                begin, terms = host_collectives.terms(list(rows), self.rank, self._row)
                 self._finish(what, whole, begin)
-                exchange.add(terms, part)
+                host_collectives.add(terms, part)
         else:
             self._finish(what, shard, lambda: _reduce_scatter(shard, whole, group=self._row, async_op=True))
         if self._column is not None:
@@ -186,15 +186,15 @@ class Ranks:
 
     def announce(self, what: str) -> Callable[[], None]:
         """Tell the other ranks what this one does now; what is returned does as `agree_on`, later and on any thread."""
-        own = torch.zeros(LABEL, dtype=torch.uint8, device="cpu")
+        mine = torch.zeros(LABEL, dtype=torch.uint8, device="cpu")
         text = what.encode()[:LABEL]
-        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         labels = torch.zeros(self.total * LABEL, dtype=torch.uint8, device="cpu")
         self.check(what)
-        work = _all_gather(labels, own, group=self._all, async_op=True)
+        work = _all_gather(labels, mine, group=self._all, async_op=True)
 
         def compare() -> None:
-            self._finish(what, own, lambda: work)
+            self._finish(what, mine, lambda: work)
             found = [
                 bytes(label.tolist()).rstrip(b"\0").decode(errors="replace") for label in labels.view(self.total, LABEL)
             ]
@@ -228,16 +228,16 @@ class Ranks:
         content = torch.zeros(0, dtype=torch.uint8, device="cpu")
         if self.place == 0:
             try:
-                made = make()
+                value = make()
             except BaseException as error:
                 self.fail(error)
                 raise
-            content = as_bytes(made)
+            content = as_bytes(value)
         length = torch.tensor([len(content)], device="cpu")
         self._send(length, self.names[0], what)
         content = content if self.place == 0 else content.new_zeros(int(length))
         self._send(content, self.names[0], what)
-        return made if self.place == 0 else from_bytes(content)
+        return value if self.place == 0 else from_bytes(content)
 
     def require_same(self, what: str, facts: dict[str, Any]) -> None:
         """Raise `RankError` on all ranks where a fact is not the same on all; it names the ranks and their values."""

@@ -1,4 +1,4 @@
-"""slab: the host memory of a run: two blocks, mapped before a step, with values at their planned offsets.
+"""slab: the host memory of a run: two segments, mapped before a step, with values at their planned offsets.
 
     | what lives on, alike in all programs of a run | what a step needs beside it, by its own program |
     0                                         fixed.nbytes                                 program.slab_nbytes
@@ -28,19 +28,19 @@ from gs_compile.runtime.pages import Pages
 from gs_compile.runtime.stream import Device, pinned_block
 
 
-class Place(NamedTuple):
-    """Where a value stands: its slot's range in a block, and the bytes from the value's start to the slot's end."""
+class Allocation(NamedTuple):
+    """Where a value stands: its slot's range in a segment, and the bytes from the value's start to the slot's end."""
 
-    block: Block
+    segment: Segment
     where: Range
     memory: torch.Tensor
 
     def end(self, users: Sequence[Ticket]) -> None:
         """The value has ended; `users` may still be at work on it."""
-        self.block.ranges.end(self.where, users)
+        self.segment.ranges.end(self.where, users)
 
 
-class Block:
+class Segment:
     """Memory from an offset of the slab on."""
 
     def __init__(self, start: int, nbytes: int, device: Device) -> None:
@@ -54,17 +54,17 @@ class Block:
         """Whether nothing in it is alive, or still worked on."""
         return not self.ranges and all(ticket.done for ticket in self.ranges.users)
 
-    def begin(self, where: Range, offset: int = 0) -> tuple[Place, list[Ticket]]:
-        """The place of a value at an offset in its slot, and who has to be done before it is written."""
+    def begin(self, where: Range, offset: int = 0) -> tuple[Allocation, list[Ticket]]:
+        """The allocation of a value at an offset in its slot, and who has to be done before it is written."""
         first = where.offset - self._start
-        place = Place(self, where, self._memory[first + offset : first + where.nbytes])
-        return place, [ticket for ticket in dict.fromkeys(self.ranges.begin(where)) if not ticket.done]
+        allocation = Allocation(self, where, self._memory[first + offset : first + where.nbytes])
+        return allocation, [ticket for ticket in dict.fromkeys(self.ranges.begin(where)) if not ticket.done]
 
 
 class Slab:
-    """The blocks of one run, empty until they are mapped; `budget_nbytes` None: without a bound.
+    """The segments of one run, empty until they are mapped; `budget_nbytes` None: without a bound.
 
-    num_calls: of the model, for which blocks are kept at a time, beside those in use.
+    num_calls: of the model, for which segments are kept at a time, beside those in use.
     """
 
     def __init__(
@@ -75,43 +75,43 @@ class Slab:
         fixed = fixed_offsets(placement)
         self._offsets = {**fixed.always, **fixed.shared}
         self._fixed_nbytes = fixed.nbytes
-        self.empty = Block(0, 0, device)  # made now: what is closed may be garbage, collected where a model is traced
+        self.empty = Segment(0, 0, device)  # made now: a closed slab may be garbage, collected where a model is traced
         self.close()
 
     def map(self) -> None:
-        """Map the block of what lives on."""
-        self.fixed = Block(0, self._fixed_nbytes, self._device)
+        """Map the segment of what lives on."""
+        self.fixed = Segment(0, self._fixed_nbytes, self._device)
 
     def close(self) -> None:
         """Let go of all memory."""
-        self.fixed, self._steps = self.empty, list[Block]()
+        self.fixed, self._steps = self.empty, list[Segment]()
 
     @property
     def nbytes(self) -> int:
         """The bytes that are mapped."""
-        return self.fixed.nbytes + sum(block.nbytes for block in self._steps)
+        return self.fixed.nbytes + sum(segment.nbytes for segment in self._steps)
 
-    def home(self, slot: Slot) -> Place | None:
-        """The place of a value that lives on, if that is in host memory; nobody was there before."""
+    def home(self, slot: Slot) -> Allocation | None:
+        """The allocation of a value that lives on, if that is in host memory; nobody was there before."""
         where = range_of(slot, self._offsets)
         return self.fixed.begin(where, slot.offset)[0] if where else None
 
-    def has_block(self, program: Program) -> bool:
+    def has_segment(self, program: Program) -> bool:
         """Whether a step of `program` runs in what is mapped."""
         return self._idle(program) is not None
 
-    def block(self, program: Program) -> Block:
-        """A block beside the fixed one for a step of `program`; mapped where there is none that is large enough.
+    def segment(self, program: Program) -> Segment:
+        """A segment beside the fixed one for a step of `program`; mapped where there is none that is large enough.
 
-        Steps and evaluations that are under way at a time have blocks of their own. Raises `MemoryBudgetError` where
+        Steps and evaluations that are under way at a time have segments of their own. Raises `MemoryBudgetError` where
         that does not fit.
         """
         if (found := self._idle(program)) is not None:
-            idle = [block for block in self._steps if block.is_done and block is not found]
-            for block in idle[: max(0, len(self._steps) - self._num_calls)]:
-                self._steps.remove(block)
+            idle = [segment for segment in self._steps if segment.is_done and segment is not found]
+            for segment in idle[: max(0, len(self._steps) - self._num_calls)]:
+                self._steps.remove(segment)
             return found
-        self._steps = [block for block in self._steps if block.ranges]  # what is mapped goes before more is
+        self._steps = [segment for segment in self._steps if segment.ranges]  # what is mapped goes before more is
         nbytes = max(program.slab_nbytes - self.fixed.nbytes, 0)
         needed = self.nbytes + nbytes
         if self.budget_nbytes is not None and needed > self.budget_nbytes:
@@ -122,13 +122,13 @@ class Slab:
                 f"host_memory is {format_bytes(self.budget_nbytes)}; {what} {format_bytes(needed)} ({needed} bytes) "
                 f"{remedy}"
             )
-        self._steps.append(Block(self.fixed.nbytes, nbytes, self._device))
+        self._steps.append(Segment(self.fixed.nbytes, nbytes, self._device))
         return self._steps[-1]
 
-    def _idle(self, program: Program) -> Block | None:
-        """A block that nobody uses, large enough for a program."""
-        blocks = (block for block in self._steps if not block.ranges)
-        return next((each for each in blocks if program.slab_nbytes <= self.fixed.nbytes + each.nbytes), None)
+    def _idle(self, program: Program) -> Segment | None:
+        """A segment that nobody uses, large enough for a program."""
+        segments = (segment for segment in self._steps if not segment.ranges)
+        return next((each for each in segments if program.slab_nbytes <= self.fixed.nbytes + each.nbytes), None)
 
 
 def map_memory(nbytes: int, device: Device | None = None) -> torch.Tensor:

@@ -89,18 +89,18 @@ class Binding:
     """A parameter in its unit's flat space, and its place among the inputs of a captured graph."""
 
     input: int
-    place: Slice
+    span: Slice
     trained: bool
 
     def view(self, flat: Tensor, start: int = 0) -> Tensor | Encoded:
         """The parameter, in its unit's elements from `start` on."""
-        place = self.place
-        if place.codec or place.dtype:
-            return place.view(flat[place.offset - start : place.stop - start])
-        return flat.as_strided(place.shape, place.stride, flat.storage_offset() + place.offset - start)
+        span = self.span
+        if span.codec or span.dtype:
+            return span.view(flat[span.offset - start : span.stop - start])
+        return flat.as_strided(span.shape, span.stride, flat.storage_offset() + span.offset - start)
 
     def gradient(self, flat: Tensor) -> Tensor:
         """The parameter's gradient, in its unit's; where it is wide, of each two elements the first one."""
-        place = self.place
-        stride = [number * place.width for number in place.stride]
-        return flat.as_strided(place.shape, stride, flat.storage_offset() + place.offset)
+        span = self.span
+        stride = [number * span.width for number in span.stride]
+        return flat.as_strided(span.shape, stride, flat.storage_offset() + span.offset)

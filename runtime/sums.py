@@ -51,17 +51,17 @@ class Sums:
                 zeros = torch.zeros(unit.dw[value.part].numel, dtype=self.tiers.setting.wide(unit.unit))
                 self._write(value, 0, zeros)
 
-    def add(self, place: Slice, gradient: Tensor, record: StepRecord) -> None:
+    def add(self, span: Slice, gradient: Tensor, record: StepRecord) -> None:
         """Add a parameter's gradient to its sum; the norm of its unit is taken again when somebody asks for it."""
-        unit = self.tiers.placement.by_unit[place.unit]
-        flat = gradient.detach().reshape(-1).cpu().to(self.tiers.setting.wide(place.unit))
-        flat = with_firsts(flat) if place.dtype else flat
-        for value, start, first, numel in self._stretches(unit, place):
+        unit = self.tiers.placement.by_unit[span.unit]
+        flat = gradient.detach().reshape(-1).cpu().to(self.tiers.setting.wide(span.unit))
+        flat = with_firsts(flat) if span.dtype else flat
+        for value, start, first, numel in self._stretches(unit, span):
             self._write(value, start, self._read(value, start, numel).add_(flat[first : first + numel]))
         self.has_outside = True
-        record.idle -= {place}
-        self._uncounted.add(place.unit)
-        record.squares[place.unit] = cache(partial(self.square, place.unit))
+        record.idle -= {span}
+        self._uncounted.add(span.unit)
+        record.squares[span.unit] = cache(partial(self.square, span.unit))
 
     def square(self, unit: Unit) -> float:
         """The sum of squares of a unit's, as its norm is computed; infinite where an element is not finite."""
@@ -72,11 +72,11 @@ class Sums:
         found = sum_of_squares(flat)
         return found if math.isfinite(found) else math.inf
 
-    def _stretches(self, unit: UnitPlacement, place: Slice) -> Iterator[tuple[Value, int, int, int]]:
+    def _stretches(self, unit: UnitPlacement, span: Slice) -> Iterator[tuple[Value, int, int, int]]:
         """The sums that have elements of a parameter: from which one on, which one of the parameter, and how many."""
         for value in self.tiers.placement.sums(unit):
-            for each in unit.stretches(unit.dw[value.part], place.offset, place.stop):
-                yield value, each.start, each.unit_start - place.offset, each.numel
+            for each in unit.stretches(unit.dw[value.part], span.offset, span.stop):
+                yield value, each.start, each.unit_start - span.offset, each.numel
 
     def _read(self, value: Value, start: int, numel: int) -> Tensor:
         """Elements of a sum, as they are or copied."""

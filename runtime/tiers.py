@@ -22,7 +22,7 @@ from gs_compile.runtime.homes import Homes
 from gs_compile.runtime.lanes import Failure, Lane, Ticket, without_frames
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.ranks import Ranks
-from gs_compile.runtime.slab import Block, Slab
+from gs_compile.runtime.slab import Segment, Slab
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Store
@@ -89,8 +89,9 @@ class Tiers(Homes):
         if self.commits is not None and home.tier == "ssd" and home.kind != "dw":
             self.values.define(home, self.commits.define(home))
             return
-        place = self.slab.home(slot_of(self.placement, home))
-        self.values.define(home, self.parameters.home(home, place.memory if place else None), place=place)
+        allocation = self.slab.home(slot_of(self.placement, home))
+        content = self.parameters.home(home, allocation.memory if allocation else None)
+        self.values.define(home, content, allocation=allocation)
 
     # Values in and out -----------------------------------------------------------------------------------------------
 
@@ -114,17 +115,17 @@ class Tiers(Homes):
         content = self.at_home(value)
         return content if self.commits is None else self.commits.to_change(value)
 
-    def is_changed(self, place: Slice, component: int | None) -> bool:
+    def is_changed(self, span: Slice, component: int | None) -> bool:
         """Whether a write of it would change any part; what is not is there already."""
-        return self.commits is None or not all(map(self.commits.has, self.parts_of(place, component)))
+        return self.commits is None or not all(map(self.commits.has, self.parts_of(span, component)))
 
     # Running ---------------------------------------------------------------------------------------------------------
 
-    def block(self, program: Program) -> Block:
+    def segment(self, program: Program) -> Segment:
         """Host memory for a step of `program`. Where more has to be mapped, what the lanes still work on goes first."""
-        if not self.slab.has_block(program):
+        if not self.slab.has_segment(program):
             self.synchronize()
-        return self.slab.block(program)
+        return self.slab.segment(program)
 
     def make_files(self, program: Program, placement: Placement, number: int = 0) -> None:
         """Reserve room on SSD for all that a step makes there, before it begins; number: as of its executor.

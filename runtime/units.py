@@ -322,19 +322,16 @@ def _arrived(
     dx, dy = reads.get("dx"), reads.get("dy")
     if isinstance(dy, tuple):
         return dy
-    sides = [index for index, kind in enumerate(graph.results) if kind == "side"]
+    total = dx if dy is None else dy if dx is None else dx + dy
     dside = reads["dside"].sums if "dside" in reads else {}
-    of_taps = dict(zip((index for index, kind in enumerate(graph.results) if kind == "tap"), taps, strict=True))
+    sides, of_taps = ([i for i, name in enumerate(graph.results) if name == kind] for kind in ("side", "tap"))
+    arrived = {**dict(zip(of_taps, taps, strict=True)), **{i: dside.get(number) for number, i in enumerate(sides)}}
     gradients = []
     for index in graph.differentiated:
-        spec = graph.result_specs[index]
-        if index in of_taps:
-            arrived = of_taps[index]
-        else:
-            arrived = dside.get(sides.index(index)) if index in sides else _sum(dx, dy)
-        if arrived is None:
-            arrived = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-        gradients.append(arrived.to(spec.dtype))
+        spec, gradient = graph.result_specs[index], arrived.get(index, total)
+        if gradient is None:
+            gradient = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        gradients.append(gradient.to(spec.dtype))
     return gradients
 
 
@@ -356,12 +353,6 @@ def laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if tensor.stride() == spec.stride:
         return tensor
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
-
-
-def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> Any:
-    if left is None or right is None:
-        return right if left is None else left
-    return left + right
 
 
 def seed_of(seed: int, unit: Unit, micro_batch: int) -> int:

@@ -145,7 +145,9 @@ class Update:
             if self._world > 1:
                 places = [[(each.whole - run.start, each.numel) for each in own] for own in shares]
                 orthogonalizer.gather(mixed, [[(at, at + size) for at, size in own] for own in places])
-            orthogonalizer.step(_parameter(mixed, matrices, 1 + run.is_wide), matrices, settings)
+            width = 1 + run.is_wide
+            whole = mixed[: width * torch.Size(matrices.shape).numel()].view(*matrices.shape, width)[..., 0]
+            orthogonalizer.step(whole, matrices, settings)
             for where, _, _, master, low in opened:
                 DESCEND.update(master, mixed[where], [], settings, self._number(run), low)
         for _, _, w, master, _ in opened:
@@ -163,7 +165,7 @@ class Update:
             both = [moments[first : first + stretch.numel] for first in (at, run.second + at)]
             self._elements(run, piece._replace(state=[*piece.state[:-1], *both]))
         for each in () if self._skipped else pieces:
-            each.state[-1].copy_(_of(moments, run, each))
+            each.state[-1].copy_(moments[each.stretch.unit_start - run.start :][: each.stretch.numel])
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
@@ -230,14 +232,3 @@ class Update:
 
 def _parameters(flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> Tensor:
     return flats["w", piece.w.letter][piece.unit_start - piece.w.start :][: piece.numel]
-
-
-def _of(whole: Tensor, run: Run, piece: Piece) -> Tensor:
-    """What a piece has of the elements of a run."""
-    return whole[piece.stretch.unit_start - run.start :][: piece.stretch.numel]
-
-
-def _parameter(elements: Tensor, matrices: Matrices, width: int) -> Tensor:
-    """A parameter, of its elements, of which each `width`th is one."""
-    numel = width * torch.Size(matrices.shape).numel()
-    return elements[:numel].view(*matrices.shape, width)[..., 0]

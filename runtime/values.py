@@ -1,4 +1,4 @@
-"""values: what the values of a program hold, who made, reads or changes them, and their places.
+"""values: what the values of a program hold, who made, reads or changes them, and their allocations.
 
 Tensor     in memory of the host or of the device: a part in one dimension, an activation in its own shape
 dict       a unit's parameters (and buffers) by input index, as its code takes them
@@ -21,7 +21,7 @@ from gs_compile.placement.users import Users
 from gs_compile.program.ir import Value
 from gs_compile.runtime.formats import seconds
 from gs_compile.runtime.lanes import Ticket
-from gs_compile.runtime.slab import Place
+from gs_compile.runtime.slab import Allocation
 
 
 class Gradient:
@@ -87,10 +87,6 @@ class Saved:
         """Of such a stretch."""
         return sum(aligned(tensor.nbytes) for tensor in self.tensors)
 
-    def like(self) -> Saved:
-        """The same without contents."""
-        return Saved([without_contents(tensor) for tensor in self.tensors])
-
     def within(self, flat: torch.Tensor) -> Saved:
         """Tensors like these in a stretch of bytes."""
         tensors, at = [], 0
@@ -101,9 +97,10 @@ class Saved:
         return Saved(tensors, flat)
 
 
-def without_contents(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's shape, strides where it is dense, and type, on the device "meta"."""
-    return _on_meta(tensor.shape, tensor.stride(), tensor.dtype)
+def without_contents(content: torch.Tensor | Saved) -> torch.Tensor | Saved:
+    """Shape, strides where they are dense, and type, on the device "meta"."""
+    metas = [_on_meta(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(content)]
+    return Saved(metas) if isinstance(content, Saved) else metas[0]
 
 
 @lru_cache(maxsize=1024)
@@ -150,20 +147,22 @@ class ValueTable:
     def __init__(self, held: Held) -> None:
         self.contents: dict[Value, Any] = {}
         self._held = held
-        self.places: dict[Value, Place] = {}  # of those in the slab
+        self.allocations: dict[Value, Allocation] = {}  # of those in the slab
         self.users: Users[Value, Ticket] = Users(unfinished)
 
     def close(self) -> None:
         """Let go of all memory, for all who have this table."""
         self.contents.clear()
-        self.places.clear()
+        self.allocations.clear()
 
-    def define(self, value: Value, content: Any, tickets: Sequence[Ticket] = (), *, place: Place | None = None) -> None:
+    def define(
+        self, value: Value, content: Any, tickets: Sequence[Ticket] = (), *, allocation: Allocation | None = None
+    ) -> None:
         """A new value, ready when all of `tickets` are done."""
         self.contents[value] = content
         self.users.define(value, tickets)
-        if place is not None:
-            self.places[value] = place
+        if allocation is not None:
+            self.allocations[value] = allocation
 
     def swap(self, one: Value, other: Value) -> None:
         """Exchange contents and tickets of two values that live on."""
@@ -176,9 +175,9 @@ class ValueTable:
         users = self.users.free(value)
         if value.tier == "device":
             self._held.keep(content, users)
-        place = self.places.pop(value, None)
-        if place is not None:
-            place.end(users)
+        allocation = self.allocations.pop(value, None)
+        if allocation is not None:
+            allocation.end(users)
         return users
 
 

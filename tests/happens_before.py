@@ -24,7 +24,7 @@ from gs_compile.runtime.coordinators import Activations, Parameters
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Lane, Ticket
 from gs_compile.runtime.optimizer import OptimizerStep
-from gs_compile.runtime.slab import Block
+from gs_compile.runtime.slab import Segment
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.values import Gradient, Saved, flat_of
@@ -294,10 +294,10 @@ def _watch_launches(checker: Checker, patched: Any) -> None:
 
 def _watch_computation(checker: Checker, patched: Any) -> None:
     """What the thread that issues does itself in the slab; what else it computes with is in nobody else's hands."""
-    results, keep, init = TieredExecutor._results, Activations.keep, Block.__init__
+    results, keep, init = TieredExecutor._results, Activations.keep, Segment.__init__
     slabs: list[tuple[int, int]] = []
 
-    def watched_block(self: Block, start: int, nbytes: int, device: Any) -> None:
+    def watched_segment(self: Segment, start: int, nbytes: int, device: Any) -> None:
         init(self, start, nbytes, device)
         slabs.append(span_of(self._memory))
 
@@ -319,6 +319,6 @@ def _watch_computation(checker: Checker, patched: Any) -> None:
         checker.work(f"alias {value}", [], in_slab([] if kept is source else [kept]))
         return kept
 
-    patched.setattr(Block, "__init__", watched_block)
+    patched.setattr(Segment, "__init__", watched_segment)
     patched.setattr(TieredExecutor, "_results", watched_results)
     patched.setattr(Activations, "keep", watched_keep)

@@ -198,6 +198,7 @@ def direct_io(directory: Path) -> Check:
 
 def run_folder(directory: Path) -> Check:
     """Whether a run could begin here now."""
+    from gs_compile.runtime.storage import manifest
     from gs_compile.runtime.storage.folder import Folder, folder_in, leftovers
     from gs_compile.runtime.storage.last_commit import names_in
 
@@ -209,7 +210,7 @@ def run_folder(directory: Path) -> Check:
         if locked is None:
             return Check(f"{folder} is in use by this process")
         try:
-            found = leftovers(folder, names_in(locked.committed(), folder))
+            found = leftovers(folder, names_in(manifest.read(folder), folder))
         finally:
             locked.release()
     except StorageLockedError:

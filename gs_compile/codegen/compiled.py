@@ -122,8 +122,8 @@ class SpecializedModel:
         The head's backward is apart where the loss, or its scale, is the user's own.
         """
         units, sides = self.split.by_unit, self.split.sides
-        given = {unit for unit in sides if units[unit].differentiates(self.batch)}
-        first = min((trained & units.keys()) | given, key=height, default=EPILOGUE)
+        of_batch = {unit for unit in sides if units[unit].differentiates(self.batch)}
+        first = min((trained & units.keys()) | of_batch, key=height, default=EPILOGUE)
         trains, has_loss = bool(trained & units.keys()), "loss" in units[EPILOGUE].results
         is_head_apart = trains and (not has_loss or self.scales_gradients)
         return StepShape(
@@ -137,7 +137,7 @@ class SpecializedModel:
             outside=frozenset({EPILOGUE} if is_head_apart else ()),
             frozen=frozenset(units.keys() - trained),
             first_grad=first,
-            input_gradient=bool(given),
+            input_gradient=bool(of_batch),
         )
 
     @cached_property

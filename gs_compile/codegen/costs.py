@@ -84,14 +84,14 @@ class Costs:
     def of_part(self, place: int, part: UnitGraph, tokens: int) -> Costs | None:
         return self.known.parts.setdefault((place, *_sizes(part).structure), AllSizes()).of(part, tokens)
 
-    def _extended(self, found: dict[int, Counts]) -> Counts | None:
+    def _extended(self, counts: dict[int, Counts]) -> Counts | None:
         """From the last two numbers of samples that were traced, if the unit itself is as they say, too."""
-        traced, units = sorted(found)[-2:], self.known.units
+        traced, units = sorted(counts)[-2:], self.known.units
         if len(traced) < 2 or self.samples < traced[1]:
             return None
         if extended({each: units[each] for each in traced}, self.samples) != units[self.samples]:
             return None
-        return extended({each: found[each] for each in traced}, self.samples)
+        return extended({each: counts[each] for each in traced}, self.samples)
 
 
 def extended(two: Mapping[int, Counts], samples: int) -> Counts | None:

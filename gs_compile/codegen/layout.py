@@ -77,7 +77,7 @@ def arrange(
         plain = [specs[index] for index in found if index not in codecs]
         types[unit] = types_by(_dtype(unit, plain or [specs[index] for index in found]))
         if _has_one_moment({index: specs[index] for index in found}, matrices or {}, alone=world == 1):
-            types[unit] = types[unit].with_moments(1)
+            types[unit] = types[unit].with_one_moment()
         members = {index: specs[index] for index in sorted(found, key=order)}
         placed = _placed(unit, members, types[unit], codecs, matrices)
         sizes.append(sharded(_size(unit, members, placed, types[unit], matrices or {}), world))
@@ -138,16 +138,16 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
             "torch.view_as_complex of it in forward"
         )
     floating = [dtype for dtype in dtypes if dtype.is_floating_point] or dtypes
-    found = min(floating, key=lambda dtype: (dtype.itemsize, dtype not in trained, str(dtype)))
-    wide = {torch.float32} if found.itemsize == 2 else set()
-    if any(dtype.itemsize < found.itemsize for dtype in dtypes) or not trained <= {found} | wide:
+    narrowest = min(floating, key=lambda dtype: (dtype.itemsize, dtype not in trained, str(dtype)))
+    wide = {torch.float32} if narrowest.itemsize == 2 else set()
+    if any(dtype.itemsize < narrowest.itemsize for dtype in dtypes) or not trained <= {narrowest} | wide:
         raise CaptureError(
             f"unit {unit} has parameters of {', '.join(sorted(map(str, dtypes)))}, which do not go together: trained "
             "ones may have one dtype, or one dtype of 16 bits and float32, and frozen ones must not be narrower. "
             "Convert the model, or these parameters, with .to(dtype); one that is quantized comes from "
             "gs_compile.from_pretrained, which takes its quantization_config"
         )
-    return found
+    return narrowest
 
 
 def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Sequence[str] = ()) -> dict[int, str]:
@@ -156,14 +156,14 @@ def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Seque
     """
     if frozen is None:
         return {}
-    found: dict[int, str] = {}
+    codecs: dict[int, str] = {}
     num_readers = Counter(index for graph in split.units for index in graph.parameters(captured))
     for graph in split.units:
         for index, spec in graph.parameters(captured).items() if isinstance(graph.unit, int) else ():
             is_meant = may_be_encoded(captured.inputs[index].path, spec, skip)
             if is_meant and not spec.requires_grad and num_readers[index] == 1:
-                found[index] = frozen
-    return found
+                codecs[index] = frozen
+    return codecs
 
 
 def of_layers(split: Split, captured: Captured) -> Mapping[int, TensorSpec]:

@@ -109,12 +109,12 @@ class JointGraph:
     @cached_property
     def free(self) -> set[fx.Node]:
         """What every backward has: all inputs but x, random numbers, and what follows from these alone."""
-        apart, found = {self.inputs[self.x], *self.given}, set[fx.Node]()
+        apart, nodes = {self.inputs[self.x], *self.given}, set[fx.Node]()
         for node in self.module.graph.nodes:
             is_mask = any(LIKE in each.meta for each in node.all_input_nodes) and node.args[1] == 1
-            if node.op != "output" and node not in apart and (is_mask or found.issuperset(node.all_input_nodes)):
-                found.add(node)
-        return found
+            if node.op != "output" and node not in apart and (is_mask or nodes.issuperset(node.all_input_nodes)):
+                nodes.add(node)
+        return nodes
 
     @cached_property
     def bases(self) -> dict[StorageWeakRef | None, fx.Node]:
@@ -135,13 +135,13 @@ def cuts(joint: JointGraph) -> list[Cut]:
     write_sizes(joint.module.graph)
     _refuse(joint.module)
     whole = _cut(joint, [])  # level 0
-    found = {}
+    by_saved = {}
     for chosen in choices(joint.module, joint.num_results, joint.given, joint.free):
-        if (saved := tuple(_bases(joint, chosen))) and saved not in found:
-            found[saved] = _cut(joint, saved)
-    if not found:
+        if (saved := tuple(_bases(joint, chosen))) and saved not in by_saved:
+            by_saved[saved] = _cut(joint, saved)
+    if not by_saved:
         return []
-    *others, last = sorted(found.values(), key=lambda cut: (cut.level.nbytes, -cut.level.backward_flops))
+    *others, last = sorted(by_saved.values(), key=lambda cut: (cut.level.nbytes, -cut.level.backward_flops))
     per_byte = (whole.level.backward_flops - last.level.backward_flops) / last.level.nbytes
 
     def gain(cut: Cut) -> float:

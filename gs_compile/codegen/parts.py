@@ -44,6 +44,23 @@ class Gradients(dict[str, Tensor]):
         self.rows.pop(name, None)
 
 
+class _Taking:
+    """A part whose backward takes the gradients of some results alone, and its code."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.code = part, Differentiated(part.graph, AS_TRACED)
+
+    @cached_property
+    def halves(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward where it runs ahead: results and what the backward reads, which takes them, too."""
+        return halves(self.code.graph("joint"), len(self.part.inputs), len(self.part.outputs))
+
+    @cached_property
+    def functions(self) -> tuple[Function, Function]:
+        forward, backward = self.halves
+        return AS_TRACED.generate(forward), AS_TRACED.generate(backward)
+
+
 class WholePart:
     """A part that runs on all tokens; it is not compiled.
 
@@ -52,20 +69,18 @@ class WholePart:
 
     def __init__(self, part: Part) -> None:
         self.part, self.is_ahead = part, False
-        self._codes: dict[tuple[int, ...], tuple[Part, Differentiated]] = {}
-        self._halves: dict[tuple[int, ...], tuple[fx.GraphModule, fx.GraphModule]] = {}
-        self._functions: dict[tuple[int, ...], tuple[Function, Function]] = {}
-        self.code = self._taking(part.graph.differentiated)[1]
+        self._by_taken: dict[tuple[int, ...], _Taking] = {}
+        self._all = self._taking(part.graph.differentiated)
+        self.code = self._all.code
 
     @property
     def is_trained(self) -> bool:
         return self.code.is_trained
 
-    def _taking(self, taken: tuple[int, ...]) -> tuple[Part, Differentiated]:
-        if taken not in self._codes:
-            part = self.part.taking(taken)
-            self._codes[taken] = part, Differentiated(part.graph, AS_TRACED)
-        return self._codes[taken]
+    def _taking(self, taken: tuple[int, ...]) -> _Taking:
+        if taken not in self._by_taken:
+            self._by_taken[taken] = _Taking(self.part.taking(taken))
+        return self._by_taken[taken]
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -76,23 +91,6 @@ class WholePart:
         return frozenset(name for name, node in zip(self.part.inputs, placeholders, strict=False) if node.users)
 
     @property
-    def halves(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return self.halves_taking(self.part.graph.differentiated)
-
-    def halves_taking(self, taken: tuple[int, ...]) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward where it runs ahead: results and what the backward reads, which takes them, too."""
-        if taken not in self._halves:
-            joint = self._taking(taken)[1].graph("joint")
-            self._halves[taken] = halves(joint, len(self.part.inputs), len(self.part.outputs))
-        return self._halves[taken]
-
-    def _functions_taking(self, taken: tuple[int, ...]) -> tuple[Function, Function]:
-        if taken not in self._functions:
-            forward, backward = self.halves_taking(taken)
-            self._functions[taken] = AS_TRACED.generate(forward), AS_TRACED.generate(backward)
-        return self._functions[taken]
-
-    @property
     def saves(self) -> bool:
         return self.is_ahead and self.is_trained
 
@@ -101,14 +99,14 @@ class WholePart:
         if taken is None or (self.is_ahead and not taken):
             self.code.function("forward")
         elif taken and self.is_ahead:
-            self._functions_taking(taken)
+            _ = self._taking(taken).functions
         elif taken:
-            self._taking(taken)[1].function("backward")
+            self._taking(taken).code.function("backward")
 
     def inside_nbytes(self, *, backward: bool) -> int:
         """Bytes alive inside, beside what it takes, makes and saves."""
         if self.saves:
-            graph = self.halves[backward]
+            graph = self._all.halves[backward]
             return peak_nbytes(graph, () if backward else range(len(output_values(graph))))
         if not backward:
             return self.code.cost("forward").nbytes
@@ -122,7 +120,7 @@ class WholePart:
     @cached_property
     def made_nbytes(self) -> dict[str, int]:
         """Of what it makes, without views of what it takes or saves."""
-        graph = self.halves[0] if self.saves else self.part.graph.module
+        graph = self._all.halves[0] if self.saves else self.part.graph.module
         known = self._taken_memory(graph) | (self._saved.keys() if self.saves else set())
         made = zip(self.part.outputs, output_values(graph), self.part.graph.result_specs, strict=False)
         return {name: 0 if memory_of(node) in known else spec.nbytes for name, node, spec in made}
@@ -130,7 +128,8 @@ class WholePart:
     @cached_property
     def _saved(self) -> dict[Any, int]:
         """Bytes by memory."""
-        taken, values = self._taken_memory(self.halves[0]), output_values(self.halves[0])
+        forward = self._all.halves[0]
+        taken, values = self._taken_memory(forward), output_values(forward)
         saved = {memory_of(node): node for node in values[len(self.part.outputs) :]}
         return {m: node.meta["val"].untyped_storage().nbytes() for m, node in saved.items() if m not in taken}
 
@@ -145,7 +144,7 @@ class WholePart:
 
     def forward(self, values: Values, taken: tuple[int, ...] = ()) -> None:
         inputs = [_laid_out(values[name], spec) for name, spec in self.part.taken]
-        made = (self._functions_taking(taken)[0] if taken else self.code.function("forward"))(*inputs)
+        made = (self._taking(taken).functions[0] if taken else self.code.function("forward"))(*inputs)
         values |= zip(self.part.outputs, made, strict=False)
         values[self] = made[len(self.part.outputs) :]
 
@@ -154,11 +153,12 @@ class WholePart:
         saved = values.pop(self, ())
         if not taken:
             return
-        part, code = self._taking(taken)
+        taking = self._taking(taken)
+        part = taking.part
         pairs = zip(part.graph.differentiated, part.graph.gradient_specs, strict=True)
         given = [_laid_out(gradients.pop(part.outputs[index]), spec) for index, spec in pairs]
         inputs = [_laid_out(values[name], spec) if name in values else None for name, spec in part.taken]
-        backward = self._functions_taking(taken)[1] if self.is_ahead else code.function("backward")
+        backward = taking.functions[1] if self.is_ahead else taking.code.function("backward")
         for index, term in zip(part.graph.differentiable, backward(*inputs, *saved, *given), strict=True):
             gradients.add(part.inputs[index], term if isinstance(term, Tensor) else term.dense())
 
@@ -319,8 +319,8 @@ def halves(joint: fx.GraphModule, num_inputs: int, num_results: int) -> tuple[fx
     """A graph of results and gradients, cut: inputs to results and what is saved; these and gradients to gradients."""
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
     placeholders, values = joint.graph.find_nodes(op="placeholder"), output_values(joint)
-    inputs, given = placeholders[:num_inputs], placeholders[num_inputs:]
-    behind = set(given)
+    inputs, gradients = placeholders[:num_inputs], placeholders[num_inputs:]
+    behind = set(gradients)
     for node in nodes:
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
@@ -329,7 +329,7 @@ def halves(joint: fx.GraphModule, num_inputs: int, num_results: int) -> tuple[fx
     saved = [node for node in saved if isinstance(node.meta["val"], Tensor)]
     return (
         subgraph(joint, inputs, [*values[:num_results], *saved]),
-        subgraph(joint, [*inputs, *saved, *given], values[num_results:]),
+        subgraph(joint, [*inputs, *saved, *gradients], values[num_results:]),
     )
 
 

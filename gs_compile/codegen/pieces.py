@@ -153,19 +153,19 @@ class InPieces(Differentiated):
         return self._by_size[size]
 
     def _made_of(self, size: int) -> list[WholePart | PartInPieces]:
-        found = list[WholePart | PartInPieces]()
+        parts = list[WholePart | PartInPieces]()
         for place, part in enumerate(self.chain.parts):
             if isinstance(part, Part):
-                found.append(WholePart(part))
+                parts.append(WholePart(part))
             else:
-                found.append(some := PartInPieces(part, size, self._generator, self.common.parts))
+                parts.append(some := PartInPieces(part, size, self._generator, self.common.parts))
                 if self.costs:
                     some.know(self.costs, place)
         read = set[str]()
-        for one in reversed(found):  # those run ahead of the backward that make what the backward of later ones reads
+        for one in reversed(parts):  # those run ahead of the backward that make what the backward of later ones reads
             one.is_ahead = not read.isdisjoint(one.part.outputs)
             read |= one.reads.union(one.part.inputs if one.is_ahead else ())
-        return found
+        return parts
 
     def _nbytes(self, name: str, parts: Sequence[WholePart | PartInPieces]) -> int:
         """The most bytes that a function has alive beside its inputs, results of a forward, and the gradient of x."""

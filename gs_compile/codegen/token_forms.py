@@ -330,18 +330,18 @@ class Forms:
             rows = self._new(aten.reshape.default, last, [-1, num_classes])
             labels = self._new(aten.reshape.default, target, [-1])
             pair = self._new(aten.nll_loss_forward.default, rows, labels, *rest)
-            made = [last, rows, labels, pair]
+            nodes = [last, rows, labels, pair]
             if rest[1] == NONE:
-                made.append(self._new(operator.getitem, pair, 0))
-                made.append(self._new(aten.reshape.default, made[-1], list(target.meta["val"].shape)))
+                nodes.append(self._new(operator.getitem, pair, 0))
+                nodes.append(self._new(aten.reshape.default, nodes[-1], list(target.meta["val"].shape)))
         if rest[1] == NONE:
             for user in list(node.users):
-                user.replace_all_uses_with(made[-1])
+                user.replace_all_uses_with(nodes[-1])
                 self.graph.erase_node(user)
         else:
             node.replace_all_uses_with(pair)
         self.graph.erase_node(node)
-        for each in made:
+        for each in nodes:
             self._visit(each)
 
     def _open_loss(self, node: fx.Node) -> None:
@@ -353,19 +353,19 @@ class Forms:
         with self.graph.inserting_before(user):
             pair = self._new(aten.nll_loss_forward.default, log_p, target, weight, NONE, ignored)
             losses = self._new(operator.getitem, pair, 0)
-            made = [pair, losses, self._new(aten.sum.default, losses)]
+            nodes = [pair, losses, self._new(aten.sum.default, losses)]
             if reduction == MEAN:
-                made.append(counted := self._new(aten.ne.Scalar, target, ignored))
+                nodes.append(counted := self._new(aten.ne.Scalar, target, ignored))
                 if weight is not None:
-                    made.append(label := self._new(aten.clamp.default, target, 0, log_p.meta["val"].shape[1] - 1))
-                    made.append(of_label := self._new(aten.take.default, weight, label))
-                    made.append(counted := self._new(aten.mul.Tensor, of_label, counted))
-                made.append(count := self._new(aten.sum.default, counted))
-                made.append(self._new(aten.div.Tensor, made[2], count))
-        user.replace_all_uses_with(made[-1])
+                    nodes.append(label := self._new(aten.clamp.default, target, 0, log_p.meta["val"].shape[1] - 1))
+                    nodes.append(of_label := self._new(aten.take.default, weight, label))
+                    nodes.append(counted := self._new(aten.mul.Tensor, of_label, counted))
+                nodes.append(count := self._new(aten.sum.default, counted))
+                nodes.append(self._new(aten.div.Tensor, nodes[2], count))
+        user.replace_all_uses_with(nodes[-1])
         self.graph.erase_node(user)
         self.graph.erase_node(node)
-        for each in made:
+        for each in nodes:
             self._visit(each)
 
     def _new(self, target: Any, *args: Any) -> fx.Node:

@@ -165,18 +165,18 @@ class _Cut:
 
     def __init__(self, unit: UnitGraph, module: fx.GraphModule, last: int, whole: Set[str]) -> None:
         self.unit, self.module, self.last = unit, module, last
-        self.found = Forms(unit, module, whole)
+        self.staged = Forms(unit, module, whole)
         self.places = self._places()
 
     def chain(self) -> Chain:
-        made, mixing = output_values(self.module), self.found.mixing
+        results, mixing = output_values(self.module), self.staged.mixing
         names = [packet_of(node).__name__ for node in mixing if node in self.places and packet_of(node) not in KEEPING]
         placeholders = self.module.graph.find_nodes(op="placeholder")
         return Chain(
             parts=tuple(self._part(place) for place in sorted(set(self.places.values()))),
             given=tuple(node.name for node in placeholders),
-            made=tuple(each.name if isinstance(each, fx.Node) else each for each in made),
-            x=self.found.x.name,
+            made=tuple(each.name if isinstance(each, fx.Node) else each for each in results),
+            x=self.staged.x.name,
             on_all=tuple(dict.fromkeys(names)),
         )
 
@@ -188,10 +188,10 @@ class _Cut:
         for node in reversed(self.module.graph.nodes):
             if node.op != "call_function":
                 continue
-            places[node] = min(self.found.stage(node), self.last)
+            places[node] = min(self.staged.stage(node), self.last)
             readers = {places.get(user, self.last) for user in node.users}
             is_view = packet_of(node) in (aten.t, aten.permute, aten.transpose)
-            has_tokens = node in self.found.forms and not self.found.is_part(node)
+            has_tokens = node in self.staged.forms and not self.staged.is_part(node)
             if places[node] == AHEAD and (is_view or has_tokens) and len(readers) == 1 and max(readers) % 2 == 0:
                 (places[node],) = readers
         return places
@@ -215,29 +215,29 @@ class _Cut:
 
     def _spec(self, node: fx.Node) -> TensorSpec:
         """Of a value between parts; what has tokens is [tokens, ...] in memory, as pieces make and take it."""
-        found, form = spec_of(node), self.found.forms.get(node)
+        spec, form = spec_of(node), self.staged.forms.get(node)
         if form is None or node.op == "placeholder" or any(user.op == "output" for user in node.users):
-            return found
-        rest = [size for axis, size in enumerate(found.shape) if axis not in form.axes]
-        rows = torch.empty(*(found.shape[axis] for axis in form.axes), *rest, device="meta")
-        return replace(found, stride=rows.movedim(tuple(range(len(form.axes))), form.axes).stride())
+            return spec
+        rest = [size for axis, size in enumerate(spec.shape) if axis not in form.axes]
+        rows = torch.empty(*(spec.shape[axis] for axis in form.axes), *rest, device="meta")
+        return replace(spec, stride=rows.movedim(tuple(range(len(form.axes))), form.axes).stride())
 
     def _token_part(self, nodes: list[fx.Node], entries: list[fx.Node], exits: list[fx.Node]) -> TokenPart:
-        found = self.found
+        staged = self.staged
         for node in (*entries, *exits):
-            if (form := found.forms.get(node)) and not form.is_of_tokens:
-                raise _LeavesError(node, form.rows.order if form.groups is None else None, found.whole)
-        forms = {node: form for node in entries if (form := found.forms.get(node, found.read.get(node)))}
-        forms |= {node: found.forms[node] for node in exits}
-        spans = {found.forms[node].span for node in exits}
+            if (form := staged.forms.get(node)) and not form.is_of_tokens:
+                raise _LeavesError(node, form.rows.order if form.groups is None else None, staged.whole)
+        forms = {node: form for node in entries if (form := staged.forms.get(node, staged.read.get(node)))}
+        forms |= {node: staged.forms[node] for node in exits}
+        spans = {staged.forms[node].span for node in exits}
         if len(spans) > 1:
             raise NotInPiecesError("it reads all tokens, and some of them")
         ((start, length),) = spans
         cut = [form for form in forms.values() if form.length != length]
-        if any(form.start is None or len(form.axes) == 1 < found.samples for form in cut):
+        if any(form.start is None or len(form.axes) == 1 < staged.samples for form in cut):
             raise NotInPiecesError("it reads some tokens of what has them in one row, or of some others")
         named = {node.name: form for node, form in forms.items()}
-        return TokenPart(partial(self._piece, nodes, entries, exits, forms), named, found.samples, start, length)
+        return TokenPart(partial(self._piece, nodes, entries, exits, forms), named, staged.samples, start, length)
 
     def _piece(
         self,
@@ -263,17 +263,17 @@ class _Cut:
         graph.output(tuple(_collected(graph, copies[n], forms[n].axes, rank_of(n)) for n in exits))
 
         def spec(node: fx.Node) -> TensorSpec:
-            found = spec_of(node)
+            whole = spec_of(node)
             if node not in forms:
-                return found
-            rest = tuple(length for axis, length in enumerate(found.shape) if axis not in forms[node].axes)
-            return replace(found, shape=(number, *rest), stride=torch.empty(1, *rest, device="meta").stride())
+                return whole
+            rest = tuple(length for axis, length in enumerate(whole.shape) if axis not in forms[node].axes)
+            return replace(whole, shape=(number, *rest), stride=torch.empty(1, *rest, device="meta").stride())
 
         return self._named(graph_module(self.module, graph), entries, exits, spec)
 
     def _resize(self, node: fx.Node, copies: dict[fx.Node, fx.Node], number: Length) -> None:
         """Give an operation of a piece the sizes of the piece; a slice of tokens is made of what the part takes."""
-        forms = self.found.forms
+        forms = self.staged.forms
         if is_slice(node) and forms[node].span != forms[node.all_input_nodes[0]].span:
             copies[node] = copies[node.all_input_nodes[0]]
         elif packet_of(node) in SHAPED:
@@ -292,7 +292,7 @@ class _Cut:
     ) -> Part:
         def of(node: fx.Node) -> TensorSpec:
             found = spec(node)
-            return replace(found, requires_grad=node in self.found.trained and found.dtype.is_floating_point)
+            return replace(found, requires_grad=node in self.staged.trained and found.dtype.is_floating_point)
 
         for node, value in zip(exits, output_values(module), strict=True):
             value.meta["spec"] = of(node)

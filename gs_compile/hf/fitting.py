@@ -21,6 +21,7 @@ from gs_compile.model.materialize import streaming, whole_states
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
+from gs_compile.planner.cost.model import base_model
 from gs_compile.runtime.groups import num_processes
 
 
@@ -79,8 +80,7 @@ def _stream_generation(model: nn.Module) -> None:
     generate = getattr(model, "generate", None)
     if generate is None or "generate" in vars(model):
         return
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    own = getattr(base, "generate", None)  # a model without one may be wrapped by PEFT, which has
+    own = getattr(base_model(model), "generate", None)  # a model without one may be wrapped by PEFT, which has
     may_sync = own is not None and "synced_gpus" in inspect.signature(own).parameters
 
     @wraps(generate)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from gs_compile.capture.internals import tree_leaves, tree_map_only
 from gs_compile.errors import OptionError
+from gs_compile.planner.cost.model import base_model
 
 _IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
@@ -71,7 +72,7 @@ def padding_of(model: Any, tokenizer: Any = None) -> Padding:
     token_id = next((each for each in known if each is not None), 0)
     is_left = getattr(tokenizer, "padding_side", "right") == "left"
     may_move = config is None or not _has_place_embeddings(config)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     summary = getattr(base, "sequence_summary", None)
     # Most classifiers of transformers look for the last token that is not padding's.
     is_known = summary is not None or type(base).__module__.startswith("transformers.")

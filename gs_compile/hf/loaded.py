@@ -18,6 +18,7 @@ from gs_compile.model.offloaded import placeholder
 from gs_compile.model.residency import residency_of, stash
 from gs_compile.model.storage_init import NewTensorsInFiles
 from gs_compile.options import Options
+from gs_compile.planner.cost.model import base_model
 from gs_compile.runtime.codecs import CODECS
 
 
@@ -39,7 +40,7 @@ def take_over(model: Any, options: Options) -> None:
     found = [module for module in linear if type(module).__module__.startswith("bitsandbytes.nn")]
     if not found:
         return
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     dtype = next(each.dtype for each in base.parameters() if each.is_floating_point())
     files = NewTensorsInFiles(directory(options.storage[0]))
     for module in found:

@@ -18,6 +18,7 @@ from gs_compile.hf.fused_head import has_fused_head, make_capturable
 from gs_compile.hf.gather import Padding, gathered, parted
 from gs_compile.hf.weights import options_of
 from gs_compile.model.optim import SGD
+from gs_compile.planner.cost.model import base_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ def compile_for_strands(
     options: get what the model is compiled with, where it needs something else. Returns what compiles it again, with
     micro-batches of so many samples at most, and other options.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if has_fused_head(base):
         make_capturable(base)
         options["outputs"] = "all"  # a loss that it gives, as that of routers, is a term of the trainer's

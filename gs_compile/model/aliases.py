@@ -49,7 +49,7 @@ def refuse_overlaps(inputs: Sequence[Input], args: Sequence[Any]) -> None:
         )
 
 
-def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
+def aliases_of(args: Sequence[Any]) -> list[Alias.Overlap]:
     """Tensors of others that share memory with parameters which are about to leave it, and the part that each shows.
 
     Warns of those that will go on showing what is there now.
@@ -64,9 +64,9 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
     if not shared:
         return []
     own = {id(each) for each in known}
-    places, stale = [], []
-    found = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
-    for other in found:
+    overlaps, stale = [], []
+    all_tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
+    for other in all_tensors:
         if id(other) in own or not is_plain(other) or _address(other) not in shared:
             continue
         start, end = _span(other)
@@ -75,10 +75,10 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
             if not (first < end and start < last and other.numel() and other.dtype == values.dtype):
                 continue  # bytes are of writes, as of those of a first call that has failed
             follows = first <= start and end <= last and _may_follow(other, parameter, values)
-            if not follows or _is_of_array(other, found):
+            if not follows or _is_of_array(other, all_tensors):
                 stale.append(other)
             if follows:
-                places.append(Alias.Place(other, parameter, (start - first) // values.itemsize))
+                overlaps.append(Alias.Overlap(other, parameter, (start - first) // values.itemsize))
             break
     if stale:
         warnings.warn(
@@ -89,7 +89,7 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Place]:
             SharedMemoryWarning,
             stacklevel=2,
         )
-    return places
+    return overlaps
 
 
 def _may_follow(other: Tensor, parameter: Tensor, values: Tensor) -> bool:
@@ -98,9 +98,9 @@ def _may_follow(other: Tensor, parameter: Tensor, values: Tensor) -> bool:
     return is_alike and type(other) is Tensor and not other.requires_grad
 
 
-def _is_of_array(other: Tensor, found: list[Tensor]) -> bool:
+def _is_of_array(other: Tensor, all_tensors: list[Tensor]) -> bool:
     """Whether nobody has a tensor but a numpy array that was made of it, which the garbage collector does not know."""
-    known = (found, sys._getframe(), sys._getframe(1))
+    known = (all_tensors, sys._getframe(), sys._getframe(1))
     return not other.untyped_storage().resizable() and all(
         any(each is one for one in known) for each in gc.get_referrers(other)
     )

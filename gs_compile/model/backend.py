@@ -37,8 +37,8 @@ from gs_compile.errors import (
 from gs_compile.model.call import Call, whole_batch
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_step import FirstStep
-from gs_compile.model.freezing import train_others, trains_others
-from gs_compile.model.materialize import evaluating
+from gs_compile.model.freezing import is_passed_on, train_others, trains_others
+from gs_compile.model.materialize import evaluating, stores_of
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.outputs import LOSS_ALONE
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
@@ -134,11 +134,12 @@ def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
 def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None], NoReturn]:
     """What raises the error of a capture in each call, whose parameters may be on the tiers already."""
     guard_memory()
-    return partial(_refuse, type(error), error.message)  # not the error: its traceback holds the model
+    kind, message = type(error), error.message  # not the error: its traceback holds the model
 
+    def begin(args: Sequence[Any], ranks: Ranks | None) -> NoReturn:
+        raise kind(message)
 
-def _refuse(kind: type[GreedySnakeError], message: str, args: Sequence[Any], ranks: Ranks | None) -> NoReturn:
-    raise kind(message)
+    return begin
 
 
 def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -> Call:
@@ -150,12 +151,12 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if torch.is_grad_enabled() and not training:
         _refuse_a_loss(models[0])
-    found = random_state() if compilation.options.durability else None
+    random = random_state() if compilation.options.durability else None
     whole = whole_batch(compilation, models, args)
     units = CompiledUnits(parts, _seed(models, whole), whole)
     call = Call(compilation, models, args, units, training, ranks)
     if (engine := _engine_for(call)) is not None:
-        call = _on_tiers(call, engine, found)
+        call = _on_tiers(call, engine, random)
     elif any(isinstance(arg, torch.nn.Parameter) and arg.requires_grad for arg in args) and training:
         _tell_of_memory(compilation)
     if units.seed is not None and ranks is not None:
@@ -163,19 +164,21 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
     return call
 
 
-def _on_tiers(call: Call, engine: Engine, found: Mapping[str, str] | None) -> TieredCall:
-    """The same of a model whose parameters an engine has; found: the random state that the call has found."""
+def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> TieredCall:
+    """The same of a model whose parameters an engine has; random: the state that the call has found."""
     models, ranks = call.models, call.ranks
     _refuse_other_layers(engine, models[0], training=call.training)
     if not call.training:
-        call.args = list(map(_as_buffer, call.args))
+        call.args = [  # what the run does not have, a parameter in memory, is read as a buffer is
+            arg.detach() if isinstance(arg, torch.nn.Parameter) and not is_offloaded(arg) else arg for arg in call.args
+        ]
     elif trains_others(engine, call.args):
         engine = train_others(engine, call)
-    if engine.durable is not None and found is not None:
+    if engine.durable is not None and random is not None:
         if (before := engine.durable.take_random_state()) is not None:
-            set_random_state(found := dict(before))
+            set_random_state(random := dict(before))
             call.units.seed = _seed(models, call.units.whole)
-        engine.durable.random = found
+        engine.durable.random = random
         engine.durable.note_buffers(call.compilation.buffers(call.args))
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
@@ -199,11 +202,6 @@ def _tell_of_memory(compilation: Compilation) -> None:
             "all parameters, gradients and states stay in memory, and storage and host_memory have no effect: the "
             "model has no optimizer of gs_compile. Make one before its first call, such as gs_compile.AdamW"
         )
-
-
-def _as_buffer(arg: Any) -> Any:
-    """What an evaluation reads and the run does not have, a parameter in memory, is read as a buffer is."""
-    return arg.detach() if isinstance(arg, torch.nn.Parameter) and not is_offloaded(arg) else arg
 
 
 def _seed(models: Sequence[SpecializedModel], whole: WholeBatch | None) -> int | None:
@@ -316,13 +314,13 @@ def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
     The run of an optimizer that was made since then is planned anew. A call that reads parameters of the user's as well
     is one of another model.
     """
-    places = [place for parameter in parameters if (place := residency_of(parameter).tiered) is not None]
-    if len(places) < len(parameters):
+    homes = [home for parameter in parameters if (home := residency_of(parameter).tiered) is not None]
+    if len(homes) < len(parameters):
         return
-    for engine in {engine for engine, *_ in places}:
+    for engine in {home.store for home in homes}:
         assert isinstance(engine, Engine)
         settled, now = engine.options.by_name, options.by_name
-        is_planned_anew = next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer
+        is_planned_anew = is_passed_on(engine, parameters)
         for name in ("precision",) if is_planned_anew or not torch.is_grad_enabled() else settled:
             if settled[name] != now[name] and name not in OF_A_CALL:
                 raise OptionError(
@@ -338,7 +336,7 @@ def _engine_for(call: Call) -> Engine | None:
     _refuse_materialized(parameters)
     if not any(is_offloaded(parameter) for parameter in parameters):
         return None
-    engines = {found[0] for parameter in parameters if (found := residency_of(parameter).tiered) is not None}
+    engines = set(stores_of(parameters))
     optimizers = set(optimizers_of(parameters))
     if len(engines) == 1 and len(optimizers) < 2:
         (engine,) = engines

@@ -90,15 +90,15 @@ class Call:
             report(self.compilation)
         with without_autocast():  # the units' code has it in it
             self._run_forward()
-        made = self.outputs.collect({**executor.env, **executor.returned})
+        tensors = self.outputs.collect({**executor.env, **executor.returned})
         executor.returned.clear()
         # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
         # Copied: scripts change a loss in place: they divide it, or add those of all ranks up, ahead of the backward.
-        pairs = zip(made, self.outputs.made, strict=True)
+        pairs = zip(tensors, self.outputs.made, strict=True)
         self.losses = [content.detach().clone() for content, output in pairs if output.kind == "loss"]
         for value in [v for v in executor.env if v.kind in ("y", "loss")]:
             del executor.env[value]
-        return made
+        return tensors
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
@@ -222,17 +222,17 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call.node = weakref.ref(ctx)
-        made = call.forward()
+        outputs = call.forward()
         ctx.call = call
         ctx.num_trained = len(trained)
         ctx.set_materialize_grads(False)
         # All that the recomputation reads: the usual errors where it is used twice, or was changed in place meanwhile.
         ctx.save_for_backward(*(arg for arg in call.args if isinstance(arg, torch.Tensor)))
-        pairs = zip(made, call.outputs.made, strict=True)
+        pairs = zip(outputs, call.outputs.made, strict=True)
         ctx.mark_non_differentiable(
             *(tensor for tensor, output in pairs if not (output.spec and output.spec.requires_grad))
         )
-        return tuple(made)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from gs_compile.capture.internals import changes
-from gs_compile.errors import ResumeError
+from gs_compile.errors import OptimizerError, ResumeError
 from gs_compile.model.in_memory import trained_in_memory
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
+from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
@@ -68,6 +69,18 @@ class Durable:
         self._is_open = False  # that commit was made between two calls: schedulers and values may change after it
         self.former = setting.store.former if setting.store else None
         tiers.commits.snapshot = self.snapshot
+
+    @staticmethod
+    def refuse_idle(record: StepRecord) -> None:
+        """Raise `OptimizerError` where a step leaves out parameters, and a run that goes on would not know of it."""
+        if record.idle:
+            first = min(record.idle, key=str)
+            raise OptimizerError(
+                f"{len(record.idle)} of the trained parameters get no gradient, for example one of shape {first.shape} "
+                f"in unit {first.unit}, but in a durable run each step updates all of them. Freeze parameters that are "
+                "never trained (requires_grad_(False)) before the model's first call. Or add 0.0 * output.sum() of "
+                "their output to the loss: they get zeros then, and weight decay. Nothing was updated"
+            )
 
     def take_random_state(self) -> Mapping[str, str] | None:
         """The random state that the run goes on from, once: for the first call."""
@@ -161,12 +174,12 @@ def _name_of_run(tiers: Tiers) -> str:
 
 def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Parameters in memory beside the compiled model, and their states, by their places in the optimizer."""
-    found = {}
+    tensors = {}
     for number, parameter in trained_in_memory(optimizer.param_groups):
-        found[f"{number}"] = parameter
+        tensors[f"{number}"] = parameter
         state = optimizer.state.get(parameter, {}).items()
-        found |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
-    return found
+        tensors |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
+    return tensors
 
 
 @torch.no_grad()

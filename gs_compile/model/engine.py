@@ -14,25 +14,21 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gs_compile.capture.graph_breaks import last_given_up
 from gs_compile.codegen.layout import bind, tied_units
-from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
-from gs_compile.model.idle import refuse_idle
-from gs_compile.model.late_settings import are_too_late
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
 from gs_compile.model.optimizer import Optimizer
@@ -43,6 +39,7 @@ from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
+from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
@@ -55,16 +52,32 @@ KEPT = (
 )
 
 
+class Beginning(Protocol):
+    """What an engine, its calls and its optimizer ask of the step that a run begins with (`first_step.FirstStep`)."""
+
+    states: MutableMapping[Tensor, Any]
+
+    def engine_for_forward(self, engine: Engine, call: Call) -> Engine: ...
+    def engine_for_backward(self, engine: Engine, call: Call) -> Engine: ...
+    def engine_for_gradient(self, engine: Engine, *, zeroed: bool) -> Engine: ...
+    def engine_for_step(self, engine: Engine, record: StepRecord, *, dropped: bool) -> Engine: ...
+    def engine_with_room(self, engine: Engine, call: Call, error: MemoryBudgetError) -> Engine: ...
+    def note(self, call: Call, repeat: Callable[[Engine], None]) -> None: ...
+    def close(self) -> None: ...
+    def let_go(self) -> None: ...
+
+
 class Engine(ParameterStore):
     """One model's parameters, and the updates of them."""
 
-    def __init__(self, optimizer: Optimizer, call: Call, first_step: Any, prepared: Prepared | None = None) -> None:
-        """first_step: the `FirstStep` that makes this one; prepared: by `plan_tiers`, where that is done."""
+    def __init__(
+        self, optimizer: Optimizer, call: Call, first_step: Beginning, prepared: Prepared | None = None
+    ) -> None:
+        """first_step: that makes this one; prepared: by `plan_tiers`, where that is done."""
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
         self.options, self.ranks, self.first_step = call.compilation.options, call.ranks, first_step
         self.open = OpenCalls()
-        self._opened_by = threading.current_thread()  # the latest of these
         self.record: StepRecord | None = None  # of backwards that optimizer.step() has not closed yet
         self.num_backwards = 0  # of the step under way
         self.snapshots: tuple[Program, ...] = ()  # of the program of the latest call
@@ -72,7 +85,7 @@ class Engine(ParameterStore):
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
         arrangement, stored, self.planning = prepared or plan_tiers(optimizer, call)
         self.latest = self.planning.placement, self.planning.builder.shape  # of the latest call
-        tiers = open_tiers(self.planning, arrangement, optimizer.rule, stored, optimizer)
+        tiers = open_tiers(self.planning, arrangement, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
         self.sums = Sums(tiers)
         plan = self.planning.planned.facts
@@ -119,11 +132,6 @@ class Engine(ParameterStore):
         return self.planning.planner.num_calls
 
     @property
-    def is_of_this_thread(self) -> bool:
-        """Whether the step under way was begun by it; autograd may run backwards in others."""
-        return self._opened_by is threading.current_thread()
-
-    @property
     def room_nbytes(self) -> int:
         """What steps leave of the budget of the memory that the model computes from."""
         device = self.tiers.setting.device
@@ -144,7 +152,7 @@ class Engine(ParameterStore):
         spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()
-            self.refuse_other_threads()
+            self.open.refuse_other_threads(has_gradients=self.record is not None)
             self.open.let_lost_go()
             if not self.accumulates:
                 self.open.abandon(AGAIN, by_call=True)  # its loss was never differentiated
@@ -163,14 +171,14 @@ class Engine(ParameterStore):
         marks = self.durable.marks(self.num_steps) if self.durable and shape.training else {}
         warm = shape.training and self.tiers.finds_carried(placement)
         self.snapshots = self.planning.snapshots(placement, shape, _after(pending, placement, warm=warm, **marks))
-        given = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
+        arguments = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
         try:
-            return TieredExecutor(*given, number=self.open.free_number)
+            return TieredExecutor(*arguments, number=self.open.free_number)
         except MemoryBudgetError as error:
             if not self.open or not shape.training:
                 raise
             self.open.abandon(f"{AGAIN}, and there is no room for both ({error.message})", by_call=True)
-            return TieredExecutor(*given)
+            return TieredExecutor(*arguments)
 
     def forward(self, executor: TieredExecutor, call: Call) -> None:
         """The forward half, and all late updates with it, also where the model's own code fails."""
@@ -184,10 +192,9 @@ class Engine(ParameterStore):
                 self.durable.end_call(training=shape.training)
         if shape.training:
             self.open.add(executor, call)
-            self._opened_by = threading.current_thread()
         self.first_step.let_go()
 
-    def refuse_given_up(self, executor: TieredExecutor) -> None:
+    def refuse_given_up(self, executor: Executor) -> None:
         """Raise `StepOrderError` where the call of a backward was given up."""
         self.tiers.check()
         if executor not in self.open:
@@ -221,10 +228,10 @@ class Engine(ParameterStore):
         record.num_losses = len(losses)
         record.idle = self._may_be_idle.difference(reached)
         if self.ranks is None:  # of which none counts what a parameter has missed: it has zeros for a gradient
-            places = ((self.trained_span(parameter), number) for parameter, number in optimizer.steps.missed.items())
-            record.missed = {span: number for span, number in places if span is not None}
+            missed = ((self.trained_span(parameter), number) for parameter, number in optimizer.steps.missed.items())
+            record.missed = {span: number for span, number in missed if span is not None}
         if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
-            refuse_idle(record)
+            self.durable.refuse_idle(record)
         if self.record is not None and not zeroed:
             record.adds, record.earlier = True, (*self.record.earlier, *self.record.losses)
             record.idle &= self.record.idle
@@ -233,61 +240,34 @@ class Engine(ParameterStore):
         self.record = record
         return record
 
-    def end_backward(self, executor: TieredExecutor, call: Call, gradients: Any) -> None:
-        """The backward of a call has run, of such gradients."""
+    def end_backward(self, executor: TieredExecutor, call: Call, repeat: Callable[[Engine], None]) -> None:
+        """The backward of a call has run; repeat: runs the call and its backward on another engine."""
         self.open.end(executor, call)
         self.sums.counted()
         if self.record is not None:
             self.record.num_tokens += call.num_tokens
-        if self.first_step.may_begin_again:
-            self.first_step.done.append((call, gradients))
+        self.first_step.note(call, repeat)
 
     @in_turn
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient from outside to the sums of the step, after what is given in `.grad`."""
         take_given([parameter])
-        optimizer, place = self._optimizer(), residency_of(parameter).place
+        optimizer, home = self._optimizer(), residency_of(parameter).home
         zeroed = is_zeroed([parameter]) and (optimizer is None or is_zeroed(optimizer.group_of))
-        assert place is not None
-        assert isinstance(place[0], Engine), "this one, or what has taken its place"
-        engine = place[0]._with_sums(zeroed=zeroed)
+        assert home is not None
+        assert isinstance(home.store, Engine), "this one, or what has taken its place"
+        engine = home.store.first_step.engine_for_gradient(home.store, zeroed=zeroed)
         span = engine.trained_span(parameter)
         assert span is not None
         assert engine.record is not None, "sums are of a step"
         engine.sums.add(span, gradient, engine.record)
         mark_gradient_unavailable(parameter)
 
-    def _with_sums(self, *, zeroed: bool) -> Engine:
-        """The engine that has sums of gradients to which one from outside is added; zeroed: what they have is dropped.
-
-        The first step shows that its updates have to wait, later ones are refused.
-        """
-        self.tiers.check()
-        if self.ranks is not None:
-            raise ReleasedParameterError(
-                "a gradient has come to a parameter that several ranks share from a computation outside of the "
-                "compiled model, or in p.grad, which several ranks do not support: compute this under torch.no_grad(), "
-                "or inside of the model's forward"
-            )
-        if not self.accumulates:
-            calls = [*self.open.undone, *(call for call, _ in self.first_step.done)]
-            if not (calls and self.first_step.may_begin_again):
-                raise ReleasedParameterError(
-                    "a gradient has come to a parameter that lives on the tiers from a computation outside of the "
-                    "compiled model, or in p.grad, but the first step of this run had none, so the parameter only "
-                    "takes gradients from the compiled model's own backward. Compute this under torch.no_grad(), call "
-                    'the compiled model, or give options={"accumulate": True}, with which updates wait, and start the '
-                    "run again" + last_given_up()
-                )
-            if zeroed:
-                self.first_step.done.clear()
-            successor: Engine = self.first_step.begin_again(self, calls[0])
-            return successor._with_sums(zeroed=zeroed)
-        if self.record is None or zeroed:
-            self.flush()
-            self.sums.clear()
-            self._begin_record([], (), zeroed=True)
-        return self
+    def begin_sums(self) -> None:
+        """Begin a step with a gradient from outside: what its backwards so far have left is dropped."""
+        self.flush()
+        self.sums.clear()
+        self._begin_record([], (), zeroed=True)
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""
@@ -302,28 +282,27 @@ class Engine(ParameterStore):
         dropped: its gradients were.
         """
         self.tiers.wait_for_commit()  # of the step before: a kill costs one closed step at most
-        record = self.record
-        if record is not None and not self.num_backwards:
+        if (record := self.record) is None:
+            return None
+        if not self.num_backwards:
             raise StepOrderError(
                 "gradients have come only from outside of the compiled model: a step needs a backward of the model"
             )
-        if record is not None and self.durable is not None:
-            refuse_idle(record)
-        if record is not None and are_too_late(self, record, dropped=dropped):
-            successor: Engine = self.first_step.begin_again(self, self.first_step.done[0][0])
-            return successor.finish(dropped=dropped)
+        if self.durable is not None:
+            self.durable.refuse_idle(record)
+        if (engine := self.first_step.engine_for_step(self, record, dropped=dropped)) is not self:
+            return engine.finish(dropped=dropped)
         self.record = None
-        if record is not None:
-            record.predicted_seconds = self._predicted_seconds
-            self.sums.end_step(record)
-            self.num_steps += 1
-            if self.num_steps == 1:
-                tell_what_calls_cost(self.num_backwards, self.snapshots[-1], self.latest[0])
-            self.num_backwards = 0
-            self.first_step.close()
-            self.open.abandon("optimizer.step() was called")
-            if self.placement.has_late:
-                self.tiers.leave(record)
+        record.predicted_seconds = self._predicted_seconds
+        self.sums.end_step(record)
+        self.num_steps += 1
+        if self.num_steps == 1:
+            tell_what_calls_cost(self.num_backwards, self.snapshots[-1], self.latest[0])
+        self.num_backwards = 0
+        self.first_step.close()
+        self.open.abandon("optimizer.step() was called")
+        if self.placement.has_late:
+            self.tiers.leave(record)
         return record
 
     @property
@@ -381,8 +360,9 @@ class Engine(ParameterStore):
 
     def trained_span(self, parameter: Tensor) -> Slice | None:
         """The span of a parameter that this engine trains; None for others."""
-        found = residency_of(parameter)
-        return found.place[1] if found.is_trained and found.place is not None and found.place[0] is self else None
+        residency = residency_of(parameter)
+        home = residency.home if residency.is_trained else None
+        return home.span if home is not None and home.store is self else None
 
     @property
     def _units(self) -> list[Unit]:
@@ -390,17 +370,8 @@ class Engine(ParameterStore):
 
     def spans_of(self, args: Sequence[Any]) -> dict[int, Slice]:
         """Of the parameters among the arguments that are in this store, by index."""
-        places = {i: residency_of(arg).place for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)}
-        return {index: place[1] for index, place in places.items() if place is not None and place[0] is self}
-
-    def refuse_other_threads(self) -> None:
-        """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
-        is_open = self.open or self.record is not None
-        if is_open and self._opened_by is not threading.current_thread() and self._opened_by.is_alive():
-            raise StepOrderError(
-                f"the thread {self._opened_by.name} is between the forward and the backward of a step of this model, "
-                "which has one step at a time: train it from one thread, or hold a lock until optimizer.step()"
-            )
+        homes = {i: residency_of(arg).home for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)}
+        return {index: home.span for index, home in homes.items() if home is not None and home.store is self}
 
     def _refuse_unfinished(self) -> None:
         self.tiers.check()

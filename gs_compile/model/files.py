@@ -117,17 +117,17 @@ def mapped_rows(shape: Sequence[int], dtype: torch.dtype, folder: Path, read: Re
     if mesh is None or not shape:
         return mapped(shape, dtype, folder, read)
     width, chunk = math.prod(shape[1:]), CHUNK_NBYTES // dtype.itemsize
-    own = None
+    mine = None
     for rank in range(mesh.size()):
         first, last = _bounds(shape[0], rank, mesh.size())
         start, stop = first * width, last * width
         if rank == mesh.get_local_rank():
-            own = mapped((last - first, *shape[1:]), dtype, folder, _from(start, read))
+            mine = mapped((last - first, *shape[1:]), dtype, folder, _from(start, read))
         else:
             for low in range(start, stop, chunk):
                 read(low, min(low + chunk, stop))
-    assert own is not None
-    return _together(own, mesh, shape)
+    assert mine is not None
+    return _together(mine, mesh, shape)
 
 
 def shared(values: Tensor, folder: Path, mesh: DeviceMesh) -> DTensor:
@@ -172,17 +172,17 @@ def own_rows(values: Tensor) -> Tensor:
     return values
 
 
-def write(own: Tensor, values: Tensor) -> None:
-    """Give `own` other values; where ranks have rows of it, all of them call this."""
+def write(target: Tensor, values: Tensor) -> None:
+    """Give `target` other values; where ranks have rows of it, all of them call this."""
     with torch.no_grad():
-        if isinstance(own, DTensor):
+        if isinstance(target, DTensor):
             values = whole(values)
-            first, last = _bounds(own.shape[0], own.device_mesh.get_local_rank(), own.device_mesh.size())
-            own, values = own.to_local(), values[first:last]
-        if own.data_ptr() == values.data_ptr():
+            first, last = _bounds(target.shape[0], target.device_mesh.get_local_rank(), target.device_mesh.size())
+            target, values = target.to_local(), values[first:last]
+        if target.data_ptr() == values.data_ptr():
             return
-        own.copy_(whole(values))
-    for each in (own, values):
+        target.copy_(whole(values))
+    for each in (target, values):
         leave_memory(each.untyped_storage())
 
 

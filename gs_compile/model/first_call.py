@@ -19,7 +19,7 @@ from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.model.call import Call
 from gs_compile.model.former_run import former_plan, open_store
 from gs_compile.model.offloaded import UnavailableGradient
-from gs_compile.model.optimizer import Optimizer
+from gs_compile.model.optimizer import Loop, Optimizer
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Masters, Options
 from gs_compile.planner.at_hand import ModelAtHand
@@ -28,7 +28,6 @@ from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, num_calls_of
 from gs_compile.planner.run import RunPlanner
 from gs_compile.runtime.coordinators import Setting
-from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage.stored import StoredParameter
@@ -48,15 +47,15 @@ class Prepared(NamedTuple):
     planning: StepPrograms
 
 
-def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None) -> Prepared:
+def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None, loop: Loop | None = None) -> Prepared:
     """Plan the steps of a model whose parameters go to the tiers, as a call has it.
 
-    host_nbytes: the budget of host memory, where it is known.
+    host_nbytes: the budget of host memory, where it is known. loop: that it is for; None: the optimizer's.
 
     Masters of parameters in bf16 are split or whole, as the plan says where nobody does; ranks have split ones.
     """
     args, ranks, options, split = call.args, call.ranks, call.compilation.options, call.models[0].split
-    captured = call.compilation.captured
+    captured, loop = call.compilation.captured, loop or optimizer.loop
     matrices, groups = _matrices(call, optimizer), _param_groups(call, optimizer)
     codecs, share = codecs_of(split, captured, options, args), (ranks.rank, ranks.number) if ranks else (0, 1)
     arranged = partial(arrange, split, captured, groups=groups, share=share, codecs=codecs, matrices=matrices)
@@ -74,8 +73,8 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None)
             tied=tied_units(split, first.spans),
             where=where_of([args[index] for index in first.spans]),
             clip=optimizer.max_grad_norm is not None,
-            accumulate=optimizer.accumulates or bool(former.get(ACCUMULATES)),
-            num_calls=max(optimizer.num_calls, num_calls_of(former)),
+            accumulate=loop.accumulates or bool(former.get(ACCUMULATES)),
+            num_calls=max(loop.num_calls, num_calls_of(former)),
             ranks=ranks,
             host_nbytes=host_nbytes,
         )
@@ -86,21 +85,21 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None)
 
 def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:
     """By input index, the codec of each parameter that is encoded: already, or in its first call by the options."""
-    found = encoded(split, captured, options.frozen, options.frozen_skip)
+    codecs = encoded(split, captured, options.frozen, options.frozen_skip)
     for index, arg in enumerate(args):
-        place = residency_of(arg) if is_offloaded(arg) else None
-        if place is None or not (place.codec or place.place):
+        residency = residency_of(arg) if is_offloaded(arg) else None
+        if residency is None or not (residency.codec or residency.home):
             continue
-        codec = place.place[1].codec if place.place else place.codec
-        if place.place is None and arg.requires_grad:
+        codec = residency.home.span.codec if residency.home else residency.codec
+        if residency.home is None and arg.requires_grad:
             raise OptionError(
                 f"{captured.inputs[index].path} is trained, but it was loaded in {codec}, a format for frozen matrices "
                 "only: freeze it, or load the model without frozen="
             )
-        found.pop(index, None)
+        codecs.pop(index, None)
         if codec and not arg.requires_grad:
-            found[index] = codec
-    return found
+            codecs[index] = codec
+    return codecs
 
 
 def where_of(parameters: Sequence[Tensor]) -> Where:
@@ -122,7 +121,6 @@ def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None
 def open_tiers(
     planning: StepPrograms,
     arrangement: Arrangement,
-    rule: Rule,
     stored: Sequence[StoredParameter],
     optimizer: Optimizer,
 ) -> Tiers:
@@ -150,7 +148,7 @@ def open_tiers(
             undo.callback(store.close)
         tiers = Tiers(
             Setting(planning.placement, arrangement.types, store, device_of(planner.model.device), ranks),
-            Recipe(rule, arrangement.runs),
+            Recipe(optimizer.rule, arrangement.runs),
             trace=Trace(events=options.expert.trace),
             host_nbytes=planner.whole_nbytes,
             num_calls=planner.num_calls,

@@ -5,8 +5,8 @@ settings change after them. So updates run beside the first backward, and one ca
 
 [1] a call after a backward
 [2] a backward of several calls, or of one that was given up for another
-[3] a gradient from outside of the model (`Engine.add_gradient`)
-[4] another setting, or no gradient, at `optimizer.step()` (`Engine.finish`)
+[3] a gradient from outside of the model
+[4] another setting, or no gradient, at `optimizer.step()`
 [5] a call that has no room beside those that wait.
 
 Then another engine takes the place of the one so far: updates wait for `optimizer.step()`, or as many calls have
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gs_compile.capture.graph_breaks import last_given_up
 from gs_compile.capture.internals import without_overrides
-from gs_compile.errors import MemoryBudgetError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, ReleasedParameterError, StepOrderError
 from gs_compile.model.aliases import aliases_of, refuse_overlaps
 from gs_compile.model.call import Call
 from gs_compile.model.engine import KEPT, Engine
@@ -36,10 +37,10 @@ from gs_compile.model.first_call import Prepared, plan_tiers
 from gs_compile.model.gradients import forget_gradients, is_zeroed
 from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
-from gs_compile.model.outputs import Gradients
+from gs_compile.model.optimizer import Loop
 from gs_compile.model.residency import Residency, is_offloaded, residency_of
-from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.runtime.step_record import StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class FirstStep:
     def __init__(self) -> None:
         self.engine: Callable[[], Engine | None] = lambda: None  # weakly held
         self.states: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()  # of the optimizer, that were loaded
-        self.done: list[tuple[TieredCall, Gradients]] = []  # calls that have had their backward
+        self.done: list[tuple[Call, Callable[[Engine], None]]] = []  # had their backward, with what repeats it
         self._values: weakref.WeakSet[Residency] = weakref.WeakSet()  # whose first values are there
 
     def begin(self, optimizer: TieredOptimizer, call: Call, prepared: Prepared | None = None) -> Engine:
@@ -82,20 +83,18 @@ class FirstStep:
 
     # Where it shows another plan -------------------------------------------------------------------------------------
 
-    def engine_for_forward(self, call: TieredCall) -> Engine:
+    def engine_for_forward(self, engine: Engine, call: Call) -> Engine:
         """The engine that runs the forward of a call [1]."""
-        engine = call.engine
-        if engine.record is None or engine.accumulates or not (self.may_begin_again and engine.is_of_this_thread):
+        if engine.record is None or engine.accumulates or not (self.may_begin_again and engine.open.is_of_this_thread):
             return engine
         if is_zeroed(call.args):
             self.done.clear()
             forget_gradients(engine.optimizer.group_of if engine.optimizer else ())
-        return self.begin_again(engine, call, engine.num_calls)
+        return self.begin_again(engine, call, Loop(True, engine.num_calls))
 
-    def engine_for_backward(self, call: TieredCall) -> Engine:
+    def engine_for_backward(self, engine: Engine, call: Call) -> Engine:
         """The engine that runs the backward of a call [2]; raises `StepOrderError` where the step is closed by then."""
-        engine, latest = call.engine, self.engine()
-        if latest is not None and latest is not engine:
+        if (latest := self.engine()) is not None and latest is not engine:
             if not latest.open.may_be_repeated:
                 latest.refuse_given_up(call.executor)
             return latest
@@ -110,12 +109,72 @@ class FirstStep:
             )
         return engine
 
-    def engine_with_room(self, call: TieredCall, error: MemoryBudgetError) -> Engine:
+    def engine_for_gradient(self, engine: Engine, *, zeroed: bool) -> Engine:
+        """The engine that adds a gradient from outside to the sums of the step [3]; zeroed: what they have is dropped.
+
+        Later steps refuse what the first one has not shown.
+        """
+        engine.tiers.check()
+        if engine.ranks is not None:
+            raise ReleasedParameterError(
+                "a gradient has come to a parameter that several ranks share from a computation outside of the "
+                "compiled model, or in p.grad, which several ranks do not support: compute this under torch.no_grad(), "
+                "or inside of the model's forward"
+            )
+        if not engine.accumulates:
+            calls = [*engine.open.undone, *(call for call, _ in self.done)]
+            if not (calls and self.may_begin_again):
+                raise ReleasedParameterError(
+                    "a gradient has come to a parameter that lives on the tiers from a computation outside of the "
+                    "compiled model, or in p.grad, but the first step of this run had none, so the parameter only "
+                    "takes gradients from the compiled model's own backward. Compute this under torch.no_grad(), call "
+                    'the compiled model, or give options={"accumulate": True}, with which updates wait, and start the '
+                    "run again" + last_given_up()
+                )
+            if zeroed:
+                self.done.clear()
+            return self.engine_for_gradient(self.begin_again(engine, calls[0]), zeroed=zeroed)
+        if engine.record is None or zeroed:
+            engine.begin_sums()
+        return engine
+
+    def engine_for_step(self, engine: Engine, record: StepRecord, *, dropped: bool) -> Engine:
+        """The engine that closes a step by the settings of now [4]; dropped: its gradients were.
+
+        Many set the learning rate after the backward, and mean this step, or drop the gradients where a loss jumps.
+        Updates that have waited take that up. Raises `StepOrderError` where they have not, and the step cannot begin
+        again.
+        """
+        optimizer, placement = engine.optimizer, engine.placement
+        assert optimizer is not None, "it closes the step"
+        now = optimizer.as_set()
+        changed = _changed(record, now, anew=self.may_begin_again)
+        if not (changed or dropped):
+            return engine
+        engine.announce("dropped gradients" if dropped else "new settings", f", {now.told_settings}")
+        if placement.has_early and self.may_begin_again:
+            return self.begin_again(engine, self.done[0][0])
+        is_norm_kept = record.max_grad_norm == now.max_grad_norm
+        rolls_back = placement.rolls_back(confirmed=record.confirmed) and (is_norm_kept or dropped)
+        waits = not placement.has_early or rolls_back
+        if not (waits or record.skipped):
+            what = "the gradients were dropped after the backward" if dropped else changed
+            raise StepOrderError(
+                f"{what}: updates have already run beside the backward, because the first step did not show that they "
+                f"must wait. {'Give' if dropped else 'Set it before the backward or after step(), or give'} "
+                'options={"accumulate": True}, with which updates wait for step(), and start the run again'
+            )
+        record.is_dropped, record.hypers = dropped and waits, now.hypers
+        if not is_norm_kept:
+            record.max_grad_norm, record.scale = now.max_grad_norm, 1.0
+            record.clip()
+        return engine
+
+    def engine_with_room(self, engine: Engine, call: Call, error: MemoryBudgetError) -> Engine:
         """An engine with memory for one call more [5]; raises the error where that cannot be."""
-        engine = call.engine
-        if engine.open and self.may_begin_again and engine.is_of_this_thread:
+        if engine.open and self.may_begin_again and engine.open.is_of_this_thread:
             with suppress(MemoryBudgetError):
-                return self.begin_again(engine, call, accumulates=engine.accumulates, num_calls=engine.num_calls + 1)
+                return self.begin_again(engine, call, Loop(engine.accumulates, engine.num_calls + 1))
         raise error
 
     @property
@@ -125,38 +184,37 @@ class FirstStep:
             return False
         return engine.ranks is None and engine.placement.schedule == "vertical"
 
-    def begin_again(self, engine: Engine, call: Call, num_calls: int = 0, *, accumulates: bool = True) -> Engine:
+    def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None) -> Engine:
         """Another engine in the place of one, with what the step has done so far.
 
-        call: one of the step. num_calls: that have memory at a time; 0: all that have had no backward. accumulates:
-        updates wait. Raises `MemoryBudgetError` where there is no room for that, `StepOrderError` where other
+        call: one of the step. loop: what it is for; None: updates wait, and all calls that have had no backward have
+        memory at a time. Raises `MemoryBudgetError` where there is no room for that, `StepOrderError` where other
         parameters are trained by now, and leaves the engine as it is.
         """
         for each in (call, *(other for other, _ in self.done)):
             _refuse_changed(each)
         optimizer = engine.optimizer
         assert isinstance(optimizer, TieredOptimizer)
-        num_calls = num_calls or max(len(engine.open.undone), engine.num_calls)
-        before = optimizer.accumulates, optimizer.num_calls
-        optimizer.accumulates, optimizer.num_calls = accumulates, num_calls
-        try:
-            prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes)
-        except BaseException:
-            optimizer.accumulates, optimizer.num_calls = before
-            raise
-        words = ["updates wait for step(), as several backwards or settings come before it"] if accumulates else []
-        words += [f"{num_calls} calls are between forward and backward at a time"] if num_calls > 1 else []
+        loop = loop or Loop(True, max(len(engine.open.undone), engine.num_calls))
+        prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes, loop)
+        optimizer.loop = loop
+        words = ["updates wait for step(), as several backwards or settings come before it"] if loop.accumulates else []
+        words += [f"{loop.num_calls} calls are between forward and backward at a time"] if loop.num_calls > 1 else []
         log.info("in this loop %s: the first step starts again", ", and ".join(words))
         engine.end("optimizer.step() was called")  # until then its calls go where the step goes
         optimizer.state.update(self.states)
         done, self.done = self.done, []
-        found = self.begin(optimizer, call, prepared)
-        if found.durable is not None:
-            found.durable.take_random_state()  # random numbers go on already
-        for other, gradients in done:
-            other.move_to(found)
-            other.backward(gradients)
-        return found
+        successor = self.begin(optimizer, call, prepared)
+        if successor.durable is not None:
+            successor.durable.take_random_state()  # random numbers go on already
+        for _, repeat in done:
+            repeat(successor)
+        return successor
+
+    def note(self, call: Call, repeat: Callable[[Engine], None]) -> None:
+        """A call has had its backward; repeat: runs both on another engine."""
+        if self.may_begin_again:
+            self.done.append((call, repeat))
 
     def close(self) -> None:
         """`optimizer.step()` has closed it."""
@@ -183,6 +241,17 @@ def _bring_states(optimizer: TieredOptimizer, engine: Engine) -> None:
     if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
         optimizer.go_on(former)
         optimizer.kept.step = former.step
+
+
+def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:
+    """A setting with another value than as the backward began, in words; anew: or with an equal one, assigned since."""
+    pairs = [("max_grad_norm", record.max_grad_norm, now.max_grad_norm)]
+    for number, (before, after) in enumerate(zip(record.groups, now.groups, strict=True)):
+        pairs += [(f'"{key}" of param group {number}', value, after[key]) for key, value in before.items()]
+    for name, value, set_since in pairs:
+        if set_since != value or (anew and set_since is not value):
+            return f"{name} was set to {set_since!r} after the backward, and {value!r} before"
+    return ""
 
 
 def _refuse_changed(call: Call) -> None:

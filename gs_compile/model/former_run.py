@@ -88,7 +88,7 @@ def _refuse_what_is_lost(former: Manifest, optimizer: Optimizer) -> None:
     """
     if optimizer.kept.step is not None:
         return
-    found, read = former.step - former.num_skipped, optimizer.num_steps_read
+    found, read = former.step - former.num_skipped, optimizer.steps.read
     if read not in (None, found):
         raise StepOrderError(
             f"optimizer.num_steps was read as {read} before the model's first call, but run {former.run} resumes from "
@@ -134,26 +134,26 @@ def _differences(
 ) -> Iterator[str]:
     """How a commit of parameters of these names and shapes is of something else."""
     pairs = [(each, here[each.name]) for each in former.parameters]
-    for there, own in pairs:
-        if there.trained != own.trained:
-            yield f"{own.name} was {'trained' if there.trained else 'frozen'} there"
+    for there, ours in pairs:
+        if there.trained != ours.trained:
+            yield f"{ours.name} was {'trained' if there.trained else 'frozen'} there"
     if (former.optimizer, tuple(former.components)) != (type(optimizer).__name__, optimizer.components):
         yield f"its optimizer is {former.optimizer}, with {', '.join(former.components)} of each parameter"
-    for there, own in pairs:
-        if tuple(there.components) != tuple(own.components):
-            yield f"{own.name} was {'no' if own.components else 'a'} matrix that updates orthogonalize there"
+    for there, ours in pairs:
+        if tuple(there.components) != tuple(ours.components):
+            yield f"{ours.name} was {'no' if ours.components else 'a'} matrix that updates orthogonalize there"
     if len(former.groups) != len(optimizer.param_groups):
         yield f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
     beside = {str(number): tuple(each.shape) for number, each in trained_in_memory(optimizer.param_groups)}
     if beside != {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()}:
         yield "it has other parameters beside the compiled model"
-    for there, own in pairs:
-        if there.group != own.group:
-            yield f"{own.name} was in param group {there.group} there, and is in {own.group} here"
-    for there, own in pairs:
-        if there.missed != own.missed:
+    for there, ours in pairs:
+        if there.group != ours.group:
+            yield f"{ours.name} was in param group {there.group} there, and is in {ours.group} here"
+    for there, ours in pairs:
+        if there.missed != ours.missed:
             yield (
-                f"{own.name} took {there.missed} steps fewer than others there, and {own.missed} here "
+                f"{ours.name} took {there.missed} steps fewer than others there, and {ours.missed} here "
                 "(`gs_compile.resume` takes them up, the option resume alone does not)"
             )
     if former.rank != rank:

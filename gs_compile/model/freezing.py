@@ -33,10 +33,10 @@ def trains_others(engine: Engine, args: Sequence[Any]) -> bool:
     own = [args[index] for index in engine.spans_of(args)]
     with without_overrides():
         is_other = any(each.requires_grad != residency_of(each).is_trained for each in own)
-    return is_other or _is_passed_on(engine, own)
+    return is_other or is_passed_on(engine, own)
 
 
-def _is_passed_on(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> bool:
+def is_passed_on(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> bool:
     """Whether another optimizer was made for the parameters since the engine was."""
     return next(optimizers_of(parameters), engine.optimizer) is not engine.optimizer
 
@@ -82,7 +82,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
 
 
 def _reason(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> str:
-    passed_on = _is_passed_on(engine, parameters)
+    passed_on = is_passed_on(engine, parameters)
     return "the optimizer of the parameters has changed" if passed_on else "requires_grad of a parameter has changed"
 
 
@@ -98,7 +98,7 @@ def _spans_to_move(engine: Engine, args: Sequence[Any]) -> dict[torch.nn.Paramet
             f"{words}. Save the model and the optimizer (state_dict() has values and states), and start a new run with "
             "the parameters that are to be trained"
         )
-    engine.refuse_other_threads()
+    engine.open.refuse_other_threads(has_gradients=engine.record is not None)
     if engine.record is not None or len(spans) < engine.num_parameters:
         raise StepOrderError(
             f"{words}: change it between optimizer.step() and the next call, and call the model with all of its "

@@ -189,13 +189,13 @@ def ranks_that_average(first: Tensor, named: Iterable[tuple[str, Tensor]], optio
 def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
     """The mean over all ranks of each; they have the same shapes on all."""
     ranks.agree_on(f"the mean of {len(gradients)} gradients, {sum(each.numel() for each in gradients)} elements")
-    found = []
+    means = []
     for bucket in _buckets(gradients):
         flat = torch.cat([each.reshape(-1) for each in bucket]) / ranks.total  # the sum may be too large for float16
         ranks.sum(flat, "the mean of gradients")
         parts = flat.split([each.numel() for each in bucket])
-        found += [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
-    return found
+        means += [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
+    return means
 
 
 def averaged_of_any(

@@ -271,14 +271,14 @@ class Inspection:
     def _pieces(self) -> list[str]:
         """How units run in pieces, a line for each class that does."""
         classes = [("head", self.epilogue), *((f"class {index}", each) for index, each in enumerate(self.classes))]
-        found = []
+        lines = []
         for name, each in classes:
             code = self._model.counted[each.units[0]]
             if size := code.tokens_per_piece:
-                found.append(f"  {'pieces:':<19} the {name} runs {on_tokens(size, code.on_all)}")
+                lines.append(f"  {'pieces:':<19} the {name} runs {on_tokens(size, code.on_all)}")
             elif code.whole_reason:
-                found.append(f"  {'pieces:':<19} the {name} runs on all tokens at a time: {code.whole_reason}")
-        return found
+                lines.append(f"  {'pieces:':<19} the {name} runs on all tokens at a time: {code.whole_reason}")
+        return lines
 
     def _nbytes(self, *units: Unit) -> int:
         return sum(spec.nbytes for spec in self.parameters(*units).values())

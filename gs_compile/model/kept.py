@@ -59,14 +59,14 @@ class Kept:
             raise OptimizerError(f"a commit cannot keep this: {error}") from None
         return {"states": states, **deepcopy(live)}
 
-    def give_back(self, found: Mapping[str, Any]) -> None:
+    def give_back(self, saved: Mapping[str, Any]) -> None:
         """Have each object take up its state of a snapshot, where that has one.
 
         Raises ResumeError where an object cannot take its state.
         """
-        for name in sorted(self.states.keys() & found.keys()):
+        for name in sorted(self.states.keys() & saved.keys()):
             try:
-                self.states[name].load_state_dict(_as_it_was(found[name]))
+                self.states[name].load_state_dict(_as_it_was(saved[name]))
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
 

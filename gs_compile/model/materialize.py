@@ -96,11 +96,11 @@ def _whole_stashes(model: nn.Module) -> Iterator[DeviceMesh | None]:
     mesh = None
     with ExitStack() as stack:
         for parameter in filter(is_offloaded, model.parameters()):
-            place = residency_of(parameter)
-            if place.mesh is not None:
-                mesh = place.mesh
-                stack.callback(setattr, place, "stash", place.stash)
-                place.stash = place.value(parameter, master=True)
+            residency = residency_of(parameter)
+            if residency.mesh is not None:
+                mesh = residency.mesh
+                stack.callback(setattr, residency, "stash", residency.stash)
+                residency.stash = residency.value(parameter, master=True)
         yield mesh
 
 
@@ -145,15 +145,14 @@ def evaluating(args: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def reading(args: Sequence[Any], reader: Reader) -> Iterator[None]:
     """The parameters among `args` that are offloaded are read by `reader`, unless they have one."""
-    places = [residency_of(each) for each in args if is_offloaded(each)]
-    places = [place for place in places if place.reader is None]
-    for place in places:
-        place.reader = reader
+    residencies = [found for each in args if is_offloaded(each) and (found := residency_of(each)).reader is None]
+    for residency in residencies:
+        residency.reader = reader
     try:
         yield
     finally:
-        for place in places:
-            place.reader = None
+        for residency in residencies:
+            residency.reader = None
 
 
 def _reader(stores: Sequence[ParameterStore]) -> Reader:
@@ -168,8 +167,8 @@ def _reader(stores: Sequence[ParameterStore]) -> Reader:
 
 def stores_of(args: Iterable[Any]) -> list[ParameterStore]:
     """What has the parameters among `args`, each once; all ranks find them in the same order."""
-    places = (residency_of(each).tiered for each in args if is_offloaded(each))
-    return list(dict.fromkeys(place[0] for place in places if place is not None))
+    homes = (residency_of(each).tiered for each in args if is_offloaded(each))
+    return list(dict.fromkeys(home.store for home in homes if home is not None))
 
 
 @contextmanager
@@ -184,13 +183,13 @@ def _plain_calls(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _plain_call(module: nn.Module) -> Iterator[None]:
-    own = module.__dict__  # past the __setattr__ of what torch.compile returns, which is its model's
-    before = own.get("_compiled_call_impl")
-    own["_compiled_call_impl"] = partial(_evaluate, getattr(module, "_orig_mod", module))  # that model itself
+    attributes = module.__dict__  # past the __setattr__ of what torch.compile returns, which is its model's
+    before = attributes.get("_compiled_call_impl")
+    attributes["_compiled_call_impl"] = partial(_evaluate, getattr(module, "_orig_mod", module))  # that model itself
     try:
         yield
     finally:
-        own["_compiled_call_impl"] = before
+        attributes["_compiled_call_impl"] = before
 
 
 def _evaluate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

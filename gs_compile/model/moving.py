@@ -77,7 +77,7 @@ def take_up(
 
     def bring(parameter: nn.Parameter, span: Slice) -> Tensor | None:
         entry = entries[parameter]
-        source = former.places[entry.name]
+        source = former.spans[entry.name]
         is_whole = bool(span.codec or source.codec)
         pairs = [(span, source)] if is_whole else zip(pieces_of(span, 4), pieces_of(source, 4), strict=True)
         for piece, source in pairs:

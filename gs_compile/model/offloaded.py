@@ -222,7 +222,7 @@ class View(_Elsewhere):  # type: ignore[metaclass]
 class Alias(_Elsewhere):  # type: ignore[metaclass]
     """A tensor that has shared a parameter's memory since before its first call: it shows that part of its value."""
 
-    class Place(NamedTuple):
+    class Overlap(NamedTuple):
         """The part of a parameter's value that a tensor shows, from which element on."""
 
         tensor: Tensor
@@ -235,15 +235,15 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
     kept: torch.UntypedStorage | None
 
     @classmethod
-    def follow(cls, place: Place) -> None:
+    def follow(cls, overlap: Overlap) -> None:
         """Make a tensor an alias. It gives its memory up, but where a numpy array of it has that."""
-        tensor: Any = place.tensor
+        tensor: Any = overlap.tensor
         strides, memory = tensor.stride(), tensor.untyped_storage()
         tensor.kept = None if memory.resizable() else memory
         tensor.data = placeholder(tensor.dtype, tensor.device).expand(tensor.shape)
         tensor.__class__ = cls
-        tensor.parameter, tensor.strides, tensor.start = place.parameter, strides, place.start
-        place.parameter._greedysnake.forget(tensor)  # type: ignore[attr-defined]
+        tensor.parameter, tensor.strides, tensor.start = overlap.parameter, strides, overlap.start
+        overlap.parameter._greedysnake.forget(tensor)  # type: ignore[attr-defined]
 
     def in_memory(self) -> Tensor:
         parameter = self.parameter
@@ -428,13 +428,13 @@ def _refuse(name: str, first: Any) -> None:
         )
 
 
-def _seen(found: Tensor, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Tensor:
+def _seen(result: Tensor, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Tensor:
     for each, values, _ in used:
-        if found is values:
+        if result is values:
             return each
-        if found.layout is torch.strided and shares_memory(found, values):
-            return each.seen(found, values)
-    return found
+        if result.layout is torch.strided and shares_memory(result, values):
+            return each.seen(result, values)
+    return result
 
 
 def _read(tensor: Tensor) -> Tensor:

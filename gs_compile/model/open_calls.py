@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from itertools import count
 
 from gs_compile.capture.internals import comes_to
+from gs_compile.errors import StepOrderError
 from gs_compile.model.call import Call
+from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 
 
@@ -20,22 +23,37 @@ class OpenCalls:
         self._calls: dict[TieredExecutor, weakref.ref[Call]] = {}
         self._undone: weakref.WeakSet[Call] = weakref.WeakSet()  # those without a backward, also if they were given up
         self.refusal = ""  # when the calls that were given up last were
+        self._opened_by = threading.current_thread()  # the latest one
         self.may_be_repeated = True  # nothing but calls has come between
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def __contains__(self, executor: TieredExecutor) -> bool:
+    def __contains__(self, executor: Executor) -> bool:
         return executor in self._calls
 
     def add(self, executor: TieredExecutor, call: Call) -> None:
         self._calls[executor] = weakref.ref(call)
         self._undone.add(call)
+        self._opened_by = threading.current_thread()
 
     def end(self, executor: TieredExecutor, call: Call) -> None:
         """Its backward has run."""
         del self._calls[executor]
         self._undone.discard(call)
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether the step under way was begun by it; autograd may run backwards in others."""
+        return self._opened_by is threading.current_thread()
+
+    def refuse_other_threads(self, *, has_gradients: bool) -> None:
+        """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
+        if (self or has_gradients) and not self.is_of_this_thread and self._opened_by.is_alive():
+            raise StepOrderError(
+                f"the thread {self._opened_by.name} is between the forward and the backward of a step of this model, "
+                "which has one step at a time: train it from one thread, or hold a lock until optimizer.step()"
+            )
 
     @property
     def undone(self) -> list[Call]:

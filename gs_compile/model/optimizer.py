@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,21 +18,28 @@ from gs_compile.runtime.step_record import StepRecord
 Group = Mapping[str, Any]  # a param group
 
 
+class Loop(NamedTuple):
+    """What the first step has shown of a script's loop.
+
+    accumulates: steps have several backwards. num_calls: that are between forward and backward at a time.
+    """
+
+    accumulates: bool = False
+    num_calls: int = 1
+
+
 class Optimizer(Protocol):
     rule: Rule
     orthogonalizes: bool
     param_groups: list[dict[str, Any]]
     state: Any
-    engine: Any
     max_grad_norm: float | None
     loss_scale: Callable[[], float]
     turn: AbstractContextManager[Any]
     kept: Kept
     steps: StepCount
     num_skipped: int
-    num_steps_read: int | None
-    accumulates: bool
-    num_calls: int
+    loop: Loop
 
     @property
     def step(self) -> Callable[..., Any]: ...
@@ -41,14 +48,11 @@ class Optimizer(Protocol):
     @property
     def group_of(self) -> Mapping[Tensor, int]: ...
     @property
-    def hypers(self) -> list[dict[str, Any]]: ...
-    @property
     def components(self) -> tuple[str, ...]: ...
     @property
     def moments(self) -> tuple[torch.dtype | None, ...]: ...
     def matrices(
         self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False
     ) -> Matrices | None: ...
-    def show_state(self, parameter: Tensor) -> None: ...
     def begin_step(self) -> StepRecord: ...
     def as_set(self) -> StepRecord: ...

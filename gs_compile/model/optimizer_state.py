@@ -48,24 +48,24 @@ def parts_of(state_dict: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
     return groups, states
 
 
-def numbers_of(own: Groups, given: Groups) -> list[Any]:
-    """The number that each parameter of `own` has in a state dict with the groups `given`.
+def numbers_of(ours: Groups, saved: Groups) -> list[Any]:
+    """The number that each parameter of `ours` has in a state dict with the groups `saved`.
 
     Parameters are told by name where both have names, as optimizers made with `named_parameters()` do, else by their
     place in groups of equal sizes. Raises OptimizerError where neither is possible.
     """
-    known = {name: number for group in given for name, number in zip(_names(group), group["params"], strict=False)}
-    names = list(chain.from_iterable(map(_names, own)))
+    known = {name: number for group in saved for name, number in zip(_names(group), group["params"], strict=False)}
+    names = list(chain.from_iterable(map(_names, ours)))
     if names and all(name in known for name in names):
         return [known[name] for name in names]
-    mine, theirs = ([len(group["params"]) for group in groups] for groups in (own, given))
+    mine, theirs = ([len(group["params"]) for group in groups] for groups in (ours, saved))
     if mine != theirs:
         raise OptimizerError(
             f"the state dict has other param groups than this optimizer: groups of {theirs} parameters, here {mine}. "
             "Make the optimizer with the groups of the one that was saved, in the same order; or make both with "
             "model.named_parameters() instead of model.parameters(), and states are found by name"
         )
-    return list(chain.from_iterable(group["params"] for group in given))
+    return list(chain.from_iterable(group["params"] for group in saved))
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,11 +77,11 @@ def settings_read(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(each) if isinstance(each, list) else each for key, each in settings_of(group).items()}
 
 
-def are_alike(own: Groups, given: Groups) -> bool:
+def are_alike(ours: Groups, saved: Groups) -> bool:
     """Whether each group has the parameters of the one in its place, so that it can take that one's settings."""
-    pairs = zip(own, given, strict=False)
+    pairs = zip(ours, saved, strict=False)
     named = all(_names(mine) == _names(theirs) for mine, theirs in pairs if _names(mine) and _names(theirs))
-    return named and [len(group["params"]) for group in own] == [len(group["params"]) for group in given]
+    return named and [len(group["params"]) for group in ours] == [len(group["params"]) for group in saved]
 
 
 def _names(group: Mapping[str, Any]) -> Sequence[str]:
@@ -198,8 +198,8 @@ def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] |
 def warn_of_masters(store: ParameterStore, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
     """Warn where states have come without fp32 masters, and values are those of bf16: masters begin at these."""
     given = [p for p, state in states.items() if has_values(state) and MASTER not in state]
-    places = [place for p in given if (place := residency_of(p).tiered) is not None]
-    if places and all(store.is_rounded(span) for _, span in places):
+    homes = [home for p in given if (home := residency_of(p).tiered) is not None]
+    if homes and all(store.is_rounded(home.span) for home in homes):
         warnings.warn(
             "the optimizer's state has no fp32 masters, and the model's values are those of bf16: the masters begin at "
             "these values. If the saved run had masters, and torch.distributed.checkpoint loads them: call the model "

@@ -116,19 +116,19 @@ class Outputs:
         """
         split = self.models[0].split
         numbers = [number for number, output in enumerate(split.outputs) if output.spec is not None]
-        found = {
+        units = {
             number: output.unit
             for number, output, gradient in zip(numbers, self.made, gradients, strict=True)
             if gradient is not None and output.kind == "y" and output.unit != EPILOGUE
         }
-        if found and split.block_cut:
-            unit = next(iter(found.values()))
+        if units and split.block_cut:
+            unit = next(iter(units.values()))
             maker = layer_name(unit, split.block_cut) if isinstance(unit, int) else "the embedding"
             raise OutputGradientError(
                 f"a gradient arrived for an output made inside {maker} (a cache or attention weights), but this "
                 "schedule cuts blocks into parts that only pass hidden states on: leave the option schedule out"
             )
-        return frozenset(found)
+        return frozenset(units)
 
     def cut(self, gradients: Gradients, outside: frozenset[Unit]) -> dict[Value, Any]:
         """The outputs' gradients by micro-batch: values `dy` of the units in `outside`."""
@@ -192,12 +192,12 @@ def _combined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
 def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Tensor | None, ...]:
     """The gradients of the head's differentiated results for one micro-batch; None where none arrived."""
     head = model.split.by_unit[EPILOGUE]
-    given = []
+    gradients = []
     for index in head.differentiated:
         kind = head.results[index]
         found = slices.get((kind, EPILOGUE, head.results[:index].count(kind)))
-        given.append(None if found is None else found.to(head.result_specs[index].dtype))
-    return tuple(given)
+        gradients.append(None if found is None else found.to(head.result_specs[index].dtype))
+    return tuple(gradients)
 
 
 def _of_batch(index: int, arg: Tensor, units: CompiledUnits) -> Tensor | None:

@@ -134,15 +134,15 @@ class ParameterStore:
         self._agree_on("a new value", span)
         values = whole(values)
         own, wide = self.tiers.dtype(span), self.tiers.dtype(span, master=True)
-        given = self._masters.get(span)
+        early = self._masters.get(span)
         for piece in pieces_of(span, wide.itemsize):
             new = _part(values, span, piece)
             if own != wide and new.dtype == own:
-                master = self.tiers.read(piece, master=True) if given is None else _part(given, span, piece).to(wide)
+                master = self.tiers.read(piece, master=True) if early is None else _part(early, span, piece).to(wide)
                 new = torch.where(rounds_to(master, new), master, new.to(wide))
             self.tiers.fill(piece, new)
             leave_memory(values.untyped_storage())
-        if given is not None and self._rounds_to_value(given, span):
+        if early is not None and self._rounds_to_value(early, span):
             del self._masters[span]
 
     @in_turn

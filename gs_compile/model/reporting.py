@@ -163,5 +163,7 @@ def _predicted(plan: StepPlan | None) -> dict[str, Any]:
 
 def _shares(store: Store | None) -> dict[str, float]:
     """The part of all bytes that each directory of storage gets."""
-    pairs = zip(store.drives, store.weights, strict=True) if store is not None else ()
-    return {str(drive.folder.parent): weight / sum(store.weights) for drive, weight in pairs} if store else {}
+    if store is None:
+        return {}
+    pairs = zip(store.drives, store.weights, strict=True)
+    return {str(drive.folder.parent): weight / sum(store.weights) for drive, weight in pairs}

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,13 @@ ROUNDED = (
 )
 
 
+class Home(NamedTuple):
+    """Where a tiered parameter's value is."""
+
+    store: ParameterStore
+    span: Slice
+
+
 @dataclass(frozen=True)
 class Shown:
     """A tensor that has a parameter's value, as long as neither changes."""
@@ -62,7 +69,7 @@ class Residency:
     """Where one parameter's value is. An attribute of the parameter, so that both end together."""
 
     optimizer: weakref.ref[Any] | None = None  # of this package, made for the parameter
-    place: tuple[ParameterStore, Slice] | None = None  # the store, and the span in it
+    home: Home | None = None
     is_trained: bool = False  # by the store
     stash: Tensor | None = None  # the value of a stashed parameter, in a file or in memory
     folder: Path | None = None  # of the file; None: the parameter was resident, and its value is in memory
@@ -80,21 +87,20 @@ class Residency:
         return type(None), ()  # a copy of a parameter has a value of its own
 
     @property
-    def tiered(self) -> tuple[ParameterStore, Slice] | None:
-        """The store and the span in it, while it is open."""
-        return None if self.place is None or self.place[0].closed else self.place
+    def tiered(self) -> Home | None:
+        """Where the value is, while that store is open."""
+        return None if self.home is None or self.home.store.closed else self.home
 
     def stashed_value(self, parameter: Tensor) -> Tensor:
         """The value of a stashed parameter: read from storage where it is touched."""
         if self.stash is None:
-            raise ReleasedParameterError(_lost(parameter, self.place and self.place[0].tiers))
+            raise ReleasedParameterError(_lost(parameter, self.home.store.tiers if self.home else None))
         return self.stash
 
     def value(self, parameter: Tensor, *, master: bool = False) -> Tensor:
         """The value of an offloaded parameter, on the CPU: in its dtype, or in that of its master."""
-        if self.tiered is not None:
-            store, span = self.tiered
-            return store.read(span, master=master)
+        if (home := self.tiered) is not None:
+            return home.store.read(home.span, master=master)
         stash = self.stashed_value(parameter)
         values = dense(self.as_stashed(parameter, files.whole(stash)))
         if values is not stash and self.folder is not None:
@@ -109,10 +115,9 @@ class Residency:
 
     def rows(self, parameter: Tensor) -> Tensor:
         """The value as state dicts have it: under ranks a DTensor, of which this one has some rows."""
-        if self.tiered is not None and self.tiered[0].mesh is not None:
-            store, span = self.tiered
-            return store.rows(span)
-        if self.tiered is None and isinstance(self.stash, DTensor) and not self.codec:
+        if (home := self.tiered) is not None and home.store.mesh is not None:
+            return home.store.rows(home.span)
+        if home is None and isinstance(self.stash, DTensor) and not self.codec:
             return self.stash.detach().to(parameter.dtype)
         return self.shown_value(parameter, torch.device("cpu"))
 
@@ -120,14 +125,13 @@ class Residency:
     def mesh(self) -> DeviceMesh | None:
         """Of the ranks that have some rows each of what state dicts hold; None: this one has all."""
         if self.tiered is not None:
-            return self.tiered[0].mesh
+            return self.tiered.store.mesh
         return self.stash.device_mesh if isinstance(self.stash, DTensor) else None
 
     def master_dtype(self, parameter: Tensor) -> torch.dtype:
         """Of `value` with `master`."""
-        if self.tiered is not None:
-            store, span = self.tiered
-            return store.tiers.dtype(span, master=True)
+        if (home := self.tiered) is not None:
+            return home.store.tiers.dtype(home.span, master=True)
         return parameter.dtype if self.codec else self.stashed_value(parameter).dtype
 
     def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor:
@@ -172,14 +176,14 @@ class Residency:
 
         What is encoded takes values that are not its own in its codec, with a `RuntimeWarning`.
         """
-        if codec := self.tiered[1].codec if self.tiered is not None else self.codec:
+        home = self.tiered
+        if codec := home.span.codec if home is not None else self.codec:
             if torch.equal(files.whole(values), self.value(parameter)):
                 return
             warnings.warn(ROUNDED.format(tuple(parameter.shape), codec), RuntimeWarning, stacklevel=3)
-        if self.tiered is not None:
-            store, span = self.tiered
-            store.write(span, values)
-        if self.tiered is None or self.stash is not None:  # until the first step has ended
+        if home is not None:
+            home.store.write(home.span, values)
+        if home is None or self.stash is not None:  # until the first step has ended
             values_as_stashed = CODECS[self.codec].encode(values) if self.codec else values
             files.write(self.stashed_value(parameter), values_as_stashed)
         known = self.shown.get(values.device)
@@ -197,12 +201,12 @@ class Residency:
                 "a gradient has come to a parameter of a model that has not been called yet, or does not train it: "
                 "call the model first, or compute this under torch.no_grad()"
             )
-        self.tiered[0].add_gradient(parameter, gradient)
+        self.tiered.store.add_gradient(parameter, gradient)
 
     @property
     def _state(self) -> Any:
         """Another one whenever the value has changed."""
-        return self.num_writes, self.place and self.place[0].num_steps
+        return self.num_writes, self.home and self.home.store.num_steps
 
     def _show(self, values: Tensor) -> None:
         self.shown[values.device] = Shown(weakref.ref(values), self._state, changes(values))
@@ -279,14 +283,14 @@ def stash(
     if not is_offloaded(parameter):
         residency.kind = type(parameter)
         residency.stash, residency.folder = parameter.data if values is None else values, folder
-        residency.place = None
+        residency.home = None
     residency.release(parameter, dtype or parameter.dtype)
 
 
 def adopt(parameter: Tensor, store: ParameterStore, span: Slice, first: Tensor | None) -> None:
     """The store has the value of a stashed parameter now; `first` is the same, and its place if the store fails."""
     residency = residency_of(parameter)
-    residency.place, residency.stash = (store, span), first
+    residency.home, residency.stash = Home(store, span), first
     residency.is_trained = parameter.requires_grad
 
 
@@ -304,7 +308,7 @@ def bring_out(store: ParameterStore, parameter: Tensor, span: Slice) -> None:
 
 def hand_back(parameter: Tensor) -> None:
     """Take a value out of a store that failed at its start: the parameter is stashed again."""
-    residency_of(parameter).place = None
+    residency_of(parameter).home = None
 
 
 def roll_back(arguments: Iterable[Any]) -> None:
@@ -325,7 +329,7 @@ def restore(parameter: Tensor, values: Tensor) -> None:
     residency.set_data(parameter, values)
     if (mark := residency.gradient) is not None and parameter.grad is mark:
         parameter.grad = None
-    residency.stash = residency.place = residency.gradient = None
+    residency.stash = residency.home = residency.gradient = None
 
 
 @contextmanager

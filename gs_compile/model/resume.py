@@ -63,7 +63,7 @@ def resume(
     commit, and StepOrderError after the model's first call.
     """
     _check(optimizer)
-    given, states = {*states, *optimizer.kept.states}, {name: each for name, each in states.items() if each is not None}
+    names, states = {*states, *optimizer.kept.states}, {name: each for name, each in states.items() if each is not None}
     for name, each in states.items():
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
             raise OptionError(f"{name} has no state_dict and load_state_dict: a {type(each).__name__}")
@@ -80,7 +80,7 @@ def resume(
     if missing := sorted(states.keys() - former.states.keys()):
         known = ", ".join(sorted(former.states)) or "none"
         raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
-    if left := sorted(former.states.keys() - given):
+    if left := sorted(former.states.keys() - names):
         raise ResumeError(
             f"the commit of step {former.step} has a state of {', '.join(left)}, which would not be restored: pass it "
             f"as {left[0]}=..., or pass {left[0]}=None to resume without it"

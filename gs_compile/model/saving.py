@@ -44,7 +44,7 @@ def _whole(model: nn.Module, state: Mapping[str, Any], *, is_kept: bool) -> dict
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known: dict[nn.Parameter, torch.Tensor | None] = {}
-    found: dict[str, Any] = {}
+    whole_state: dict[str, Any] = {}
     for name, value in state.items():
         parameter = parameters.get(name)
         if isinstance(value, DTensor) and parameter is not None and is_offloaded(parameter):
@@ -55,5 +55,5 @@ def _whole(model: nn.Module, state: Mapping[str, Any], *, is_kept: bool) -> dict
         else:
             value = whole(value)
         if is_kept:
-            found[name] = value
-    return found
+            whole_state[name] = value
+    return whole_state

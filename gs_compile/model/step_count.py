@@ -14,6 +14,7 @@ class StepCount:
 
     def __init__(self) -> None:
         self.taken = 0
+        self.read: int | None = None  # by the user before the first call, which may go on from another number
         self._missed: Mapping[torch.Tensor, int] = {}
         self._shown: dict[int, torch.Tensor] = {}  # by the steps that were missed
 

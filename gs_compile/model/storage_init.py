@@ -115,12 +115,12 @@ class NewTensorsInFiles(TorchDispatchMode):
     ) -> Any:
         if self._is_aside:
             return operation(*args, **(kwargs or {}))
-        given = [each for each in tree_leaves((args, kwargs)) if _is_plain(each)]
+        tensors = [each for each in tree_leaves((args, kwargs)) if _is_plain(each)]
         _refuse_resize(operation, args)
-        self._touch(given)  # and make room, before the operation needs more
+        self._touch(tensors)  # and make room, before the operation needs more
         results = operation(*args, **(kwargs or {}))
         # `lift_fresh` is how torch.tensor() shows what it has just made.
-        old = set() if operation is aten.lift_fresh.default else {_address(each) for each in given}
+        old = set() if operation is aten.lift_fresh.default else {_address(each) for each in tensors}
         old |= {each.data_ptr() for each in args if isinstance(each, torch.UntypedStorage)}
         files: dict[int, torch.UntypedStorage] = {}
 
@@ -138,7 +138,7 @@ class NewTensorsInFiles(TorchDispatchMode):
 
         results = tree_map_only(torch.Tensor, in_file, results)
         self._trim(sum(file.nbytes() for file in files.values()))
-        for each in [each for each in given if files and not _in_file(each)]:
+        for each in [each for each in tensors if files and not _in_file(each)]:
             leave_memory(each.untyped_storage())  # of a checkpoint that is mapped
         self._touch(each for each in tree_leaves(results) if _is_plain(each))
         return results
@@ -250,14 +250,14 @@ def _share(parameters: dict[str, nn.Parameter], folder: Path, group: Any) -> Non
 def _check(name: str, parameter: torch.Tensor) -> None:
     """The parameter's values can be kept in a file; InitialisationError if not."""
     if is_lazy(parameter):
-        found, remedy = "has no shape yet", "Give the module its sizes instead of a lazy one"
+        fault, remedy = "has no shape yet", "Give the module its sizes instead of a lazy one"
     elif not is_in_host_memory(parameter):
-        found, remedy = f"is on {parameter.device}", "Build the model on the CPU; it is moved when it runs"
+        fault, remedy = f"is on {parameter.device}", "Build the model on the CPU; it is moved when it runs"
     elif not _is_plain(parameter):
-        found, remedy = f"is a {type(parameter).__name__}, {parameter.layout}", "Only plain dense parameters are kept"
+        fault, remedy = f"is a {type(parameter).__name__}, {parameter.layout}", "Only plain dense parameters are kept"
     else:
         return
-    raise InitialisationError(f"parameter {name} {found}, so its values cannot go to storage. {remedy}")
+    raise InitialisationError(f"parameter {name} {fault}, so its values cannot go to storage. {remedy}")
 
 
 def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:

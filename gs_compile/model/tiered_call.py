@@ -55,11 +55,11 @@ class TieredCall(Call):
     def _executor(self) -> TieredExecutor:
         """That of the engine, which may be another one from now on: see `first_step`."""
         self.engine.announce("the forward" if self.training else "an evaluation")
-        self.engine = self.engine.first_step.engine_for_forward(self)
+        self.engine = self.engine.first_step.engine_for_forward(self.engine, self)
         try:
             return self.engine.begin(self, self._inputs())
         except MemoryBudgetError as error:
-            self.engine = self.engine.first_step.engine_with_room(self, error)
+            self.engine = self.engine.first_step.engine_with_room(self.engine, self, error)
         return self.engine.begin(self, self._inputs())
 
     def _inputs(self) -> dict[Value, Any]:
@@ -95,7 +95,8 @@ class TieredCall(Call):
 
     def prepare(self, gradients: Gradients) -> None:
         self._look_at_parameters()
-        if (engine := self.engine.first_step.engine_for_backward(self)) is not self.engine:
+        engine = self.engine.first_step.engine_for_backward(self.engine, self)
+        if engine is not self.engine:
             self.move_to(engine)
         self.engine.refuse_given_up(self.executor)
         super().prepare(gradients)
@@ -120,11 +121,15 @@ class TieredCall(Call):
                     self._scale(gradients)
                 executor.backward()
             found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
-            engine.end_backward(executor, self, gradients)
+            engine.end_backward(executor, self, partial(self._repeat, gradients))
             for number in self.trained_numbers:
                 if number in reached:
                     mark_gradient_unavailable(self.args[number])
         return found
+
+    def _repeat(self, gradients: Gradients, engine: Engine) -> None:
+        self.move_to(engine)
+        self.backward(gradients)
 
     def _forward_again(self, gradients: Gradients) -> None:
         """By a program whose head has its backward later than its forward: it waits for gradients from outside."""

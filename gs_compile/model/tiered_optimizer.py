@@ -32,9 +32,8 @@ from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParamete
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.engine import Engine
 from gs_compile.model.gradients import are_dropped, end_gradients, take_given
-from gs_compile.model.idle import count_missed
 from gs_compile.model.kept import Kept
-from gs_compile.model.optimizer import Group
+from gs_compile.model.optimizer import Group, Loop
 from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
@@ -70,13 +69,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         check_norm(max_grad_norm, None)
         self.steps = StepCount()
         self.num_skipped = 0
-        self.num_steps_read: int | None = None  # before the first call, which may go on from another number
         self.first_group_of: Mapping[Tensor, int] = {}  # `group_of` as the engine was made
         self.last_step: StepInfo | None = None
         self._ended = math.nan  # when it was closed
         self.kept = Kept()
-        self.accumulates = False  # steps have several backwards: the first one has shown it
-        self.num_calls = 1  # that are between forward and backward at a time
+        self.loop = Loop()
         super().__init__(params, defaults)
         tell_of_end()
         absorb_libraries()  # the model is built, so its libraries are there: Dynamo need not meet a break first
@@ -102,13 +99,25 @@ class TieredOptimizer(torch.optim.Optimizer):
         raises StepOrderError if another number was read before.
         """
         if self.engine is None:
-            self.num_steps_read = self.steps.taken
+            self.steps.read = self.steps.taken
         return self.steps.taken
 
     def note_missed(self, parameters: Iterable[Tensor]) -> None:
         """These are trained from the next step on, with the state that they had when they were frozen, if any."""
         taken = {p: optimizer_state.whole_step(self.state[p]) if self._has_values(p) else 0 for p in parameters}
         self.steps.missed = {**self.steps.missed, **{p: self.steps.taken - number for p, number in taken.items()}}
+
+    def _count_missed(self, record: StepRecord) -> None:
+        """Leave a step that others have taken out of the counts of parameters that got no gradient in it.
+
+        Updates leave these as they are, as torch does.
+        """
+        if record.skipped or not record.idle:
+            return
+        idle = [each for each in self._parameters if self.engine and self.engine.trained_span(each) in record.idle]
+        self.steps.missed = {**self.steps.missed, **{each: self.steps.missed.get(each, 0) + 1 for each in idle}}
+        for each in idle:
+            self.show_state(each)
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -195,7 +204,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             end_gradients(self._parameters, dropped=record.is_dropped)
             if finished is not None:  # steps of parameters in memory alone are theirs
                 self.num_skipped += record.skipped
-                count_missed(self, record)
+                self._count_missed(record)
                 self.steps.become(self.steps.taken + (not record.skipped))
                 if self.engine.durable is not None:
                     self.kept.end_step()

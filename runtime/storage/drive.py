@@ -26,10 +26,9 @@ from gs_compile.errors import (
 from gs_compile.machine import format_bytes, free_storage
 from gs_compile.placement.slab import rounded
 from gs_compile.runtime.alarm import OF_US
-from gs_compile.runtime.storage import ssd, system
+from gs_compile.runtime.storage import manifest, ssd, system
 from gs_compile.runtime.storage.folder import PROBE, TO_BE, Folder, as_storage_error
 from gs_compile.runtime.storage.grid import PAGE, Grid
-from gs_compile.runtime.storage.manifest import AFTER_A_COPY
 from gs_compile.runtime.storage.movers import Move, Movers, Transfer
 from gs_compile.runtime.storage.ssd import File, Memory, Sums, Verb
 from gs_compile.runtime.storage.stored import FOLDERS
@@ -88,13 +87,14 @@ class Drive:
         with as_storage_error(f"opening of {name}", self.folder), contextlib.ExitStack() as opened:
             fd = self._open(name, 0)
             opened.callback(os.close, fd)
-            found, path = os.fstat(fd), str(self.folder / name)
-            is_own = found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o600 and found.st_nlink == 1
-            if not (stat.S_ISREG(found.st_mode) and is_own):
-                what = f"other users can access this file, so it cannot be trusted: {AFTER_A_COPY} {self.folder}"
+            status, path = os.fstat(fd), str(self.folder / name)
+            is_own = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o600 and status.st_nlink == 1
+            if not (stat.S_ISREG(status.st_mode) and is_own):
+                remedy = f"{manifest.AFTER_A_COPY} {self.folder}"
+                what = f"other users can access this file, so it cannot be trusted: {remedy}"
                 raise StorageError(errno.EPERM, what, path)
-            if found.st_size != rounded(nbytes):
-                what = f"{found.st_size} bytes, and the run that has left this file wrote {nbytes}"
+            if status.st_size != rounded(nbytes):
+                what = f"{status.st_size} bytes, and the run that has left this file wrote {nbytes}"
                 raise CorruptionError(errno.EBADMSG, what, path)
             opened.pop_all()
         return self._take(fd, name, Grid.of(nbytes, chunk), ssd.sums_of_text(sums))
@@ -147,7 +147,7 @@ class Drive:
                     if (other := Folder.lock(path)) is not None:
                         with contextlib.ExitStack() as opened:
                             opened.callback(other.release)
-                            if other.committed() is None and other.prepared() is None:
+                            if not any(manifest.read(path, name) for name in (manifest.NAME, manifest.NEXT)):
                                 other.clear()
 
     def transfer(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> Transfer:

@@ -30,7 +30,7 @@ from gs_compile.errors import LeftoverError, StorageError, StorageLockedError
 from gs_compile.machine import format_bytes
 from gs_compile.runtime.forks import leave_in_children
 from gs_compile.runtime.storage import manifest, system
-from gs_compile.runtime.storage.stored import FOLDER, OURS, Manifest
+from gs_compile.runtime.storage.stored import FOLDER, OURS
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +93,7 @@ class Folder:
     @classmethod
     def first_free(cls, directory: Path) -> Folder:
         """The first folder in a directory that no other model of this process has."""
-        for number in count(1):
-            if (found := cls.lock(folder_in(directory, number))) is not None:
-                return found
-        raise AssertionError
+        return next(filter(None, (cls.lock(folder_in(directory, number)) for number in count(1))))
 
     @classmethod
     def take(cls, path: Path) -> Folder:
@@ -106,14 +103,6 @@ class Folder:
         if (found := cls.lock(path)) is None:
             raise StorageLockedError(errno.EAGAIN, "another model of this process uses this folder", str(path))
         return found
-
-    def committed(self) -> Manifest | None:
-        """The last commit of the durable run that has left this folder; raises ManifestError for a damaged one."""
-        return manifest.read(self.path)
-
-    def prepared(self) -> Manifest | None:
-        """The commit after that, which other ranks may not have come to."""
-        return manifest.read(self.path, manifest.NEXT)
 
     def promote(self) -> None:
         """Make the prepared commit the last one."""
@@ -237,19 +226,19 @@ def leftovers(folder: Path, keep: Collection[str] = ()) -> str:
 
     keep: names that belong to its commit. Raises LeftoverError where something is there that no run makes.
     """
-    found = {
+    files = {
         path.name: path.lstat()
         for path in folder.iterdir()
         if not path.name.startswith(".") and path.name not in (*keep, manifest.NAME)
     }
-    foreign = [name for name, each in found.items() if not stat.S_ISREG(each.st_mode) or not OURS.fullmatch(name)]
+    foreign = [name for name, each in files.items() if not stat.S_ISREG(each.st_mode) or not OURS.fullmatch(name)]
     if foreign:
         what = f"{', '.join(sorted(foreign)[:5])} in this folder is of no run: move it, or choose another storage="
         raise LeftoverError(errno.EEXIST, what, str(folder))
-    if not found:
+    if not files:
         return ""
-    nbytes, when = sum(each.st_blocks * 512 for each in found.values()), max(each.st_mtime for each in found.values())
-    return f"a run was killed and left {len(found)} files, {format_bytes(nbytes)}, last written {date_of(when)}"
+    nbytes, when = sum(each.st_blocks * 512 for each in files.values()), max(each.st_mtime for each in files.values())
+    return f"a run was killed and left {len(files)} files, {format_bytes(nbytes)}, last written {date_of(when)}"
 
 
 def date_of(seconds: float) -> str:

@@ -92,14 +92,14 @@ def _beside(left: Iterable[Left], here: Iterable[Path]) -> list[Left]:
     return [each for each in found if (each.folder, each.commit.run) in named]
 
 
-def common_step(given: Sequence[Steps]) -> Step | None:
+def common_step(by_rank: Sequence[Steps]) -> Step | None:
     """The last step that all ranks have of one run; None: there is none. What one has committed, all have prepared.
 
     Raises RankError where they have none in common.
     """
-    common = set.intersection(*map(set, given))
-    if not common and any(is_committed for each in given for is_committed in each.values()):
-        last = ("{} of run {}".format(*max(each)) if each else "none" for each in given)
+    common = set.intersection(*map(set, by_rank))
+    if not common and any(is_committed for each in by_rank for is_committed in each.values()):
+        last = ("{} of run {}".format(*max(each)) if each else "none" for each in by_rank)
         found = ", ".join(f"rank {rank}: {words}" for rank, words in enumerate(last))
         raise RankError(
             f"the ranks have commits of different steps ({found}): name the storage of one run on all, and start as "
@@ -108,31 +108,31 @@ def common_step(given: Sequence[Steps]) -> Step | None:
     return max(common, default=None)
 
 
-def located(made: Manifest, here: Path, having: Sequence[Path]) -> Manifest:
+def located(commit: Manifest, here: Path, having: Sequence[Path]) -> Manifest:
     """A commit that was found in the folder `here`, with the paths that its folders have now.
 
     A folder may be given by a link; one of them may be of a directory that has been moved. having: the folders that
     have a commit. Raises LeftoverError where its files are not here: what is here may be of it all the same.
     """
-    named = folders_of(made)
+    named = folders_of(commit)
     now = {old: new for old in named for new in having if is_same(old, new)}
     gone, others = [old for old in named if not old.is_dir()], [new for new in having if new not in now.values()]
     if len(gone) == len(set(others)) == 1:
         now[gone[0]] = others[0]
     if named and here not in now.values():
         what = (
-            f"the commit here, of run {made.run} at step {made.step}, has its files in {', '.join(map(str, named))}: "
-            "name those directories as storage=; or, if they have been moved, make links where they were to where they "
-            "are; nothing was changed"
+            f"the commit here, of run {commit.run} at step {commit.step}, has its files in "
+            f"{', '.join(map(str, named))}: name those directories as storage=; or, if they have been moved, make "
+            "links where they were to where they are; nothing was changed"
         )
         raise LeftoverError(errno.ENOENT, what, str(here))
     if all(old == new for old, new in now.items()):
-        return made
+        return commit
 
     def moved(file: StoredFile) -> StoredFile:
         return replace(file, folder=str(now.get(Path(file.folder), file.folder)))
 
-    return replace(made, parts=tuple(replace(part, files=tuple(map(moved, part.files))) for part in made.parts))
+    return replace(commit, parts=tuple(replace(part, files=tuple(map(moved, part.files))) for part in commit.parts))
 
 
 def is_same(one: Path, other: Path) -> bool:

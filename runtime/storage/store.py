@@ -185,25 +185,25 @@ class Store(contextlib.AbstractContextManager["Store"]):
             for drive, file in each.on_drives
         ]
         Transfer(syncs).wait()
-        made = replace(make(), number=self.made.number + 1 if self.made else 1)
-        if made.rest != self._checked_rest:
-            manifest.refuse_unreadable(made)
-            self._checked_rest = made.rest
+        new = replace(make(), number=self.made.number + 1 if self.made else 1)
+        if new.rest != self._checked_rest:
+            manifest.refuse_unreadable(new)
+            self._checked_rest = new.rest
         with self._folders:
             if self._closed:
-                raise StorageError(errno.ECANCELED, f"the commit of step {made.step} came after the end of its run")
+                raise StorageError(errno.ECANCELED, f"the commit of step {new.step} came after the end of its run")
             for drive in self.drives:
                 drive.sync_names()
             name = manifest.NEXT if together else manifest.NAME
             for drive in reversed(self.drives):  # any of them has it whole, the first has it last
-                manifest.write(drive.folder, drive.own.fd, made, name, partial(self._keep_both, made))
+                manifest.write(drive.folder, drive.own.fd, new, name, partial(self._keep_both, new))
             if together is not None:
-                together(made.step)
+                together(new.step)
                 for drive in reversed(self.drives):
                     drive.own.promote()
             for drive in self.drives:
-                drive.lasting = names_in(made, drive.folder)
-            self.made = made
+                drive.lasting = names_in(new, drive.folder)
+            self.made = new
             for drive, file in chain.from_iterable(each.on_drives for each in old):
                 drive.remove(file)
             if self._last is not None:

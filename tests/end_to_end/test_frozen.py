@@ -155,7 +155,7 @@ def test_what_is_unfrozen_later_goes_on_from_decoded_values(tmp_path):
     theirs.compile(backend="greedysnake", options=options(tmp_path / "theirs"))
     wanted = learn(theirs, twins)
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-    codecs = {name: residency_of(each).place[1].codec for name, each in ours.named_parameters()}
+    codecs = {name: residency_of(each).home.span.codec for name, each in ours.named_parameters()}
     assert codecs["transformer.h.0.mix.weight"] == ""
     assert codecs["transformer.h.1.mix.weight"] == "nf4"
 

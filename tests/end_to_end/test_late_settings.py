@@ -225,7 +225,7 @@ def test_a_value_that_is_written_where_the_first_step_has_begun_again(harness, t
     with harness.fresh(sgd, options(tmp_path)) as optimizer:
         losses = [loss_of(harness.model, tokens(number)) for number in range(3)]
         (losses[0] * losses[1]).backward()
-        assert optimizer.accumulates, "it has begun again"
+        assert optimizer.loop.accumulates, "it has begun again"
         with torch.no_grad():
             next(harness.model.parameters()).mul_(2.0)
         with pytest.raises(StepOrderError, match="dropped when a parameter was given another value"):

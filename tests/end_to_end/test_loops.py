@@ -400,7 +400,7 @@ def test_calls_that_do_not_fit_are_refused_with_what_they_need(harness, tmp_path
             list(three_forwards(harness.model, 0))
         loss_of(harness.model, 0).backward()
         optimizer.step()
-        assert (optimizer.num_steps, optimizer.accumulates) == (1, False)
+        assert (optimizer.num_steps, optimizer.loop.accumulates) == (1, False)
 
 
 def test_more_calls_than_the_first_step_has_had_are_given_up_where_there_is_no_room(harness, tmp_path):

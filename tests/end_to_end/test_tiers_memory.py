@@ -72,7 +72,7 @@ def test_the_planned_memory_is_enough(storage, precision, clip, alpha, separate_
             step(harness.model, optimizer, tokens(number))
         optimizer.synchronize()
         assert optimizer.engine.tiers.slab.nbytes <= planned
-        assert optimizer.engine.tiers.slab.has_block(optimizer.engine.snapshots[-1])  # the steps have left nothing
+        assert optimizer.engine.tiers.slab.has_segment(optimizer.engine.snapshots[-1])  # the steps have left nothing
 
 
 def files_of(optimizer):
@@ -145,7 +145,7 @@ def test_what_lanes_work_on_is_over_before_a_larger_step_is_mapped(storage, monk
     """Else they would have its memory beside that of the step."""
     harness, under_way, is_waited_for = harness_of(), [], threading.Event()
     if line:
-        monkeypatch.setattr(Tiers, "block", without(Tiers, "block", line))
+        monkeypatch.setattr(Tiers, "segment", without(Tiers, "segment", line))
 
     def synchronize(tiers):
         is_waited_for.set()

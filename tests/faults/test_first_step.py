@@ -159,10 +159,10 @@ def test_planning_that_is_interrupted_as_the_first_step_begins_again_changes_not
             patched.setattr("gs_compile.model.first_step.plan_tiers", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 loss_of(harness.model, tokens(1))
-        assert not optimizer.accumulates
+        assert not optimizer.loop.accumulates
         loss_of(harness.model, tokens(1)).backward()
         optimizer.step()
-        assert optimizer.accumulates
+        assert optimizer.loop.accumulates
 
 
 PLACES = {

@@ -167,7 +167,7 @@ def test_a_checkpoint_is_decoded_by_transformers_where_that_is_asked_for(tmp_pat
     assert all(torch.equal(found[name].detach().clone(), each) for name, each in theirs.named_parameters())
     assert not any(residency_of(each).codec for each in found.values())
     model, _, _ = learned(model, storage=model.greedysnake_options)
-    places = {name: residency_of(each).place[1].codec for name, each in model.named_parameters()}
+    places = {name: residency_of(each).home.span.codec for name, each in model.named_parameters()}
     assert {name for name, codec in places.items() if codec} == {
         name for name, each in model.named_parameters() if is_encoded(name, each) and "lora" not in name
     }

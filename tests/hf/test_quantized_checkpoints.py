@@ -146,7 +146,7 @@ def test_adapters_learn_over_experts_in_mxfp4(tmp_path):
     """
     model, theirs = both_of_mxfp4(tmp_path)
     model, losses, found = learned(model, storage=model.greedysnake_options, targets=["q_proj"])
-    places = {name: residency_of(each).place[1].codec for name, each in model.named_parameters()}
+    places = {name: residency_of(each).home.span.codec for name, each in model.named_parameters()}
     assert all(codec == ("mxfp4" if name.endswith(EXPERTS) else "") for name, codec in places.items())
     _, wanted_losses, wanted = learned(theirs, targets=["q_proj"])
     assert losses == pytest.approx(wanted_losses, rel=1e-6)

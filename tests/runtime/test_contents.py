@@ -52,9 +52,9 @@ def test_who_is_done_with_memory_is_forgotten():
     """Else each value would hand on the users of all that were in its memory before."""
     done, reading, value = Ticket(), Ticket(), Value("x", 1, 0, "host")
     done.finish()
-    place, table = SimpleNamespace(end=lambda users: left.extend(users)), ValueTable(Held())
+    allocation, table = SimpleNamespace(end=lambda users: left.extend(users)), ValueTable(Held())
     left: list[Ticket] = []
-    table.define(value, None, (done,), place=place)
+    table.define(value, None, (done,), allocation=allocation)
     table.users.use(value, reading)
     table.free(value)
     assert left == [reading]

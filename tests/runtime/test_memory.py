@@ -84,7 +84,7 @@ def test_all_of_torchs_threads_take_what_is_pinned(monkeypatch, caplog):
     assert "pinning 64.0 MiB of host memory took" in caplog.text
 
 
-@pytest.mark.parametrize("make", [partial(slab.Block, 0, 4096), lambda device: Orthogonalizer(device, 8192)])
+@pytest.mark.parametrize("make", [partial(slab.Segment, 0, 4096), lambda device: Orthogonalizer(device, 8192)])
 def test_memory_that_cannot_be_pinned_is_refused(monkeypatch, make):
     monkeypatch.setattr(Pinning, "fails", True)
     with pytest.raises(MemoryBudgetError, match=r"the system refuses 4\.0 KiB of host memory: .*not supported"):

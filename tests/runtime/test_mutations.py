@@ -69,10 +69,10 @@ MUTATIONS = {
 LINES = [  # each by itself; more of them in device/test_runs_on_card.py
     (TieredExecutor, "_submit", "after += self._launched()  # the memory was in use on the stream that computes"),
     (TieredExecutor, "_launched", "ticket.event = event"),
-    (TieredExecutor, "_made", "former += users if is_new else ()"),
+    (TieredExecutor, "_allocated", "former += users if is_new else ()"),
     (TieredExecutor, "_compute", "self._users(value).change(value, ticket)"),
     (TieredExecutor, "_compute", "self._users(value).use(value, ticket)"),
-    (ValueTable, "free", "place.end(users)"),
+    (ValueTable, "free", "allocation.end(users)"),
 ]
 
 
@@ -90,13 +90,13 @@ BY_LINES = {  # each of whose lines is left out by itself
 }
 
 ON_HOST = [  # where a CPU computes: in the slab, beside the lanes
-    (TieredExecutor, "_made", "join_all(former, None)  # a checkpoint is copied here and now"),
+    (TieredExecutor, "_allocated", "join_all(former, None)  # a checkpoint is copied here and now"),
     (TieredExecutor, "_define", "after += former"),
     (TieredExecutor, "_compute", "join_all(self._awaited(op.reads, op.changes), stream)"),
     (lanes.Lane, "_carry_out", "join_all(task.after, self._stream)"),
     (TieredExecutor, "_submit", "self._users(value).use(value, ticket)"),
     (TieredExecutor, "_submit", "self._users(value).change(value, ticket)"),
-    (ValueTable, "free", "place.end(users)"),
+    (ValueTable, "free", "allocation.end(users)"),
 ]
 
 SCALE = [  # lines of `TieredExecutor.scale`, and a size of micro-batches with which nothing else waits

@@ -82,12 +82,12 @@ def _make(target: Path) -> None:
 
 def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Entry]:
     first = ranks[0]
-    for name, place in first.places.items():
-        dtype = first.dtype(place, master=masters)
-        nbytes = place.numel * dtype.itemsize
+    for name, span in first.spans.items():
+        dtype = first.dtype(span, master=masters)
+        nbytes = span.numel * dtype.itemsize
 
-        def read(place: Any = place, dtype: torch.dtype = dtype) -> Tensor:
-            found = _whole([each.read(place, master=True) for each in ranks])
+        def read(span: Any = span, dtype: torch.dtype = dtype) -> Tensor:
+            found = _whole([each.read(span, master=True) for each in ranks])
             return found if found.dtype == dtype else narrow(found, dtype)
 
         yield Entry(name, nbytes, read)
@@ -100,12 +100,12 @@ def _states(ranks: Sequence[Values]) -> Iterator[Entry]:
     first = ranks[0]
     trained = (each.name for each in first.commit.parameters if each.trained)
     for name in trained:
-        place = first.places[name]
-        nbytes = place.numel * first.setting.wide(place.unit).itemsize
-        for number, component in enumerate(place.components or first.commit.components):
+        span = first.spans[name]
+        nbytes = span.numel * first.setting.wide(span.unit).itemsize
+        for number, component in enumerate(span.components or first.commit.components):
 
-            def read(place: Any = place, number: int = number) -> Tensor:
-                return _whole([each.component(place, number) for each in ranks])
+            def read(span: Any = span, number: int = number) -> Tensor:
+                return _whole([each.component(span, number) for each in ranks])
 
             yield Entry(f"{name}.{component}", nbytes, read)
 

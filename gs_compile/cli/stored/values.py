@@ -45,9 +45,9 @@ class Values(FormerHomes):
 
     def bytes_of(self, name: str) -> Iterator[tuple[str, int, int]]:
         """Each part that has some of a parameter or of its state: its name, and where in it they start and stop."""
-        place = self.places[name]
-        places = dict.fromkeys((place, place.moment(1)[0]))
-        for each, component in product(places, (None, *range(len(self.setting.types[place.unit].state)))):
+        span = self.spans[name]
+        spans = dict.fromkeys((span, span.moment(1)[0]))
+        for each, component in product(spans, (None, *range(len(self.setting.types[span.unit].state)))):
             for value, start, target in self._pieces(each, component):
                 yield value._replace(tier=None).name, start, start + len(target)
 
@@ -59,16 +59,16 @@ class Values(FormerHomes):
     def _spans(self) -> dict[str, list[tuple[int, int, str]]]:
         """Who is where, by part."""
         found = defaultdict(list)
-        for name in self.places:
+        for name in self.spans:
             for part, start, stop in self.bytes_of(name):
                 found[part].append((start, stop, name))
         for each in self.commit.rest:
             found[REST].append((each.offset, each.offset + nbytes_of(each), each.name))
         return found
 
-    def component(self, place: Slice, number: int) -> Tensor:
+    def component(self, span: Slice, number: int) -> Tensor:
         """A component of a parameter's state, the master aside."""
-        return self.read_state(place, number + self.has_master(place))
+        return self.read_state(span, number + self.has_master(span))
 
     def beside(self, stored: StoredTensor) -> Tensor:
         """A tensor beside the tiers."""

@@ -195,9 +195,14 @@ def meta_tokens(model: nn.Module, sequence: int) -> dict[str, Any]:
             f"{type(model).__name__}.forward has no required argument, and none called input_ids: a plan calls it with "
             "token ids"
         )
-    inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's forward hands on what it does not name
-    options = {name: False for name in inspect.signature(inner.forward).parameters if name == "use_cache"}
+    forward = base_model(model).forward  # PEFT's hands on what it does not name
+    options = {name: False for name in inspect.signature(forward).parameters if name == "use_cache"}
     return options | {name: torch.zeros(SAMPLES, sequence, dtype=torch.long, device="meta") for name in names}
+
+
+def base_model(model: Any) -> Any:
+    """A model without what PEFT has put around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def repeated(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:

@@ -1,4 +1,4 @@
-"""exchange: collectives on host memory, without what gloo's own do beside.
+"""host_collectives: collectives on host memory, without what gloo's own do beside.
 
 shares      gloo gathers into memory of its own, and copies. A broadcast from each rank comes to where it belongs.
 terms       gloo reduces the whole of a sum on every rank, twice the bytes. Each is sent the terms of its own part.
