@@ -281,8 +281,9 @@ class Compilation:
 
     @cached_property
     def exchange(self) -> fx.Node | None:
-        """As `first_exchange` of the forward."""
-        return first_exchange(self.captured.module)
+        """The first collective of the forward that reads something else than the batch and constants; None: none."""
+        known = self.captured.names("batch", "constant", "size")
+        return first_exchange(self.captured.module, known)
 
     @cached_property
     def _of_batch(self) -> frozenset[str]:
