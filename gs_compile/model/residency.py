@@ -113,7 +113,7 @@ class Residency:
             store, span = self.tiered
             return store.rows(span)
         if self.tiered is None and isinstance(self.stash, DTensor) and not self.codec:
-            return self.stash.detach().to(parameter.dtype)
+            return files.as_pickled(self.stash.detach().to(parameter.dtype))
         return self.shown_value(parameter, torch.device("cpu"))
 
     @property
