@@ -166,6 +166,7 @@ def _in_one_file(
         if file is None:
             return None, None
         memory = torch.UntypedStorage.from_file(_path(file), shared=True, nbytes=shape[0] * row_nbytes)
+        assert isinstance(memory, torch.UntypedStorage)
         whole = torch.empty(0, dtype=dtype, device="cpu").set_(memory).view(tuple(shape))
         if start == stop:
             return whole, whole[slice(*rows)]
@@ -288,8 +289,9 @@ def _together(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], whole: Tensor
     return as_pickled(found, whole)
 
 
-def as_pickled(rows: DTensor, whole: Tensor | None = None) -> DTensor:
+def as_pickled(rows: Tensor, whole: Tensor | None = None) -> DTensor:
     """Have pickle get `whole` of a DTensor; None: raise `RankError`."""
+    assert isinstance(rows, DTensor)
     mesh = rows.device_mesh
     of = f"rank {mesh.get_local_rank()} of {mesh.size()} of a value of shape {tuple(rows.shape)}"
     rows.__reduce_ex__ = _Pickled(of, whole)  # type: ignore[method-assign]  # pickle asks the object
