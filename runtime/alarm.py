@@ -1,12 +1,13 @@
 """alarm: the first failure of any rank, told to all ranks at once.
 
-    rank 1 ──┐  reason, or "ended"      ┌── rank 1 .. N-1: the same lines
+    rank 1 ──┐  [rank, kind, words]     ┌── rank 1 .. N-1: the same lines
     rank 2 ──┼──> rank 0: a thread for ─┤
     ...    ──┘    each connection       └── its own checks
 
 A rank that fails says why; a rank whose script is over says so. A connection that closes without a word is of a rank
 that was killed: its system closes it at once, or keeps silent for some seconds if the machine is gone. So nobody sends
-signs of life, and a rank that computes for long is never taken for dead.
+signs of life, and a rank that computes for long is never taken for dead. One that waits asks the others where they are:
+what they answer tells ranks that compute from those that wait for the one that asks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gs_compile.runtime.forks import leave_in_children
 
@@ -36,6 +37,8 @@ LIMIT = 8.0  # seconds that a user's thread may take to notice: then the process
 MEETING = 60.0  # seconds for all connections
 REASON = 4000  # characters of a reason
 OF_US = "greedysnake"  # how the names of this package's threads begin
+
+Kind = Literal["failed", "ended", "asks", "stands"]  # of a line
 
 Exchange = Callable[[Any], list[Any]]  # every rank's value, by its place
 
@@ -52,6 +55,8 @@ class Alarm:
         self.num_here = 1  # ranks on this machine
         self.on_failure: Callable[[], None] = lambda: None  # of another rank, on a thread of this object's
         self.ended: dict[int, float] = {}  # ranks whose script is over, and since when (time.monotonic)
+        self.standing: dict[int, str] = {}  # the others' answers to `ask`
+        self.where: Callable[[int], str] = lambda _: ""  # this rank's: what it waits for together with that rank
         self._place = place
         self._is_noticed = False
         self._is_closed = False
@@ -72,7 +77,7 @@ class Alarm:
     def fail(self, reason: str) -> None:
         """Tell all ranks that this one has failed; of several failures the first counts."""
         if not self._is_closed:
-            self._hear(self.name, reason[:REASON])
+            self._hear(self.name, "failed", reason[:REASON])
             self.notice()
 
     def notice(self) -> tuple[int, str] | None:
@@ -87,12 +92,17 @@ class Alarm:
         while self.failed is None and not self.ended and time.monotonic() < end:
             time.sleep(0.02)
 
+    def ask(self) -> None:
+        """Have the other ranks tell `standing` what they wait for; empty: for nothing that is known of."""
+        self.standing = {}
+        self._send(self.name, "asks", "")
+
     def close(self) -> None:
         """This rank has ended without failing, or its failure was told; once is enough."""
         if not self._is_closed:
             self._is_closed = True
             self._at_end.cancel()
-            self._send(self.name, None)
+            self._send(self.name, "ended", "")
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):  # the other was faster
                     connection.shutdown(socket.SHUT_WR)
@@ -157,27 +167,31 @@ class Alarm:
             pass
         name = self.names[other]
         if not self._is_closed and name not in self.ended:
-            self._hear(name, "it was killed, or its machine is gone")
+            self._hear(name, "failed", "it was killed, or its machine is gone")
 
-    def _hear(self, name: int, reason: str | None) -> None:
-        """Take note of a rank's failure, or without a reason of its end; the first rank tells all others."""
+    def _hear(self, name: int, kind: Kind, words: Any) -> None:
+        """Take note of what a rank says; the first rank tells all others."""
         with self._guard:
-            if reason is None:
+            if kind == "ended":
                 self.ended = {**self.ended, name: time.monotonic()}  # a new one: others may go through this one
-            elif self.failed is not None:
+            elif kind == "stands" and words[0] == self.name:
+                self.standing = {**self.standing, name: words[1]}
+            elif kind == "failed" and self.failed is not None:
                 return
-            else:
-                self.failed = name, reason
+            elif kind == "failed":
+                self.failed = name, words
         if self._place == 0 or name == self.name:
-            self._send(name, reason)
-        if reason is not None and name != self.name:
+            self._send(name, kind, words)
+        if kind == "asks":
+            self._hear(self.name, "stands", (name, self.where(name)))
+        if kind == "failed" and name != self.name:
             self.on_failure()
             last = threading.Timer(LIMIT, self._end_process)
             last.name, last.daemon = f"{OF_US} end", True
             last.start()
 
-    def _send(self, name: int, reason: str | None) -> None:
-        line = json.dumps([name, reason]).encode() + b"\n"
+    def _send(self, name: int, kind: Kind, words: Any) -> None:
+        line = json.dumps([name, kind, words]).encode() + b"\n"
         with self._sending:
             for other, connection in self._connections.items():
                 if self.names[other] != name:

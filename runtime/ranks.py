@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from gs_compile.progress import stage
 from gs_compile.runtime import host_collectives
 from gs_compile.runtime.alarm import Alarm, words
 from gs_compile.runtime.groups import TIMEOUT, Team, as_bytes, await_everyone, from_bytes, mesh_of, new_groups, team_of
+from gs_compile.runtime.standing import collective_of, is_in
 from gs_compile.runtime.stream import is_in_host_memory
 
 log = logging.getLogger(__name__)
@@ -42,9 +44,12 @@ T = TypeVar("T")
 
 POLL = timedelta(seconds=0.2)  # between two looks at the other ranks' health
 CHUNK = 1 << 22  # elements of a sum that are sent at a time: they come to memory beside it
+TOGETHER = "a wait of this package"
+ALSO_STATE = "also to take a state dict, which the first may then save alone"
 LABEL = 128  # bytes that tell which call of the user's thread it is
 PATIENCE = 60.0  # seconds: what is waited for is said then, in case that others wait for something else
 GRACE = 5.0  # seconds: for the reason of a connection that broke, or for what a rank has sent before its end
+ASKING = 2.0  # seconds between two questions where the other ranks are: what moves data is at another place then
 
 _CLOSED = object()  # in the place of a group: None would be the default one
 
@@ -110,6 +115,7 @@ class Ranks:
         self._join = partial(team.new_group, team.replicas, "gloo")
         self._alarm = alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
         self.num_here = alarm.num_here
+        alarm.where = _waits_for
         if team.backend != "gloo":
             alarm.on_failure = partial(_abort, [group for group in (self._row, self._column) if group is not None])
         self._close = weakref.finalize(self, _close, self._alarm, self._groups)
@@ -123,7 +129,7 @@ class Ranks:
                 "torch.distributed.destroy_process_group() has ended the groups that state dicts of several ranks are "
                 "shared by: take state dicts before it"
             )
-        self.agree_on("the mesh of state dicts")
+        self.agree_on("taking a state dict")
         return self._mesh()
 
     # On the lane -----------------------------------------------------------------------------------------------------
@@ -201,7 +207,8 @@ class Ranks:
             if len(set(found)) > 1:
                 words = ", ".join(f"rank {name}: {label}" for name, label in zip(self.names, found, strict=True))
                 raise RankError(
-                    f"the ranks ask for different things ({words}); all must make the same calls in the same order"
+                    f"the ranks ask for different things ({words}); all must make the same calls in the same order, "
+                    f"{ALSO_STATE}"
                 )
 
         return compare
@@ -295,7 +302,7 @@ class Ranks:
     def _poll(self, what: str, work: Any) -> None:
         """Wait for a collective for as long as all ranks take part in it."""
         start = time.monotonic()
-        patience = start + PATIENCE
+        patience, asking, before = start + PATIENCE, start + GRACE, dict[int, str]()
         while True:
             try:
                 work.wait(POLL)
@@ -308,10 +315,12 @@ class Ranks:
             now = time.monotonic()
             if now > patience:
                 patience = math.inf
-                words = "and waits on: all ranks must make the same calls, also to read or save the model"
+                words = f"and waits on: all ranks must make the same calls, {ALSO_STATE}"
                 log.warning("%s: rank %d has waited %.0f s for others, %s", what, self.name, PATIENCE, words)
             if now - start > GRACE:
                 self._check_ended(what, now - GRACE)
+            if now > asking and self._alarm is not None and threading.current_thread() is threading.main_thread():
+                asking, before = now + ASKING, self._check_standing(what, self._alarm, before)
             if now - start > self.timeout:
                 raise RankError(
                     f"{what}: rank {self.name} has waited {self.timeout:.0f} s for the others. All ranks must make the "
@@ -327,12 +336,32 @@ class Ranks:
                 "the same number of steps, and read the same parameters between steps"
             )
 
+    def _check_standing(self, what: str, alarm: Alarm, before: dict[int, str]) -> dict[int, str]:
+        """Raise `RankError` where all others wait for this rank, as they did at the last question.
+
+        before: the answers to that. Gives those to this one, and asks again.
+        """
+        found = alarm.standing
+        is_stuck = len(found) == self.total - 1 and all(found.values()) and found == before
+        if is_stuck and (away := {name: place for name, place in found.items() if place != TOGETHER}):
+            words = ", ".join(f"rank {name} waits for it in {place}" for name, place in sorted(away.items()))
+            raise RankError(
+                f"{what}: rank {self.name} waits for all ranks, and {words}. All must make the same calls, {ALSO_STATE}"
+            )
+        alarm.ask()
+        return found
+
     def _gather(self, whole: Tensor, own: Tensor, what: str) -> None:
         self._finish(what, whole, lambda: _all_gather(whole, own, group=self._all, async_op=True))
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
         at = self.names.index(source)  # by the name torch knows none of a group that the script has destroyed
         self._finish(what, tensor, lambda: dist.broadcast(tensor, group=self._all, group_src=at, async_op=True))
+
+
+def _waits_for(name: int) -> str:
+    """What this process's main thread waits for together with rank `name`; empty: for nothing that is known of."""
+    return TOGETHER if is_in(Ranks._poll.__code__) else collective_of(name)
 
 
 def _rank_words(names: Sequence[int]) -> str:

@@ -119,7 +119,7 @@ def capture(
     as_tensors(module)
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
     autocast = next(filter(None, map(_autocast, sorted(devices))), None)
-    return Captured(module, tuple(inputs), frozenset(symbols), autocast, models, where)
+    return Captured(module, tuple(inputs), frozenset(symbols), autocast, models, where, _root(inputs, nodes))
 
 
 def _fixed_at(batch: Sequence[fx.Node], size: int) -> str:
@@ -165,7 +165,7 @@ def _named(
     }
     name_of = {id(tensor): name for name, tensor in reversed(names.items())}
     for entry, example in zip(inputs, examples, strict=True):
-        is_own = entry.role not in ("parameter", "buffer") or entry.path in names
+        is_own = entry.role not in _OF_A_MODEL or entry.path in names
         yield entry if is_own else replace(entry, path=name_of.get(id(example), entry.path))
 
 
@@ -274,9 +274,24 @@ def _input(node: fx.Node, example: Any) -> Input:
     return Input(node.name, role, _path(source))
 
 
+def _root(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> str:
+    """How the paths to the model begin that has all parameters and buffers; empty where there are several.
+
+    A function reaches it by a name, or as an attribute of what it is given, neither of which is of the model.
+    """
+    own = [(each.path, _source(node)) for each, node in zip(inputs, nodes, strict=True) if each.role in _OF_A_MODEL]
+    roots = {_path(re.split(_OF_MODULES, source, maxsplit=1)[0]) for _, source in own} - {"L['self']"}
+    root = f"{roots.pop()}." if len(roots) == 1 else ""
+    return root if all(path.startswith(root) for path, _ in own) else ""
+
+
+_OF_A_MODEL = ("parameter", "buffer")
+_OF_MODULES = r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']*)'\]"
+
+
 def _path(source: str) -> str:
     """``L['self']._modules['h']._modules['0']._parameters['weight']`` as ``h.0.weight``."""
-    path = re.sub(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']*)'\]", r".\1", source)
+    path = re.sub(_OF_MODULES, r".\1", source)
     path = re.sub(r"^L\['(?:self|kwargs|args)'\]", "", path)
     path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"^L\['([^']*)'\]", r"\1", path))
     return path.removeprefix(".") or source

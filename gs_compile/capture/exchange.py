@@ -6,6 +6,7 @@ is copied there; plain PyTorch passes no gradient from that memory on, as under 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
@@ -13,16 +14,29 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gs_compile.capture.in_place import in_memory_of
 from gs_compile.capture.internals import tree_leaves, tree_map_only
-from gs_compile.capture.operations import operation
+from gs_compile.capture.operations import is_free, operation, tensor_spec
 
 NAMESPACE = "_c10d_functional"  # how that of the functional ones begins
 
 
-def first_exchange(module: fx.GraphModule) -> fx.Node | None:
-    """The first collective of a graph, or of those that it runs; None: there is none."""
+def first_exchange(module: fx.GraphModule, known: Collection[str] = ()) -> fx.Node | None:
+    """The first collective of a graph, or of those that it runs; None: there is none.
+
+    known: names of inputs. What the graph exchanges of these alone does not count.
+    """
     graphs = (each.graph for each in module.modules() if isinstance(each, fx.GraphModule))
-    return next(filter(_is_collective, chain.from_iterable(graph.nodes for graph in graphs)), None)
+    found = filter(is_collective, chain.from_iterable(graph.nodes for graph in graphs))
+    return next((node for node in found if node.graph is not module.graph or not _is_made_of(node, known)), None)
+
+
+def _is_made_of(node: fx.Node, known: Collection[str]) -> bool:
+    sources = [node, *node.all_input_nodes]
+    for source in sources:
+        sources += [each for each in source.all_input_nodes if each not in sources]
+    inputs = [each for each in sources if each.op == "placeholder"]
+    return bool(inputs) and all(each.name in known for each in inputs)
 
 
 def ends_exchange(node: fx.Node) -> bool:
@@ -30,7 +44,22 @@ def ends_exchange(node: fx.Node) -> bool:
     source = node.args[1] if operation(node) == "copy" else None
     while isinstance(source, fx.Node) and operation(source) == "getitem":
         source = source.args[0]
-    return isinstance(source, fx.Node) and _is_collective(source)
+    return isinstance(source, fx.Node) and is_collective(source)
+
+
+def read_results(graph: fx.Graph) -> None:
+    """Have what reads the memory that the model has given for a result read the result.
+
+    Nothing else is in that memory: where a view is, it stays.
+    """
+    at = {node: number for number, node in enumerate(graph.nodes)}
+    for copy in [node for node in graph.nodes if ends_exchange(node)]:
+        memory, result = copy.args[:2]
+        own, made = tensor_spec(memory), tensor_spec(result)
+        if own and made and own.dtype == made.dtype and in_memory_of(memory) == {memory, copy} and not is_free(memory):
+            memory.replace_all_uses_with(result, delete_user_cb=lambda user, start=at[copy]: at[user] > start)
+            copy.replace_all_uses_with(result)
+            graph.erase_node(copy)
 
 
 class Alone(TorchDispatchMode):
@@ -51,5 +80,5 @@ class Alone(TorchDispatchMode):
         return tree_map_only(torch.Tensor, lambda each: torch.zeros_like(each, device=device), made)
 
 
-def _is_collective(node: fx.Node) -> bool:
+def is_collective(node: fx.Node) -> bool:
     return str(node.target).startswith(NAMESPACE)

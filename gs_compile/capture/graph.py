@@ -51,15 +51,16 @@ class Captured:
     autocast: tuple[Any, ...] | None = None  # the region the user calls the model in: device type, dtype, True, cache
     models: Mapping[str, weakref.ref[nn.Module]] = field(default_factory=dict, compare=False)  # by how paths begin
     fixed_at: str = field(default="", compare=False)  # the user's line that fixes the batch size, in parentheses
+    root: str = field(default="", compare=False)  # how the paths to the one model begin; empty: to several, or itself
 
     def names(self, *roles: Role) -> frozenset[str]:
         return frozenset(entry.name for entry in self.inputs if entry.role in roles)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """All of the model, as it has them now, by the paths that inputs have: the graph may read a part of them."""
+        """All of the model, as it has them now, by their names in it: the graph may read a part of them."""
         models = ((start, model) for start, each in self.models.items() if (model := each()) is not None)
         return {
-            f"{start}{name}": buffer
+            f"{start}{name}".removeprefix(self.root): buffer
             for start, model in models
             for name, buffer in model.named_buffers(remove_duplicate=False)
         }

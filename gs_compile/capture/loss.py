@@ -33,6 +33,7 @@ from torch.nn import functional
 from gs_compile.capture.bodies import why_bodies_mix
 from gs_compile.capture.checks import CHECKED, OF_A_CHECK, place_checks
 from gs_compile.capture.dealing import deal_by_index
+from gs_compile.capture.exchange import is_collective, read_results
 from gs_compile.capture.graph import Captured, LossTerm, at_line, block_of, output_values
 from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.operations import (
@@ -103,6 +104,7 @@ def loss(
         outputs = _kept(module, kept)
         kinds: dict[fx.Node, Kind] = dict.fromkeys((value for value in outputs if isinstance(value, fx.Node)), "sum")
         return Separated(module, outputs, (), kinds, ())
+    read_results(module.graph)
     return _Separation(module, captured, shares, layer_major).run(kept)
 
 
@@ -187,6 +189,8 @@ class _Separation:
             return State(kind, from_inputs=is_data, source="inputs" if is_data else "")
         if node.meta.get(OF_A_CHECK):
             return State("local")
+        if is_collective(node):
+            return replace(_mixed(node, "exchanges values with other ranks"), source=self._source(node))
         if node.target is CHECKED:
             return self.states[node.all_input_nodes[0]]
         made_from = self._source(node)
@@ -212,7 +216,9 @@ class _Separation:
         """Whether a value that does not separate can be made of all samples at once, before the head runs."""
         spec = tensor_spec(node)
         is_fit = spec is not None and not spec.batch_dims and spec.is_sized
-        return self.layer_major and is_fit and self.states[node].source == "taps"
+        state = self.states[node]
+        is_exchanged = state.source == "inputs" and state.cause is not None and is_collective(state.cause)
+        return self.layer_major and is_fit and (is_exchanged or state.source == "taps")
 
     def _change(self, node: fx.Node, target: fx.Node) -> None:
         """After a change in place of one class by another, the old names of the memory stand for neither."""

@@ -254,9 +254,9 @@ class Compilation:
         return self.models[key]
 
     def buffers(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Those among the arguments of a call, by name."""
-        pairs = zip(self.captured.inputs, args, strict=True)
-        return {entry.path: arg for entry, arg in pairs if entry.role == "buffer"}
+        """Those among the arguments of a call, by their names in the model."""
+        pairs, root = zip(self.captured.inputs, args, strict=True), self.captured.root
+        return {entry.path.removeprefix(root): arg for entry, arg in pairs if entry.role == "buffer"}
 
     def _key(self, sizes: Mapping[str, int], num_samples: int) -> tuple[Hashable, ...]:
         lengths = tuple(sorted((name, sizes[name]) for name in sizes.keys() - self._of_batch))
@@ -281,8 +281,9 @@ class Compilation:
 
     @cached_property
     def exchange(self) -> fx.Node | None:
-        """As `first_exchange` of the forward."""
-        return first_exchange(self.captured.module)
+        """The first collective of the forward that reads something else than the batch and constants; None: none."""
+        known = self.captured.names("batch", "constant", "size")
+        return first_exchange(self.captured.module, known)
 
     @cached_property
     def _of_batch(self) -> frozenset[str]:

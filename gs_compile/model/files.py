@@ -4,7 +4,8 @@ The files are made with O_TMPFILE: the kernel frees each when its tensor ends, h
 reserved at birth, so a full disk is an error there and not a fault later.
 
 Where ranks share a model, each has some rows of a tensor: state dicts, and values before there is an engine, are
-DTensors, Shard(0) over all ranks. So torch.distributed.checkpoint saves and loads them, onto any number of ranks.
+DTensors, Shard(0) over all ranks. So torch.distributed.checkpoint saves and loads them, onto any number of ranks. Those
+of a state dict that ranks of one machine make are rows of one file, so pickle, and torch.save, get the whole tensor.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -25,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gs_compile.errors import RankError, StorageError, StorageFullError
 from gs_compile.machine import format_bytes, free_storage
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import is_in_host_memory
 
 Read = Callable[[int, int], Tensor]  # the elements from one place to another
@@ -39,13 +44,16 @@ def mapped(shape: Sequence[int], dtype: torch.dtype, folder: Path, read: Read) -
     file = map_file(folder, nbytes) if nbytes >= SMALL_NBYTES else None
     flat = torch.empty(numel if file is None else 0, dtype=dtype, device="cpu")
     flat = flat if file is None else flat.set_(file, 0, (numel,), (1,))
-    step = CHUNK_NBYTES // dtype.itemsize
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        flat[start:stop] = read(start, stop)
-        if file is not None:
-            leave_memory(file)
+    _fill(flat, read)
     return flat.view(tuple(shape))
+
+
+def _fill(flat: Tensor, read: Read) -> None:
+    step = CHUNK_NBYTES // flat.itemsize
+    for start in range(0, len(flat), step):
+        stop = min(start + step, len(flat))
+        flat[start:stop] = read(start, stop)
+        leave_memory(flat.untyped_storage())
 
 
 def directory(folder: Path) -> Path:
@@ -78,8 +86,8 @@ def map_file(folder: Path, nbytes: int) -> torch.UntypedStorage:
 
 
 def is_mapped(storage: torch.UntypedStorage) -> bool:
-    """Whether `map_file` has made it."""
-    return (storage.filename or "").startswith("/dev/fd/")
+    """Whether `map_file` or `_in_one_file` has made it."""
+    return (storage.filename or "").startswith(("/dev/fd/", "/proc/"))
 
 
 _malloc_trim = ctypes.CDLL(None).malloc_trim
@@ -109,25 +117,114 @@ def trim() -> None:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def mapped_rows(shape: Sequence[int], dtype: torch.dtype, folder: Path, read: Read, mesh: DeviceMesh | None) -> Tensor:
+def mapped_rows(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    folder: Path,
+    read: Read,
+    mesh: DeviceMesh | None,
+    ranks: Ranks | None = None,
+) -> Tensor:
     """As `mapped`, of this rank's rows; `read` is called for all elements, in the same order on all ranks.
 
-    mesh: None, or no rows to share: as `mapped`.
+    mesh: None, or no rows to share: as `mapped`. ranks: all of the mesh; pickle gets the whole tensor if they can have
+    it in one file, or if it is small. Otherwise to pickle it raises `RankError`.
     """
     if mesh is None or not shape:
         return mapped(shape, dtype, folder, read)
-    width, chunk = math.prod(shape[1:]), CHUNK_NBYTES // dtype.itemsize
-    mine = None
-    for rank in range(mesh.size()):
-        first, last = _bounds(shape[0], rank, mesh.size())
+    bounds = [_bounds(shape[0], rank, mesh.size()) for rank in range(mesh.size())]
+    mine, width, chunk = mesh.get_local_rank(), math.prod(shape[1:]), CHUNK_NBYTES // dtype.itemsize
+    if shape[0] * width * dtype.itemsize < SMALL_NBYTES:
+        everything = mapped(shape, dtype, folder, read)
+        return _together(everything[slice(*bounds[mine])], mesh, shape, everything)
+    whole, own = (None, None) if ranks is None else _in_one_file(shape, dtype, folder, bounds[mine], ranks)
+    for rank, (first, last) in enumerate(bounds):
         start, stop = first * width, last * width
-        if rank == mesh.get_local_rank():
-            mine = mapped((last - first, *shape[1:]), dtype, folder, _from(start, read))
+        if rank == mine and whole is not None:
+            _fill(whole.view(-1)[start:stop], _from(start, read))
+        elif rank == mine:
+            own = mapped((last - first, *shape[1:]), dtype, folder, _from(start, read))
         else:
             for low in range(start, stop, chunk):
                 read(low, min(low + chunk, stop))
-    assert mine is not None
-    return _together(mine, mesh, shape)
+    if whole is not None and ranks is not None:
+        ranks.agree_on("the rows of a state dict")  # all are in the file
+    assert own is not None
+    return _together(own, mesh, shape, whole)
+
+
+def _in_one_file(
+    shape: Sequence[int], dtype: torch.dtype, folder: Path, rows: tuple[int, int], ranks: Ranks
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """A tensor in one file of all ranks, and these rows of it in memory of their own, which checkpoints do not copy.
+
+    None: the ranks are on several machines, or there is no room, or a rank may not open what another has made.
+    """
+    row_nbytes = math.prod(shape[1:]) * dtype.itemsize
+    start, stop = (row * row_nbytes for row in rows)
+    with _opened_by_all(folder, shape[0] * row_nbytes, ranks) as file:
+        if file is None:
+            return None, None
+        memory = torch.UntypedStorage.from_file(_path(file), shared=True, nbytes=shape[0] * row_nbytes)
+        assert isinstance(memory, torch.UntypedStorage)
+        whole = torch.empty(0, dtype=dtype, device="cpu").set_(memory).view(tuple(shape))
+        if start == stop:
+            return whole, whole[slice(*rows)]
+        skipped = start % mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(file.fileno(), stop - start + skipped, offset=start - skipped)
+        return whole, torch.frombuffer(pages, dtype=torch.uint8, offset=skipped).view(dtype).view(-1, *shape[1:])
+
+
+@contextmanager
+def _opened_by_all(folder: Path, nbytes: int, ranks: Ranks) -> Iterator[BinaryIO | None]:
+    """An unnamed file that the first rank makes, and all open; None: not all can."""
+    with ExitStack() as opened:
+
+        def make() -> tuple[str, tuple[int, int]] | None:
+            with suppress(OSError):
+                file = opened.enter_context(tempfile.TemporaryFile(dir=folder))
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                return _path(file), _identity(file)
+            return None
+
+        made = ranks.from_first("the file of a state dict", make) if ranks.num_here == ranks.total else None
+        found = None
+        if made is not None:
+            with suppress(OSError):
+                found = opened.enter_context(Path(made[0]).open("r+b"))
+            is_same = found is not None and _identity(found) == made[1]
+            found = found if all(ranks.agree("opening the file of a state dict", is_same)) else None
+        yield found
+
+
+def _path(file: BinaryIO) -> str:
+    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def _identity(file: BinaryIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
+
+
+@dataclass(frozen=True)
+class _Pickled:
+    """What pickle gets of a DTensor, whose own rows would be those of one rank alone."""
+
+    of: str
+    whole: Tensor | None
+
+    def __call__(self, protocol: Any) -> Any:
+        if self.whole is None:
+            raise RankError(
+                f"a file would have the rows of {self.of} alone: save a state dict of several machines, of a model "
+                "that was not called yet, or a copy of one, by torch.distributed.checkpoint, or take it by "
+                "get_state_dict(..., options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on all ranks, "
+                "and save it on the first"
+            )
+        return self.whole.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> _Pickled:
+        return replace(self, whole=None)  # the copy's rows are no longer those of the file
 
 
 def shared(values: Tensor, folder: Path, mesh: DeviceMesh) -> DTensor:
@@ -186,9 +283,19 @@ def write(target: Tensor, values: Tensor) -> None:
         leave_memory(each.untyped_storage())
 
 
-def _together(own: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+def _together(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], whole: Tensor | None = None) -> DTensor:
     like = torch.empty(tuple(shape), device="meta")
-    return DTensor.from_local(own, mesh, [Shard(0)], shape=like.shape, stride=like.stride())
+    found = DTensor.from_local(own, mesh, [Shard(0)], shape=like.shape, stride=like.stride())
+    return as_pickled(found, whole)
+
+
+def as_pickled(rows: Tensor, whole: Tensor | None = None) -> DTensor:
+    """Have pickle get `whole` of a DTensor; None: raise `RankError`."""
+    assert isinstance(rows, DTensor)
+    mesh = rows.device_mesh
+    of = f"rank {mesh.get_local_rank()} of {mesh.size()} of a value of shape {tuple(rows.shape)}"
+    rows.__reduce_ex__ = _Pickled(of, whole)  # type: ignore[method-assign]  # pickle asks the object
+    return rows
 
 
 def _from(start: int, read: Read) -> Read:

@@ -164,8 +164,8 @@ def open_tiers(
 
 def stored_parameters(call: Call, arrangement: Arrangement, optimizer: Optimizer) -> tuple[StoredParameter, ...]:
     """Where each parameter is in its unit, as commits say it, in the order of the arrangement."""
-    args, group_of = call.args, optimizer.group_of
-    names = [entry.path for entry in call.compilation.captured.inputs]
+    args, group_of, captured = call.args, optimizer.group_of, call.compilation.captured
+    names = [entry.path.removeprefix(captured.root) for entry in captured.inputs]
     return tuple(
         StoredParameter(
             names[index],

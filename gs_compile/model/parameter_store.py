@@ -236,7 +236,8 @@ class ParameterStore:
     def _mapped(
         self, span: Slice, dtype: torch.dtype, read: Callable[[Slice], Tensor], mesh: DeviceMesh | None
     ) -> Tensor:
-        return mapped_rows(span.shape, dtype, directory(self.folder), _stretches(span, read), mesh)
+        ranks = self.tiers.setting.ranks
+        return mapped_rows(span.shape, dtype, directory(self.folder), _stretches(span, read), mesh, ranks)
 
 
 def as_step(number: int) -> Tensor:

@@ -118,7 +118,7 @@ class Residency:
         if (home := self.tiered) is not None and home.store.mesh is not None:
             return home.store.rows(home.span)
         if home is None and isinstance(self.stash, DTensor) and not self.codec:
-            return self.stash.detach().to(parameter.dtype)
+            return files.as_pickled(self.stash.detach().to(parameter.dtype))
         return self.shown_value(parameter, torch.device("cpu"))
 
     @property

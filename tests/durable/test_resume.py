@@ -19,7 +19,7 @@ import pytest
 import torch
 from killed import Killed, Taken, clean, resumed, seed, steps
 from saving import saving
-from tiered import Harness, Make, adamw, gpt2, muon, options, outcome, tokens
+from tiered import Harness, Make, adamw, gpt2, muon, options, outcome, tokens, two_groups
 
 import gs_compile
 from gs_compile.placement.levels import Share
@@ -259,3 +259,42 @@ def test_skipped_steps_and_states_go_on(lives):
     found, values = train(range(1, 4), lives.folder / "spoiled")
     assert repr(found) == repr(whole[1:])
     assert not values.differences(wanted)
+
+
+class Loop:
+    """Has a model that its step calls."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.network = model
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.network(input_ids=ids, labels=ids).loss
+
+
+def test_a_compiled_step_goes_on(tmp_path):
+    """The function that is compiled reaches the model as a local, and then as an attribute of what it is a method of."""
+    place, aside = tmp_path / "storage", Killed(tmp_path / "aside", [tmp_path / "storage"], Taken(0))
+    given = options(place, durability="step")
+
+    def begin(model: torch.nn.Module, step: Callable[..., torch.Tensor], numbers: range, kills: int = -1) -> Any:
+        optimizer = adamw(two_groups(model))
+        compiled = torch.compile(step, backend="greedysnake", options=given)
+        assert gs_compile.resume(model, optimizer, storage=place).step == numbers[0]
+        for number in numbers:
+            compiled(tokens(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == kills:
+                optimizer.commit()
+                aside.keep(number + 1, optimizer)
+        found = outcome(model, optimizer, [], [])
+        optimizer.engine.tiers.close()
+        return found
+
+    model = gpt2()
+    wanted = begin(model, lambda ids: model(input_ids=ids, labels=ids).loss, range(3), kills=1)
+    clean(given)
+    names = {each.name for each in aside.put_back(2).parameters}
+    assert names == {name for name, _ in model.named_parameters()}
+    loop = Loop(gpt2(seed=1))
+    assert begin(loop.network, loop.step, range(2, 3)).differences(wanted) == []

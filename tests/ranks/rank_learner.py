@@ -7,6 +7,7 @@ from tiered import gpt2, options, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.model.files import whole
+from gs_compile.model.materialize import whole_states
 
 
 class Learner:
@@ -31,7 +32,8 @@ class Learner:
 
     def values(self):
         """All that state dicts have, whole."""
-        found = dict(self.model.state_dict())
-        for number, state in self.optimizer.state_dict()["state"].items():
-            found |= {f"{number}.{key}": value for key, value in state.items()}
+        with whole_states(self.model):  # each is read once, and not shared out first
+            found = dict(self.model.state_dict())
+            for number, state in self.optimizer.state_dict()["state"].items():
+                found |= {f"{number}.{key}": value for key, value in state.items()}
         return {name: whole(value).clone() for name, value in found.items()}

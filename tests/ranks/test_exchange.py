@@ -1,5 +1,5 @@
-"""Collectives in a model's forward, as of losses over the samples of all ranks, where each rank's batch is one
-micro-batch: against DistributedDataParallel.
+"""Collectives in a model's forward: those of losses over the samples of all ranks, where each rank's batch is one
+micro-batch, and of counts of labels: against DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -63,9 +63,22 @@ class Contrastive(zoo.GPT):
         return functional.cross_entropy(scores, torch.arange(len(ids)) + len(ids) * dist.get_rank())
 
 
+class Counting(zoo.GPT):
+    """Divides by the labels of all ranks."""
+
+    def forward(self, ids, labels):
+        logits, _ = super().forward(ids)
+        count = (labels >= 0).sum()
+        dist.all_reduce(count)
+        total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total / count.clamp(min=1) * dist.get_world_size()
+
+
 def train(info, model, optimizer):
+    counts = isinstance(getattr(model, "module", model), Counting)
     for number in range(2):
-        model(zoo.batch(2, seed=10 * number + info.rank)[0]).backward()
+        ids, labels = zoo.batch(2 + 3 * info.rank * counts, seed=10 * number + info.rank)
+        (model(ids, labels) if counts else model(ids)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
@@ -75,13 +88,13 @@ def learns(info, tmp_path):
     """How far from DDP each way is; on the tiers by a plan for which the first rank times the code."""
     found, timed = {}, []
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # by Dynamo
-    for gather in (Gathered.apply, gathered):
-        wrapped = DistributedDataParallel(plain := Contrastive(gather))
-        ours = copy.deepcopy(plain)
+    for plain in (Contrastive(Gathered.apply), Contrastive(gathered), Counting()):
+        ours, wrapped = copy.deepcopy(plain), DistributedDataParallel(plain)
         wanted = train(info, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
-        if gather is gathered:
-            zoo.compile_model(ours, 2)
-            found["in memory"] = distance(train(info, ours, torch.optim.SGD(ours.parameters(), lr=0.1)), wanted)
+        if getattr(plain, "gather", gathered) is gathered:
+            zoo.compile_model(ours, 2)  # one micro-batch on both ranks, or of labels one and three
+            mine = train(info, ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+            found[f"{type(ours).__name__} in memory"] = distance(mine, wanted)
             continue
         optimizer = gs_compile.SGD(ours.parameters(), lr=0.1)
         given = options(tmp_path, separate_device=True, recompute="auto", ratios=CHOSEN)

@@ -113,9 +113,9 @@ def test_a_script_that_ends_before_a_meeting_by_torchs_store(tmp_path):
 def test_ranks_end_while_another_looks_who_has():
     """Their connections end on threads of their own: the next rank to end was an error where a rank waits."""
     first = alarm.Alarm(0, [0], lambda value: [value])
-    first._hear(1, None)
+    first._hear(1, "ended", "")
     looks = iter(first.ended.items())
-    first._hear(2, None)
+    first._hear(2, "ended", "")
     assert [name for name, _ in looks] == [1]
     assert sorted(first.ended) == [1, 2]
     first.close()

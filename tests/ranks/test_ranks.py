@@ -82,7 +82,7 @@ def differs(info, tmp_path):
         ranks.require_same("a run", {"precision": "bf16", "micro_batch_size": info.rank + 1})
     with pytest.raises(RankError) as order:
         ranks.agree(f"what rank {info.rank} wants", 1)
-    with pytest.raises(RankError, match="rank 0: the mesh of state dicts, rank 1: a step"):  # before it is made
+    with pytest.raises(RankError, match="rank 0: taking a state dict, rank 1: a step"):  # before it is made
         ranks.agree_on("a step") if info.rank else ranks.mesh
     ranks.close()
     return str(facts.value), str(order.value)
@@ -93,6 +93,34 @@ def test_ranks_that_differ(pair, tmp_path):
     assert first == second
     assert first[0] == "a run: micro_batch_size is 1 on rank 0; 2 on rank 1. It must be the same on all ranks [rank]"
     assert "rank 0: what rank 0 wants, rank 1: what rank 1 wants" in first[1]
+
+
+def takes_a_state_dict_alone(info, tmp_path):
+    """Others compute first, and are then where they wait for the rank that waits for them."""
+    ranks = ranks_of(Options())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "GRACE", 0.2)
+        patched.setattr(module, "ASKING", 0.2)
+        if info.rank == 0:
+            ranks.agree_on("what comes late on another rank")
+            with pytest.raises(RankError) as found:
+                ranks.mesh  # noqa: B018
+        else:
+            time.sleep(1)
+            ranks.agree_on("what comes late on another rank")
+        dist.barrier()
+    ranks.close()
+    return str(found.value) if info.rank == 0 else ""
+
+
+def test_a_state_dict_of_one_rank_while_the_others_wait_for_it(pair, tmp_path):
+    """It waited for 30 minutes."""
+    found, _ = pair.run(takes_a_state_dict_alone, tmp_path)
+    here = re.escape(__file__)
+    words = (
+        f"taking a state dict: rank 0 waits for all ranks, and rank 1 waits for it in torch.distributed.barrier .{here}"
+    )
+    assert re.match(words, found), found
 
 
 def meets(info, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import partial
 
@@ -23,12 +24,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
 from zoo import small
 
 import gs_compile
 from gs_compile.errors import RankError
 from gs_compile.hf import fitting
+from gs_compile.model import files
 from gs_compile.model.engine import Engine
 from gs_compile.model.files import whole
 from gs_compile.model.materialize import on_first_rank
@@ -94,6 +97,7 @@ def test_from_two_ranks_to_others_and_back(precision, numbers, back, pair, tmp_p
 
 def reads(info, tmp_path):
     """Reads of many kinds, and what they give back is the same."""
+    files.SMALL_NBYTES = 1 << 10  # so that not all are small
     one = Learner(info, tmp_path, build=partial(small, "gpt2"))
     one.train(0)
     wanted, optimizer = one.values(), one.optimizer.state_dict()
@@ -130,8 +134,13 @@ def reads(info, tmp_path):
         assert not found[0]
     else:
         same_tensors(found[0], {name: wanted[name] for name in found[0]})
-    torch.save(model, tmp_path / f"model{info.rank}.pt")
-    torch.save(optimizer, tmp_path / f"optimizer{info.rank}.pt")
+    if not info.rank:
+        torch.save(model, tmp_path / "model.pt")
+        torch.save(optimizer, tmp_path / "optimizer.pt")
+        with pytest.raises(RankError, match=r"a file would have the rows of rank 0 of 2 of a value of shape .* alone"):
+            torch.save(copy.deepcopy(model), tmp_path / "copy.pt")
+    rows = [tree_map_only(DTensor, DTensor.clone, each) for each in (model, optimizer)]  # which are torch's own
+    torch.save(rows, tmp_path / f"rows{info.rank}.pt")
     gs_compile.save_pretrained(one.model, tmp_path / "saved", max_shard_size="50KB")
     one.model.save_pretrained(tmp_path / "plainly", max_shard_size="50KB")
     if info.rank:
@@ -139,9 +148,9 @@ def reads(info, tmp_path):
             "a file has the rows of rank 0 of 2 of a value of shape .*, and this is rank 1 of 2: each rank loads the"
         )
         with pytest.raises(RuntimeError, match=words):
-            one.model.load_state_dict(torch.load(tmp_path / "model0.pt"))
+            one.model.load_state_dict(torch.load(tmp_path / "rows0.pt")[0])
         with pytest.raises(RankError, match=words):
-            one.optimizer.load_state_dict(torch.load(tmp_path / "optimizer0.pt"))
+            one.optimizer.load_state_dict(torch.load(tmp_path / "rows0.pt")[1])
     again = gs_compile.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", storage=tmp_path)
     same_tensors(
         {name: whole(value) for name, value in again.state_dict().items()}, {name: wanted[name] for name in model}
@@ -153,9 +162,9 @@ def reads(info, tmp_path):
             everything = dataclasses.replace(full, broadcast_from_rank0=True)
             set_model_state_dict(one.model, found[0], options=everything)
             set_optimizer_state_dict(one.model, one.optimizer, found[1], options=everything)
-        else:  # each has its own
-            one.model.load_state_dict(torch.load(tmp_path / f"model{info.rank}.pt"))
-            one.optimizer.load_state_dict(torch.load(tmp_path / f"optimizer{info.rank}.pt"))
+        else:  # the first has saved it alone
+            one.model.load_state_dict(torch.load(tmp_path / "model.pt"))
+            one.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
         same_tensors(one.values(), wanted)
         one.train(1)
         same_tensors(one.values(), trained)
@@ -173,6 +182,7 @@ def test_reads_and_writes_of_all_kinds(pair, tmp_path):
     wanted, _ = pair.run(reads, tmp_path)
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 2
     same_tensors(dict(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved").state_dict()), wanted)
+    same_tensors(torch.load(tmp_path / "model.pt"), wanted)
     saved, plainly = (
         {path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in ("saved", "plainly")
     )
