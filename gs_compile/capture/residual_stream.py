@@ -15,10 +15,11 @@ counts as alive until its last reader in the blocks; the last block ends as far 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 from torch import fx
 
@@ -26,6 +27,8 @@ from gs_compile.capture.graph import TensorSpec, block_of, source_line
 from gs_compile.capture.operations import has_samples, is_free, operation
 from gs_compile.capture.stacks import Stack, stacks
 from gs_compile.errors import UniformityError
+
+log = logging.getLogger(__name__)
 
 Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with those of them that read it
 
@@ -54,11 +57,11 @@ def residual_streams(readers: Readers, batch: Set[str], *, one: bool = False) ->
     """
     search = _Search(readers, batch)
     found = [stack for stack in stacks(node for node in readers if not is_free(node)) if _has_parameters(stack, batch)]
-    chosen, uncut, least = list[ResidualStream](), list[ResidualStream](), -1
+    chosen, uncut, least = list[ResidualStream](), list[tuple[Stack, ResidualStream]](), -1
     for stack in found:
         if search.numel(chain.from_iterable(stack)) > least and (stream := search.stream(stack)) is not None:
             if not stream.is_cut:
-                uncut.append(stream)
+                uncut.append((stack, stream))
             elif not chosen or (search.is_even(stream) and all(search.are_apart(stream, each) for each in chosen)):
                 chosen.append(stream)
                 least = max(least, *map(search.numel, stream.blocks)) if len(chosen) == 1 else least
@@ -66,7 +69,8 @@ def residual_streams(readers: Readers, batch: Set[str], *, one: bool = False) ->
             break
     if not (chosen or uncut):
         raise UniformityError(_no_stream(readers, found))
-    return sorted(chosen or uncut[:1], key=search.start)
+    chosen = chosen or list(islice(filter(None, (search.of_later_blocks(stack) for stack, _ in uncut)), 1))
+    return sorted(chosen or [stream for _, stream in uncut[:1]], key=search.start)
 
 
 def _has_parameters(stack: Stack, batch: Set[str]) -> bool:
@@ -137,6 +141,21 @@ class _Search:
             found = self._boundaries(ends, stops, last)
         boundaries = [stop - 1 if each is None else each for each, stop in zip(found, stops, strict=True)]
         return ResidualStream(origin, nodes - {origin}, blocks, boundaries, None not in found)
+
+    def of_later_blocks(self, stack: Stack) -> ResidualStream | None:
+        """The stream that can be cut through the most of a stack's last blocks, at least half of them; None: through
+        none. What the blocks before them make for others is made before the stream, and so is a side input.
+        """
+        streams = filter(None, (self.stream(stack[start:]) for start in range(1, len(stack) // 2 + 1)))
+        found = next((each for each in streams if each.is_cut and 2 * len(each.blocks) >= len(stack)), None)
+        if found is not None:
+            log.info(
+                "%d of %d blocks are streamed, as others read what the first ones make for them: the first ones are "
+                "loaded with the embedding",
+                len(found.blocks),
+                len(stack),
+            )
+        return found
 
     def _boundaries(self, ends: Sequence[int], stops: Sequence[int], last: Mapping[fx.Node, int]) -> list[int | None]:
         """Behind the end of each block, the first place at which one value is alive; last: where each is read last."""

@@ -142,14 +142,14 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding 
         lengths = (max(tokens), max(tokens) - 1)  # which a shifted label leaves
         own = slice(missing, None) if is_left and tokens is lengths_given else slice(None, -missing or None)
         if kept and whole is of_samples[0]:
-            return rows[:, own][:, -kept:]
+            return rows[:, own][:, -kept:].contiguous()
         if is_flat:
             return rows[:, own].flatten(0, 1)
         if whole.dim() == 2:
             has_tokens = whole.shape[1] in lengths and all(whole is not each for each in of_samples)
         else:
             has_tokens = whole.dim() > 2 and whole.shape[1] >= min(lengths)
-        return rows[:, own] if has_tokens else rows
+        return rows[:, own].contiguous() if has_tokens else rows  # as a model gives it: losses call `view`
 
     starts = itertools.accumulate(numbers, initial=0)
     kept = [batch.get(_KEPT, 0) if len(batches) > 1 else 0 for batch in batches]

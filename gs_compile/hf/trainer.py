@@ -94,12 +94,12 @@ class TrainerMixin(DurableTrainer):
                 f"this Trainer was given a {type(self.optimizer).__name__}, whose states stay in memory: leave the "
                 "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion, Muon)"
             )
-        equivalent = self._equivalent() if self.optimizer is None else None
+        equivalent = self.get_optimizer_cls_and_kwargs() if self.optimizer is None else None
         packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
         size = 1 if packs else args.per_device_train_batch_size
         chosen, asked = fit(self.accelerator, self.model, size, options)  # refuses what is wrong, ahead of any change
-        if self.optimizer is None:
-            self.optimizer_cls_and_kwargs = equivalent
+        if self.optimizer is None:  # what was not given stays so: a create_optimizer may ask for it
+            self.optimizer_cls_and_kwargs = self.optimizer_cls_and_kwargs and equivalent
         else:
             self.optimizer.max_grad_norm = _bound(args) or self.optimizer.max_grad_norm
         if args.use_liger_kernel:
@@ -209,7 +209,7 @@ class TrainerMixin(DurableTrainer):
     def _padding(self) -> Padding:
         return padding_of(self.model, getattr(self, "processing_class", None))
 
-    def _equivalent(self) -> tuple[type[TieredOptimizer], dict[str, Any]]:
+    def get_optimizer_cls_and_kwargs(self, *_: Any, **__: Any) -> tuple[type[TieredOptimizer], dict[str, Any]]:
         """This package's optimizer for what the arguments ask for, and its settings."""
         args, name = self.args, str(getattr(self.args.optim, "value", self.args.optim))
         kind: Any = _OF_OTHERS.get(name) if self.optimizer_cls_and_kwargs is None else None
@@ -218,7 +218,8 @@ class TrainerMixin(DurableTrainer):
             settings |= {"eps": args.adam_epsilon} if kind is AdamW else {}
             settings |= {"state_dtype": "8bit"} if name.endswith("_8bit") else {}
         else:
-            kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, self.model)
+            theirs = super().get_optimizer_cls_and_kwargs
+            kind, settings = self.optimizer_cls_and_kwargs or theirs(args, self.model)
         found = _EQUIVALENT.get(kind, kind)
         if not (isinstance(found, type) and issubclass(found, TieredOptimizer)):
             raise OptionError(

@@ -49,16 +49,19 @@ def test_two_tensors_carried():
 
 
 class Skipping(Tiny):
-    """A connection that passes by a whole layer, as in a U-Net."""
+    """Connections that pass by a whole layer, behind every block."""
 
     def forward(self, ids, labels):
-        first = self.blocks[0](self.embed(ids))
-        return self.head(self.blocks[3](self.blocks[2](self.blocks[1](first)) + first))
+        before = self.embed(ids)
+        x = self.blocks[0](before)
+        for block in self.blocks[1:]:
+            x, before = block(x) + before, x
+        return self.head(x)
 
 
 def test_skip_connections():
-    message = refused(UniformityError, Skipping(blocks=[Block() for _ in range(4)]))
-    assert message.startswith("layer 0 must pass exactly one tensor, to the next layer; found `first` float32[2, 5, 8]")
+    message = refused(UniformityError, Skipping(blocks=[Block() for _ in range(8)]))
+    assert message.startswith("layer 0 must pass exactly one tensor, to the next layer; found `x` float32[2, 5, 8]")
     assert "read by layer 1, layer 2 at" in message
 
 

@@ -191,6 +191,45 @@ class SharedBias(Model):
         return x
 
 
+class Valued(nn.Module):
+    """The first block's values are added to those of all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, first):
+        h, value = self.mix(x), self.value(x)
+        first = value if first is None else first
+        return x + torch.softmax(h @ h.mT, -1) @ (value + first), first
+
+
+class FirstValues(Model):
+    def __init__(self):
+        super().__init__([Valued() for _ in range(4)])
+
+    def stack(self, x, ids):
+        first = None
+        for block in self.blocks:
+            x, first = block(x, first)
+        return x
+
+
+class LongSkips(Model):
+    """The last blocks add what the first ones make, in the reverse order, as in a U-Net."""
+
+    def __init__(self):
+        super().__init__([Block() for _ in range(6)])
+
+    def stack(self, x, ids):
+        made = []
+        for block in self.blocks[:3]:
+            made.append(x := block(x))
+        for block in self.blocks[3:]:
+            x = block(x + made.pop())
+        return x
+
+
 class Narrowing(nn.Module):
     """Layers of which no two are alike, and whose last makes the output."""
 
@@ -308,6 +347,8 @@ CASES = [
     (Backwards, "012", 0),
     (Alternating, "02 13", 0),
     (SharedBias, "012", 0),
+    (FirstValues, "012", 0),  # the first block runs with the embedding, as the first two of the next case
+    (LongSkips, "0 1 23", 0),
     (Narrowing, "0 1 2 3 4", 0),
     (Bare, "012", 0),
     (Container, "012", 0),

@@ -50,6 +50,7 @@ def test_batches_of_a_collator_of_transformers():
         parts = parted(outputs, asked)
         assert [each["logits"].shape for each in parts] == [(2, 4, 5), (2, 6, 5)]
         assert [each["scores"].shape for each in parts] == [(2, 6)] * 2
+        assert all(each["logits"].is_contiguous() for each in parts)  # losses of the user's own call `view`
 
 
 @pytest.mark.parametrize("is_added", [True, False])

@@ -338,13 +338,13 @@ def test_a_refused_option_changes_nothing(tmp_path):
 def test_an_optimizer_of_this_package_gets_the_bound(tmp_path):
     found = trainer(tmp_path, optim="lion_32bit", max_grad_norm=0.3)
     gs_compile.hf.attach(found)
-    assert found.optimizer_cls_and_kwargs == (
+    assert found.get_optimizer_cls_and_kwargs(found.args) == (
         gs_compile.Lion, {"max_grad_norm": 0.3, "lr": 1e-2, "betas": (0.9, 0.999)}
     )  # fmt: skip
     for name, states in (("paged_adamw_32bit", {}), ("adamw_8bit", {"state_dtype": "8bit"})):
         found = trainer(tmp_path, optim=name, max_grad_norm=0.3, adam_epsilon=1e-6)
         gs_compile.hf.attach(found)
-        assert found.optimizer_cls_and_kwargs == (
+        assert found.get_optimizer_cls_and_kwargs(found.args) == (
             gs_compile.AdamW, {"max_grad_norm": 0.3, "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, **states}
         )  # fmt: skip
     found = trainer(tmp_path, max_grad_norm=0)
@@ -399,6 +399,24 @@ def test_param_groups_of_the_users_own(change, tmp_path):
         one.train()
         found.append(one)
     assert_alike(*found)
+
+
+class GroupsIfGiven(Trainer):
+    def create_optimizer(self, *args, **kwargs):
+        """Groups of its own with an optimizer that was given, else Trainer's."""
+        if self.optimizer_cls_and_kwargs is None:
+            return super().create_optimizer(*args, **kwargs)
+        kind, settings = self.optimizer_cls_and_kwargs
+        self.optimizer = kind(own_groups(self.model), **settings)
+        return self.optimizer
+
+
+def test_an_optimizer_that_was_not_given_is_seen_as_such(tmp_path):
+    one = trainer(tmp_path, weight_decay=0.1)
+    one.__class__ = GroupsIfGiven
+    gs_compile.hf.attach(one)
+    assert [group["weight_decay"] for group in one.create_optimizer().param_groups] == [0.1, 0.0]
+    assert type(one.optimizer) is gs_compile.AdamW
 
 
 def test_a_rule_that_is_not_followed_is_refused(tmp_path):

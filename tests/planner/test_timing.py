@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import zoo
+from torch.nn import functional
 
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.codegen.layout import arrange, stored_types
@@ -154,6 +155,20 @@ def test_what_has_no_gradient_has_no_backward():
     layout, workload = ran(model)
     found = timed(workload, layout)
     assert [found.costs[unit].backward_seconds > 0 for unit in ("e", 0, 1, "h")] == [False, False, False, True]
+
+
+class FewerClasses(zoo.GPT):
+    """The table is larger than the vocabulary, as for kernels that want multiples of 64."""
+
+    def forward(self, ids, labels):
+        num_classes = len(self.embedding.weight) // 2
+        logits = super().forward(ids)[0][..., :num_classes]
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_labels_are_classes_of_the_loss():
+    layout, workload = ran(FewerClasses(num_layers=2), lambda model: model(*(zoo.batch()[0] // 3,) * 2).backward())
+    assert timed(workload, layout).costs["h"].backward_seconds > 0
 
 
 class TwoOutputs(zoo.GPT):

@@ -16,11 +16,13 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 
 from gs_compile.capture.checks import MADE_UP
 from gs_compile.capture.dealing import masks_of
 from gs_compile.capture.exchange import Alone, first_exchange
 from gs_compile.capture.graph import TensorSpec, UnitGraph
+from gs_compile.capture.operations import operation
 from gs_compile.codegen.compiled import SpecializedModel, levels_of
 from gs_compile.placement.boundaries import BoundaryNbytes, at
 from gs_compile.placement.levels import Level, Levels, aligned
@@ -366,9 +368,23 @@ def _random(spec: TensorSpec, most: int, generator: torch.Generator) -> torch.Te
 
 
 def _smallest_table(unit: UnitGraph) -> int:
-    """The fewest rows of a matrix that the unit reads: an index below is inside all of them."""
+    """The fewest rows of a matrix that the unit reads, or entries that indices pick from, as the classes of a loss: an
+    index below is inside all of them.
+    """
     inputs = [spec for spec, source in zip(unit.specs, unit.sources, strict=True) if source.kind == "input"]
-    return min((spec.shape[0] for spec in inputs if spec.dtype.is_floating_point and len(spec.shape) == 2), default=1)
+    rows = [spec.shape[0] for spec in inputs if spec.dtype.is_floating_point and len(spec.shape) == 2]
+    return min([*rows, *filter(None, map(_num_classes, unit.module.graph.nodes))], default=1)
+
+
+def _num_classes(node: fx.Node) -> int | None:
+    """Of how many entries a label or an index picks one, where an operation reads these."""
+    match operation(node), node.all_input_nodes, node.args:
+        case "cross_entropy" | "nll_loss", [source, *_], _:
+            shape = source.meta["spec"].shape
+            return int(shape[min(1, len(shape) - 1)])
+        case "gather" | "index_select", [source, *_], [_, int(dim), *_]:
+            return int(source.meta["spec"].shape[dim])
+    return None
 
 
 def _median_seconds(runs: Sequence[Callable[[], None]], share: float, device: torch.device) -> list[float]:
