@@ -197,7 +197,7 @@ class NonFiniteWarning(GreedySnakeWarning):
 
 
 class SlowStorageWarning(GreedySnakeWarning):
-    """The storage works, but not as fast as it could: direct I/O is refused, for one."""
+    """The storage works, but not as a local drive does: it is in memory, or direct I/O is refused."""
 
 
 class InitialisationError(GreedySnakeError, ValueError):

@@ -85,6 +85,13 @@ def free_storage(folder: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
+def file_system(device: int, *, proc: Path = PROC) -> str:
+    """The kind of the mounted file system that has this number, such as "ext4"; "" if none has."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = (line.partition(" - ") for line in _text(proc / "self" / "mountinfo").splitlines())
+    return next((kind.split()[0] for mount, _, kind in mounts if mount.split()[2] == number), "")
+
+
 def meminfo(key: str, proc: Path) -> int:
     """The bytes that an entry of /proc/meminfo tells of the whole machine."""
     (found,) = re.findall(rf"^{key}:\s+(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE)

@@ -8,6 +8,7 @@ import pytest
 
 from gs_compile.machine import (
     available_memory,
+    file_system,
     format_bytes,
     in_groups,
     usable_cores,
@@ -109,6 +110,16 @@ def test_a_group_over_its_limit_has_nothing_left_and_one_thread_at_least(machine
     machine.group("", memory__max=2 * GiB, memory__current=3 * GiB, cpu__max="50000 100000")
     assert available_memory(**machine.paths) == 0
     assert usable_cores(**machine.paths) == 1
+
+
+def test_a_file_system_is_known_by_its_number(machine):
+    mounts = (
+        "30 29 0:27 / /dev/shm rw shared:4 - tmpfs tmpfs rw",
+        "31 29 259:2 /a\\040b /mnt rw - ext4 /dev/nvme0n1p2 rw",
+    )
+    machine.write(machine.proc / "self/mountinfo", "\n".join(mounts))
+    kinds = [file_system(os.makedev(*number), proc=machine.proc) for number in ((0, 27), (259, 2), (0, 2))]
+    assert kinds == ["tmpfs", "ext4", ""]
 
 
 def test_this_machine():

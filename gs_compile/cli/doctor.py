@@ -187,13 +187,12 @@ def direct_io(directory: Path) -> Check:
             warnings.catch_warnings(action="ignore"),
             closing(Drive(Path(folder), threads=1)) as drive,
         ):
-            if drive.is_direct:
-                return Check("works")
+            return Check(
+                drive.drawback or "works", drive.drawback and "choose a directory on a local drive, ext4 or xfs"
+            )
     except OSError as error:  # no permission, no room, a broken drive
         advice = "name a writable directory: --storage"
         return Check(f"{type(error).__name__}: {error}", advice, is_bad=True)
-    advice = "choose a directory on a local drive, ext4 or xfs: through the page cache it is slower and takes memory"
-    return Check("refused: storage will work through the page cache", advice)
 
 
 def run_folder(directory: Path) -> Check:

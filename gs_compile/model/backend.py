@@ -350,7 +350,8 @@ def _engine_for(call: Call) -> Engine | None:
     if len(optimizers) != 1:
         raise OptimizerError(
             f"the parameters of this model belong to {len(optimizers)} gs_compile optimizers; they need one: make it "
-            "before the first call, with all parameters that are trained"
+            "before the first call, with all parameters that are trained. Of a model that is only read, such as a "
+            "teacher, it is gs_compile.SGD(model.parameters(), lr=0.0)"
         )
     (optimizer,) = optimizers
     if optimizer.engine is None or optimizer.engine.failed_at_start:

@@ -23,7 +23,7 @@ from gs_compile.errors import (
     StorageFullError,
     StorageLockedError,
 )
-from gs_compile.machine import format_bytes, free_storage
+from gs_compile.machine import file_system, format_bytes, free_storage
 from gs_compile.placement.slab import rounded
 from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.storage import manifest, ssd, system
@@ -36,6 +36,7 @@ from gs_compile.runtime.storage.stored import FOLDERS
 PROBE_BLOCK = 8 << 20
 PROBE_NBYTES = 128 << 20
 PROBE_SECONDS = 0.15  # for writing; what was written is then read
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems; from Linux 6.6 on the first takes direct I/O
 
 
 class Drive:
@@ -59,9 +60,17 @@ class Drive:
             self.is_direct = True
             self.is_direct = self._takes_direct()
             self._opened = opened.pop_all()
+        if self.drawback:
+            warnings.warn(f"{directory} {self.drawback}", SlowStorageWarning, stacklevel=4)
+
+    @property
+    def drawback(self) -> str:
+        """What is worse here than on a local drive, in words; "": nothing."""
+        if (kind := file_system(self.device)) in IN_MEMORY:
+            return f"is in memory ({kind}): what is stored there takes memory that host_memory does not count"
         if not self.is_direct:
-            slow = f"{directory} refuses direct I/O: storage works through the page cache, slower and with more copies"
-            warnings.warn(slow, SlowStorageWarning, stacklevel=4)
+            return "refuses direct I/O: storage works through the page cache, slower and with more copies"
+        return ""
 
     def create(self, name: str, nbytes: int, chunk: int | None = None) -> File:
         """A new file of zeros with its room reserved; StorageFullError, and no file, if there is none."""

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny import tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
-from zoo import GPT, configuration
+from zoo import GPT, VOCAB, configuration
 
-from gs_compile.errors import InitialisationError, StorageError, StorageFullError
+from gs_compile import SGD
+from gs_compile.errors import InitialisationError, OptimizerError, StorageError, StorageFullError
 from gs_compile.model import storage_init as initialise
 from gs_compile.model.residency import is_offloaded
 from gs_compile.model.storage_init import init_on_storage
@@ -201,6 +203,20 @@ def test_values_of_numpy_are_right_and_named(tmp_path, all_to_files):
             lambda: holding(weight=nn.Parameter(torch.from_numpy(np.ones((2, 3))))), storage=tmp_path
         )
     assert torch.equal(model.weight.detach(), torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_a_model_that_is_only_read_runs_from_storage_with_an_optimizer_that_holds_it(tmp_path):
+    torch.manual_seed(3)
+    wanted, tokens = tiny(), torch.randint(VOCAB, (4, 8))
+    model = init_on_storage(lambda: wanted.__class__(wanted.config), storage=tmp_path).eval().requires_grad_(False)
+    model.load_state_dict(wanted.state_dict())
+    model.compile(backend="greedysnake", options={"storage": tmp_path, "expert": {"compiler": "eager"}})
+    with torch.no_grad(), pytest.raises(OptimizerError, match=r"only read, .* gs_compile.SGD\(model.parameters"):
+        model(tokens)
+    holder = SGD(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        assert torch.allclose(model(tokens).logits, wanted.eval()(tokens).logits, atol=1e-6)
+    assert holder.num_steps == 0
 
 
 def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatch, all_to_files):
