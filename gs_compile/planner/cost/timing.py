@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
 
 from gs_compile.capture.checks import MADE_UP
 from gs_compile.capture.dealing import masks_of
@@ -368,23 +367,12 @@ def _random(spec: TensorSpec, most: int, generator: torch.Generator) -> torch.Te
 
 
 def _smallest_table(unit: UnitGraph) -> int:
-    """The fewest rows of a matrix that the unit reads, or entries that indices pick from, as the classes of a loss: an
-    index below is inside all of them.
-    """
+    """The fewest rows of a matrix that the unit reads, or classes of its loss: an index below is inside all of them."""
     inputs = [spec for spec, source in zip(unit.specs, unit.sources, strict=True) if source.kind == "input"]
     rows = [spec.shape[0] for spec in inputs if spec.dtype.is_floating_point and len(spec.shape) == 2]
-    return min([*rows, *filter(None, map(_num_classes, unit.module.graph.nodes))], default=1)
-
-
-def _num_classes(node: fx.Node) -> int | None:
-    """Of how many entries a label or an index picks one, where an operation reads these."""
-    match operation(node), node.all_input_nodes, node.args:
-        case "cross_entropy" | "nll_loss", [source, *_], _:
-            shape = source.meta["spec"].shape
-            return int(shape[min(1, len(shape) - 1)])
-        case "gather" | "index_select", [source, *_], [_, int(dim), *_]:
-            return int(source.meta["spec"].shape[dim])
-    return None
+    losses = [node for node in unit.module.graph.nodes if operation(node) in ("cross_entropy", "nll_loss")]
+    classes = [node.all_input_nodes[0].meta["spec"].shape[:2][-1] for node in losses]  # (C), or (samples, C, ...)
+    return min([*rows, *classes], default=1)
 
 
 def _median_seconds(runs: Sequence[Callable[[], None]], share: float, device: torch.device) -> list[float]:
