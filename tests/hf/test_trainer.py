@@ -401,24 +401,6 @@ def test_param_groups_of_the_users_own(change, tmp_path):
     assert_alike(*found)
 
 
-class GroupsIfGiven(Trainer):
-    def create_optimizer(self, *args, **kwargs):
-        """Groups of its own with an optimizer that was given, else Trainer's."""
-        if self.optimizer_cls_and_kwargs is None:
-            return super().create_optimizer(*args, **kwargs)
-        kind, settings = self.optimizer_cls_and_kwargs
-        self.optimizer = kind(own_groups(self.model), **settings)
-        return self.optimizer
-
-
-def test_an_optimizer_that_was_not_given_is_seen_as_such(tmp_path):
-    one = trainer(tmp_path, weight_decay=0.1)
-    one.__class__ = GroupsIfGiven
-    gs_compile.hf.attach(one)
-    assert [group["weight_decay"] for group in one.create_optimizer().param_groups] == [0.1, 0.0]
-    assert type(one.optimizer) is gs_compile.AdamW
-
-
 def test_a_rule_that_is_not_followed_is_refused(tmp_path):
     one = trainer(tmp_path)
     one.optimizer_cls_and_kwargs = torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}

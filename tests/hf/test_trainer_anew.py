@@ -6,7 +6,7 @@ from abc import ABC
 
 import pytest
 from learner import distance, values
-from test_trainer import EAGER, curve, padded, trainer
+from test_trainer import EAGER, curve, own_groups, padded, trainer
 from tiny import tiny
 from transformers import Trainer
 
@@ -46,3 +46,21 @@ def test_a_trainer_that_is_abstract_first_is_attached(tmp_path):
     mine.train()
     assert isinstance(mine, Abstract)
     assert len(curve(mine, "grad_norm")) == 1
+
+
+class GroupsIfGiven(Trainer):
+    def create_optimizer(self, *args, **kwargs):
+        """Groups of its own with an optimizer that was given, else Trainer's."""
+        if self.optimizer_cls_and_kwargs is None:
+            return super().create_optimizer(*args, **kwargs)
+        kind, settings = self.optimizer_cls_and_kwargs
+        self.optimizer = kind(own_groups(self.model), **settings)
+        return self.optimizer
+
+
+def test_an_optimizer_that_was_not_given_is_seen_as_such(tmp_path):
+    one = trainer(tmp_path, weight_decay=0.1)
+    one.__class__ = GroupsIfGiven
+    gs_compile.hf.attach(one)
+    assert [group["weight_decay"] for group in one.create_optimizer().param_groups] == [0.1, 0.0]
+    assert type(one.optimizer) is gs_compile.AdamW
