@@ -239,7 +239,7 @@ class Tiers(Homes):
 
     def fail(self, error: BaseException) -> None:
         """After an error nothing goes on: threads end, files go. Raises what failed first, where that is the cause."""
-        ticket = Ticket("the step")
+        ticket = Ticket("the step that has ended this run (to train again, make the model and its optimizer anew)")
         ticket.finish(without_frames(error))
         self.failure.note(ticket, error)
         self.close()

@@ -227,6 +227,8 @@ def test_a_failure_of_the_walker_ends_the_run(harness, monkeypatch, tmp_path):
         monkeypatch.setattr(OptimizerStep, "gradient", broken)
         with pytest.raises(ZeroDivisionError):
             step(harness.model, optimizer, tokens(1))
+        with pytest.raises(LaneError, match=r"ended this run \(to train again, make the model and its optimizer anew"):
+            step(harness.model, optimizer, tokens(1))
         assert_over(harness.model, optimizer, tmp_path)
 
 
