@@ -146,7 +146,9 @@ class _Search:
         """The stream that can be cut through the most of a stack's last blocks, at least half of them; None: through
         none. What the blocks before them make for others is made before the stream, and so is a side input.
         """
-        streams = filter(None, (self.stream(stack[start:]) for start in range(1, len(stack) // 2 + 1)))
+        streams = filter(
+            None, (self.stream(stack[start:]) for start in range(1, 1 + min(len(stack) // 2, len(stack) - 2)))
+        )
         found = next((each for each in streams if each.is_cut and 2 * len(each.blocks) >= len(stack)), None)
         if found is not None:
             log.info(
