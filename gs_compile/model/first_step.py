@@ -233,6 +233,7 @@ class FirstStep:
 def _bring_states(optimizer: TieredOptimizer, engine: Engine) -> None:
     """Make the states of an optimizer and its engine one: those that were loaded, or those of the run that goes on."""
     former = engine.durable.former if engine.durable is not None else None
+    optimizer.kept.values_have_come()
     if former is None:
         optimizer.load_into_engine()
         return

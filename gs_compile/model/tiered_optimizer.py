@@ -270,6 +270,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         Without this call, it is durable after the next forward. A loss whose backward has not begun is dropped. Raises
         OptimizerError if the run has no durable steps.
         """
+        if self.engine is None and self.kept.step:
+            return  # a run that is resumed has a commit of its last step
         if self.engine is None or self.engine.durable is None:
             raise OptimizerError("no step is durable: compile the model with the option durability, and take a step")
         self.engine.commit()
@@ -340,6 +342,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's optimizers do, zeros before a step; its tensors are mapped from files."""
         optimizer_state.refuse_passed_on(self)
+        self.kept.check_values()
         self.synchronize()
         shown = self.state
         if self.engine is not None or not self.steps.taken:

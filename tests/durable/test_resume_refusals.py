@@ -11,7 +11,7 @@ import torch
 from cpu_work import work
 from killed import clean, resumed, seed, steps
 from stored_run import save
-from tiered import Harness, adamw, gpt2, options, sgd
+from tiered import Harness, adamw, gpt2, options, sgd, tokens
 
 import gs_compile
 from gs_compile.errors import LeftoverError, OptimizerError, ResumeError, StepOrderError
@@ -119,6 +119,26 @@ def test_a_commit_that_resume_has_not_found_is_not_taken_up(harness, given, tmp_
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path / "empty").step == 0
         with pytest.raises(ResumeError, match=f"no commit in .*empty, but {tmp_path} has a commit of step 2"):
             steps(harness, optimizer, (0,))
+
+
+def test_a_run_that_is_started_again_after_its_last_step_keeps_what_it_has_learned(harness, given, tmp_path):
+    """Before the first call the model has the values that it was made with."""
+    seed()
+    with harness.fresh(adamw, options(tmp_path / "other", alpha=0.5)) as optimizer:
+        steps(harness, optimizer, range(2))
+        wanted = {name: value.clone() for name, value in harness.model.state_dict().items()}
+    with resumed(harness, adamw, given) as optimizer:
+        assert gs_compile.resume(harness.model, optimizer, storage=tmp_path).step == 2
+        optimizer.commit()
+        for each in (harness.model, harness.model.transformer, optimizer):
+            with pytest.raises(StepOrderError, match=r"values of step 2, .* come with the model's first call"):
+                each.state_dict()
+        with torch.no_grad():
+            harness.model(input_ids=tokens(0), labels=tokens(0))
+        optimizer.commit()
+        optimizer.state_dict()
+        found = harness.model.state_dict()
+        assert [name for name, value in found.items() if not torch.equal(value, wanted[name])] == []
 
 
 def test_an_optimizer_of_torch_has_no_durable_steps(tmp_path):
