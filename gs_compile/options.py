@@ -376,6 +376,8 @@ def _is_path(value: Any) -> bool:
 def _absolute(name: str, value: str | Path) -> Path:
     """A path with "~" and environment variables in place."""
     path = os.path.expandvars(value)
+    if re.match(r"\w+:/", str(path)):  # two slashes are one in a Path
+        raise OptionError(f"{name} cannot be {path}: it is an address, and not a path on this machine")
     if re.search(r"\$(\w+|\{\w+\})", str(path)):
         raise OptionError(f"{name} cannot be {path}: no environment variable of that name is set")
     try:

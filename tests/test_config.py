@@ -97,6 +97,7 @@ def test_from_a_mapping():
         ({"precision": "fp16"}, "precision must be one of 'model', 'bf16'; got 'fp16'"),
         *[({"storage": x}, f"storage must be a directory or a list of directories; got {x!r}") for x in NO_STORAGE],
         ({"storage": "$OF_NOBODY/a"}, "storage cannot be $OF_NOBODY/a: no environment variable of that name is set"),
+        ({"storage": "s3://mine/a"}, "storage cannot be s3://mine/a: it is an address, and not a path on this machine"),
         ({"storage": 3}, "storage must be a directory or a list of directories; got 3"),
         ({"storage": [""]}, "storage must be a directory or a list of directories; got ['']"),
         ({"storage": {"/a": 1}}, "storage must be a directory or a list of directories; got {'/a': 1}"),
