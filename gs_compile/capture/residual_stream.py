@@ -19,7 +19,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 
 from torch import fx
 
@@ -69,8 +69,10 @@ def residual_streams(readers: Readers, batch: Set[str], *, one: bool = False) ->
             break
     if not (chosen or uncut):
         raise UniformityError(_no_stream(readers, found))
-    chosen = chosen or list(islice(filter(None, (search.of_later_blocks(stack) for stack, _ in uncut)), 1))
-    return sorted(chosen or [stream for _, stream in uncut[:1]], key=search.start)
+    if not chosen:
+        later = (search.of_later_blocks(stack) for stack, _ in uncut)
+        chosen = [next(filter(None, later), uncut[0][1])]
+    return sorted(chosen, key=search.start)
 
 
 def _has_parameters(stack: Stack, batch: Set[str]) -> bool:
