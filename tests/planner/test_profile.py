@@ -83,8 +83,8 @@ IMPOSSIBLE = {
     "device_nbytes": [-1],
     "ssd_rated_nbytes": [1.5],
     "compute_mixed_speed": [0, 1.1],
-    "compute_transfer_speed": [0],
-    "transfer_compute_speed": [0],
+    **{f"compute_{lane}_speed": [0, 1.1] for lane in ("read", "write")},
+    **{f"{lane}_compute_speed": [0, 1.1] for lane in ("read", "write")},
     "op_seconds": [-1e-6, 1.0],
     "request_seconds": [math.nan],
     "h2d_bytes_per_second": [0],
@@ -147,16 +147,20 @@ def test_what_is_not_json_is_refused(tmp_path, content):
 
 
 def test_speeds_are_those_of_lanes_that_disturb_each_other():
-    assert Profile.of(
-        SERVER | {"compute_mixed_speed": 0.8, "compute_transfer_speed": 0.81, "transfer_compute_speed": 0.7}
-    ).speeds() == {
+    beside = {
+        "compute_read_speed": 0.9,
+        "compute_write_speed": 0.7,
+        "read_compute_speed": 0.8,
+        "write_compute_speed": 0.6,
+    }
+    assert Profile.of(SERVER | {"compute_mixed_speed": 0.8} | beside).speeds() == {
         ("ssd_read", "ssd_write"): 0.5,
         ("ssd_write", "ssd_read"): 0.5,
         ("h2d", "d2h"): 0.5,
         ("cpu", "compute"): 0.4,
         ("compute", "cpu"): 0.8,
         ("compute", "ssd_read"): 0.9,
-        ("ssd_read", "compute"): 0.7,
-        ("ssd_write", "compute"): 0.7,
-        ("compute", "ssd_write"): 0.9,
+        ("compute", "ssd_write"): 0.7,
+        ("ssd_read", "compute"): 0.8,
+        ("ssd_write", "compute"): 0.6,
     }

@@ -230,9 +230,9 @@ def test_two_lanes(x, y, a, b):
         assert stops == pytest.approx({"ssd_write": y / b, "ssd_read": x + y * (1 - a) / b})
 
 
-def test_several_neighbours_multiply():
-    """The computation runs at a quarter beside two, at a half beside the one that is left, then alone."""
-    speeds = {("compute", "cpu"): 0.5, ("compute", "ssd_read"): 0.5}
+def test_of_several_neighbours_the_slowest_counts():
+    """The computation runs at a quarter beside both, at a half beside the one that is left, then alone."""
+    speeds = {("compute", "cpu"): 0.25, ("compute", "ssd_read"): 0.5}
     stops = side_by_side("compute", "cpu", "ssd_read", speeds=speeds, seconds=(4.0, 4.0, 6.0))
     assert stops == {"cpu": 4.0, "ssd_read": 6.0, "compute": 8.0}
 

@@ -63,21 +63,22 @@ def drive_rates(
 
 
 def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float, how: str) -> dict[str, Figure]:
-    """Reads and writes, each alone, both, and beside `products`."""
+    """Reads and writes: each alone, beside each other, and beside `products`."""
     with closing(new_lane("ssd_read")) as reader, closing(new_lane("ssd_write")) as writer:
-        both: Load = dict(zip((reader, writer), works, strict=True))
-        alone_read, alone_write, mixed, compute, all_three = medians(
-            [{reader: works[0]}, {writer: works[1]}, both, {None: products}, {None: products, **both}],
-            seconds,
-            NUM_ROUNDS,
-        )
-    compute_speed = min(1.0, all_three[None] / compute[None])
-    transfer_speed = min(1.0, sum(all_three[lane] / mixed[lane] for lane in both) / 2)
+        read, write = ({lane: work} for lane, work in zip((reader, writer), works, strict=True))
+        compute: Load = {None: products}
+        loads = [read, write, read | write, compute, compute | read, compute | write]
+        alone_read, alone_write, mixed, alone, beside_read, beside_write = medians(loads, seconds, NUM_ROUNDS)
+    beside = {
+        "compute_read_speed": (beside_read[None], alone[None], "fp32 products beside reads and alone"),
+        "compute_write_speed": (beside_write[None], alone[None], "fp32 products beside writes and alone"),
+        "read_compute_speed": (beside_read[reader], alone_read[reader], "reads beside fp32 products and alone"),
+        "write_compute_speed": (beside_write[writer], alone_write[writer], "writes beside fp32 products and alone"),
+    }
     return {
         **pair("ssd_read_bytes_per_second", alone_read[reader], mixed[reader], how),
         **pair("ssd_write_bytes_per_second", alone_write[writer], mixed[writer], how),
-        "compute_transfer_speed": Figure(compute_speed, "fp32 products beside reads and writes, and alone"),
-        "transfer_compute_speed": Figure(transfer_speed, "reads and writes beside fp32 products, and alone"),
+        **{name: Figure(min(1.0, rate / by_itself), how) for name, (rate, by_itself, how) in beside.items()},
     }
 
 

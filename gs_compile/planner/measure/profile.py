@@ -37,8 +37,8 @@ class Profile:
     h2d, d2h, ssd_read, ssd_write: bytes per second of each lane alone, and beside the other direction (`mixed`).
     update_elements_per_second: of AdamW in fp32, alone and beside computation (`mixed`).
     compute_mixed_speed: factor of the computation's speed while the optimizer runs; 1.0 if they do not interfere.
-    compute_transfer_speed: the same while SSDs are read and written: on a CPU, transfers need some of it.
-    transfer_compute_speed: factor of the SSD transfers' speed while the device computes.
+    compute_read_speed, compute_write_speed: the same while SSDs are read, or written; on a CPU, transfers need a core.
+    read_compute_speed, write_compute_speed: factors of these transfers' speeds while the device computes.
     memory_bytes_per_second: of a pass over the memory of the device, by the device.
     op_seconds: the cost of issuing one operation.
     request_seconds: from a request to the SSD until the first byte.
@@ -66,8 +66,10 @@ class Profile:
     update_elements_per_second: float
     update_mixed_elements_per_second: float
     compute_mixed_speed: float = 1.0
-    compute_transfer_speed: float = 1.0
-    transfer_compute_speed: float = 1.0
+    compute_read_speed: float = 1.0
+    compute_write_speed: float = 1.0
+    read_compute_speed: float = 1.0
+    write_compute_speed: float = 1.0
     op_seconds: float = 0.0
     request_seconds: float = 0.0
     net_bytes_per_second: float = math.inf
@@ -113,9 +115,9 @@ class Profile:
             speeds[lane, other] = 1.0 if math.isinf(mixed) else mixed / alone
         speeds["cpu", "compute"] = self.update_mixed_elements_per_second / self.update_elements_per_second
         speeds["compute", "cpu"] = self.compute_mixed_speed
-        for lane in ("ssd_read", "ssd_write"):  # several multiply: together they are what was measured
-            speeds["compute", lane] = math.sqrt(self.compute_transfer_speed)
-            speeds[lane, "compute"] = self.transfer_compute_speed
+        for transfer in ("read", "write"):
+            speeds["compute", f"ssd_{transfer}"] = getattr(self, f"compute_{transfer}_speed")
+            speeds[f"ssd_{transfer}", "compute"] = getattr(self, f"{transfer}_compute_speed")
         if not self.separate:  # a copy takes the memory, and a core, that the computation has
             speeds["compute", "d2h"] = speeds["d2h", "compute"] = 0.5
         return {pair: speed for pair, speed in speeds.items() if speed < 1}
@@ -195,7 +197,7 @@ def _is_possible(name: str, value: Any) -> bool:
             return type(value) is int and value >= 1
         case "device_nbytes" | "ssd_rated_nbytes":
             return type(value) is int and value >= 0
-        case "compute_mixed_speed" | "compute_transfer_speed" | "transfer_compute_speed":
+        case _ if name.endswith("_speed"):
             return _is_number(value) and 0 < value <= 1
         case "op_seconds" | "request_seconds" | "net_hop_seconds":
             return _is_number(value) and 0 <= value < 1
