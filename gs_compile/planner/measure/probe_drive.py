@@ -22,7 +22,8 @@ import torch
 
 from gs_compile.errors import StorageFullError
 from gs_compile.machine import format_bytes, free_storage
-from gs_compile.planner.measure.rates import Figure, Load, Work, medians, new_lane, pair
+from gs_compile.planner.measure.rates import Figure, Work, medians, new_lane, pair
+from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage.folder import TO_BE, as_storage_error
 from gs_compile.runtime.storage.grid import PAGE
@@ -65,9 +66,9 @@ def drive_rates(
 def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float, how: str) -> dict[str, Figure]:
     """Reads and writes: each alone, beside each other, and beside `products`."""
     with closing(new_lane("ssd_read")) as reader, closing(new_lane("ssd_write")) as writer:
-        read, write = ({lane: work} for lane, work in zip((reader, writer), works, strict=True))
-        compute: Load = {None: products}
-        loads = [read, write, read | write, compute, compute | read, compute | write]
+        by_lane: dict[Lane | None, Work] = {reader: works[0], writer: works[1], None: products}
+        sets = ([reader], [writer], [reader, writer], [None], [None, reader], [None, writer])
+        loads = [{lane: by_lane[lane] for lane in lanes} for lanes in sets]
         alone_read, alone_write, mixed, alone, beside_read, beside_write = medians(loads, seconds, NUM_ROUNDS)
     beside = {
         "compute_read_speed": (beside_read[None], alone[None], "fp32 products beside reads and alone"),
