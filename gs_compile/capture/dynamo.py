@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import sympy
@@ -49,6 +49,7 @@ try:
     from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, install_guard
     from torch._dynamo.source import LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.utils import orig_code_map
     from torch._guards import CompileContext
 
     from gs_compile.capture.frame_settings import (
@@ -58,6 +59,7 @@ try:
         has_batch,
         is_freed,
         is_ours,
+        modules_in,
         of_batch,
     )
     from gs_compile.capture.graph_breaks import graph_break_of
@@ -141,11 +143,8 @@ def _models() -> dict[str, weakref.ref[torch.nn.Module]]:
     """The models among the locals of the frame that Dynamo traces, by how the paths of what they have begin."""
     if current_compile_id() is None:
         return {}
-    own = dict(InstructionTranslator.current_tx().output.root_tx.f_locals)
-    if isinstance(args := own.get("args"), tuple):  # of a decorator of the forward, as autocast's: the model is first
-        own.setdefault("self", next(iter(args), None))
-    found = ((name, each) for name, each in own.items() if isinstance(each, torch.nn.Module))
-    return {"" if name == "self" else f"{name}.": weakref.ref(each) for name, each in found}
+    found = modules_in(InstructionTranslator.current_tx().output.root_tx.f_locals)
+    return {"" if name == "self" else f"{name}.": weakref.ref(each) for name, each in found.items()}
 
 
 def _named(
@@ -205,6 +204,19 @@ def guard_model(parameters: Iterable[torch.Tensor]) -> None:
             ended = weakref.finalize(value, _pass_over_ended, frame.f_code)  # called after Dynamo's
             ended.atexit = False
             install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
+
+
+def forget_code() -> None:
+    """Have Dynamo drop the code of its that runs now, which its limit counts no more: the call of it is refused."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in orig_code_map:
+        frame = frame.f_back
+    if frame is None:  # who asked for the capture runs it without Dynamo
+        return
+    for entry in _debug_get_cache_entry_list(function := orig_code_map[frame.f_code]):
+        if entry.code is frame.f_code:
+            entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("its call was refused"))
+    _pass_over_ended(function)
 
 
 def _pass_over_ended(code: CodeType) -> None:

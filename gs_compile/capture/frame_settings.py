@@ -27,11 +27,14 @@ from torch._dynamo import callback_handler as callback_handler
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config
 
 from gs_compile.capture import toolchain, tracing
 from gs_compile.capture.graph import hint
+from gs_compile.errors import GreedySnakeError
+from gs_compile.options import Options
 from gs_compile.progress import stage
 
 compiler_config: Any = torch.compiler.config
@@ -72,10 +75,35 @@ def compiled_frame(*names: str) -> Mapping[str, Any]:
     return frame.f_locals
 
 
+def modules_in(values: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+    """The modules among the values of a frame, by name."""
+    own = dict(values)
+    if isinstance(args := own.get("args"), tuple):  # of a decorator of the forward, as autocast's: the model is first
+        own.setdefault("self", next(iter(args), None))
+    return {name: each for name, each in own.items() if isinstance(each, torch.nn.Module)}
+
+
 def is_ours(backend: Any) -> bool:
     """Whether a backend, as Dynamo has wrapped it, is this package's."""
+    return str(getattr(_function(backend), "__module__", "")).startswith("gs_compile.")
+
+
+class Refused(ShortenTraceback):
+    """Brings an error of this package through Dynamo's compile of a frame, of which Dynamo then keeps nothing."""
+
+    def __init__(self, error: GreedySnakeError) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self.error = error
+
+    def remove_dynamo_frames(self) -> GreedySnakeError:  # type: ignore[override]
+        """What Dynamo raises to the user."""
+        return self.error.with_traceback(None)
+
+
+def _function(backend: Any) -> Any:
+    """What a backend calls, without its options."""
     backend = _unwrapped(backend)
-    return str(getattr(getattr(backend, "compiler_fn", backend), "__module__", "")).startswith("gs_compile.")
+    return getattr(backend, "compiler_fn", backend)
 
 
 def _unwrapped(backend: Any) -> Any:
@@ -106,13 +134,29 @@ def _begin(begun: CallbackArgs) -> None:
         return
     compiled = compiled_frame()
     if is_ours(compiled["compiler_fn"]):
+        options = _checked(compiled["compiler_fn"])
         _keep_whole(compiled["compiler_fn"])
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
         first = of_batch(list(given.values())) if given else None
         size = 1 if first is None else first.shape[0]
         free([source for source, each in given.items() if each.shape[0] == size > 1])
-        if first is not None:
-            toolchain.ask_for(first.device, getattr(_unwrapped(compiled["compiler_fn"]), "kwargs", {}))
+        if first is not None and options is not None:
+            toolchain.ask_for(first.device, options)
+
+
+def _checked(backend: Any) -> Options | None:
+    """What a backend has found of the options that it is given, before anything is traced; raises its refusal.
+
+    None: the backend tells, as where Dynamo passes over errors of its compiles.
+    """
+    check = getattr(_function(backend), "check", None)
+    if check is None or dynamo_config.suppress_errors:
+        return None
+    try:
+        found: Options = check(**getattr(_unwrapped(backend), "kwargs", {}))
+    except GreedySnakeError as error:
+        raise Refused(error) from None
+    return found
 
 
 def has_batch(tensor: torch.Tensor) -> tuple[bool, bool]:

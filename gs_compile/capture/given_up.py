@@ -2,21 +2,33 @@
 
 No code of this package runs in such a forward. So each compilation of Dynamo is looked at as it ends, and the next step
 of an optimizer warns of what was given up, unless the backend was asked for something meanwhile: then a part of the
-forward was captured, and either works or is refused.
+forward was captured, and either works or is refused. Errors of a model end with what is known of that model's forwards.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Container, Iterable, MutableMapping
+from itertools import chain, takewhile
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch import Tensor, nn
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from gs_compile.capture.dynamo import Unsupported
-from gs_compile.capture.frame_settings import callback_handler, compiled_frame, is_ours, set_from_the_start
-from gs_compile.capture.graph_breaks import last_over_limit, over_limit, remedy
+from gs_compile.capture.dynamo import Unsupported, current_compile_id
+from gs_compile.capture.frame_settings import (
+    callback_handler,
+    compiled_frame,
+    is_ours,
+    modules_in,
+    set_from_the_start,
+)
+from gs_compile.capture.graph_breaks import get_compilation_metrics, over_limit, remedy
 from gs_compile.errors import UncapturedWarning
 
 
@@ -32,25 +44,28 @@ def watch() -> Watch:
 
 
 class Watch:
-    """What the user is to be told of the forward that was given up last."""
+    """The modules whose forwards Dynamo was to compile, and what the user is to be told of those that were given up."""
 
     def __init__(self) -> None:
-        self.words = ""
+        self.words = ""  # of the last one
         self.hook: RemovableHandle | None = None  # of the next step of any optimizer
+        # Of each module, by Dynamo's number of the frame, why that was given up; empty: it was not.
+        self._frames: MutableMapping[nn.Module, dict[str, str]] = WeakKeyDictionary()
+        self._first = next(reversed(get_compilation_metrics()), None)  # later ones have numbers of this watch's time
 
-    def end(self, _: object) -> None:
+    def end(self, ended: CallbackArgs) -> None:
         """A compilation ends, well or badly."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, Unsupported) or not is_ours(compiled_frame()["compiler_fn"]):
+        if ended.callback_trigger is not CallbackTrigger.DYNAMO:
             return
-        stack = getattr(error, "real_stack", None)
-        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
-        self.words = (
-            f"Dynamo gave the model's forward up at {where}, and captured nothing of it: it runs as plain PyTorch "
-            f"does, without greedysnake.\nDynamo's reason: {str(error).strip()}\n"
-            f"For greedysnake, {remedy(error, where)}"
-        )
-        if self.hook is None:
+        compiled = compiled_frame()
+        if not is_ours(compiled["compiler_fn"]):
+            return
+        error = sys.exc_info()[1]
+        words = _given_up(error) if isinstance(error, Unsupported) else ""
+        for module in modules_in(compiled["locals"]).values():
+            self._frames.setdefault(module, {})[frame_of(current_compile_id())] = words
+        self.words = words or self.words
+        if words and self.hook is None:
             self.hook = register_optimizer_step_pre_hook(self.warn)
 
     def forget(self) -> None:
@@ -60,14 +75,39 @@ class Watch:
             self.hook.remove()
             self.hook = None
 
-    def tell_of_limit(self) -> None:
+    def why(self, parameters: Iterable[Tensor]) -> str:
+        """A sentence on why Dynamo captures nothing of the model that these are of; empty: that is not known."""
+        modes = [
+            type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()
+        ]
+        if modes:
+            return (
+                f". Inside of {modes[-1]} Dynamo captures nothing, and the model runs as plain PyTorch does: train "
+                "outside of it. Operations can be counted with it on a model that is not compiled"
+            )
+        theirs = set(parameters)
+        own = [frames for module, frames in self._frames.items() if not theirs.isdisjoint(module.parameters())]
+        reasons = [reason for frames in own for reason in frames.values() if reason]
+        words = self.over_limit({*chain.from_iterable(own)}) or "".join(reasons[-1:])
+        return words and f". {words}"
+
+    def over_limit(self, frames: Container[str], since: object = None) -> str:
+        """Words on the last of these frames that Dynamo did not compile for its limit; empty: there is none.
+
+        since: one of what Dynamo has kept of its compilations; None: from this watch's first on.
+        """
+        since = self._first if since is None else since
+        lately = takewhile(lambda each: each is not since, reversed(get_compilation_metrics()))
+        return next(filter(None, (over_limit(each) for each in lately if frame_of(each.compile_id) in frames)), "")
+
+    def tell_of_limit(self, frame: str) -> None:
         """Dynamo compiles a frame for the last time: warn at a step after it would have had to once more."""
-        before = last_over_limit()
+        since = next(reversed(get_compilation_metrics()), None)
 
         def look(*_: Any) -> None:
-            if (found := last_over_limit()) is not before:
+            if words := self.over_limit({frame}, since):
                 hook.remove()
-                warnings.warn(over_limit(found), UncapturedWarning, stacklevel=3)
+                warnings.warn(words, UncapturedWarning, stacklevel=3)
 
         hook = register_optimizer_step_pre_hook(look)
 
@@ -77,3 +117,17 @@ class Watch:
         self.forget()
         if words and not getattr(optimizer, "tells_of_given_up", False):
             warnings.warn(words, UncapturedWarning, stacklevel=3)
+
+
+def _given_up(error: Unsupported) -> str:
+    stack = getattr(error, "real_stack", None)
+    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
+    return (
+        f"Dynamo gave the model's forward up at {where}, and captured nothing of it: it runs as plain PyTorch does, "
+        f"without greedysnake.\nDynamo's reason: {str(error).strip()}\nFor greedysnake, {remedy(error, where)}"
+    )
+
+
+def frame_of(compile_id: object) -> str:
+    """The number of the frame that was compiled: ``3`` of ``3/0``."""
+    return str(compile_id).partition("/")[0]

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.utils import counters, get_compilation_metrics, orig_code_map
+from torch._dynamo.utils import counters, orig_code_map
+from torch._dynamo.utils import get_compilation_metrics as get_compilation_metrics
 from torch._guards import CompileContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gs_compile.capture.frame_settings import compiled_frame
 from gs_compile.errors import ABSENT, GROUPED, CaptureError, GraphBreakError
@@ -130,22 +130,6 @@ def refuse(error: CaptureError) -> NoReturn:
     raise error
 
 
-def last_given_up() -> str:
-    """A sentence on why Dynamo captures nothing now, or where and why it gave a function up last; empty: it has not."""
-    modes = [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
-    if modes:
-        return (
-            f". Inside of {modes[-1]} Dynamo captures nothing, and the model runs as plain PyTorch does: train outside "
-            "of it. Operations can be counted with it on a model that is not compiled"
-        )
-    last = next((each for each in reversed(get_compilation_metrics()) if each.fail_type), None)
-    if last is not None and (words := over_limit(last)):
-        return f". {words}"
-    where, reason = next(reversed(_given_up().values()), ("", ""))
-    words = f". Dynamo gave a forward up at {where}\nDynamo's reason: {reason.strip()}\n"
-    return f"{words}If it is the model's, {remedy(reason)}" if where else ""
-
-
 def _given_up_around(frame: FrameType | None) -> tuple[str, str] | None:
     """Where and why Dynamo gave up the innermost of this frame and those around it; None: it gave up none of them."""
     given_up = _given_up()
@@ -203,21 +187,6 @@ def is_last_compile() -> bool:
         return False
     others: Any = compiled_frame("cache_size")["cache_size"]
     return bool(others.num_cache_entries_with_same_id_matched_objs + 1 >= dynamo_config.recompile_limit)
-
-
-def note_last_compile(error: BaseException, is_last: bool) -> None:
-    """Add to the refusal of a frame that Dynamo compiles no more: the next call would run it as it is."""
-    if is_last:
-        error.add_note(
-            f"Dynamo has compiled this model {dynamo_config.recompile_limit} times, which is its limit: from now on it "
-            "runs without greedysnake. Call torch._dynamo.reset() before the next try"
-        )
-
-
-def last_over_limit() -> Any:
-    """What Dynamo has kept of the last frame that it did not compile, being over its limit; None: there is none."""
-    found = (metrics for metrics in reversed(get_compilation_metrics()) if over_limit(metrics))
-    return next(found, None)
 
 
 def over_limit(metrics: Any) -> str:

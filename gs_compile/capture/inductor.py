@@ -36,7 +36,7 @@ from gs_compile.capture.draws import draw, drawing
 from gs_compile.capture.graph import Length, TensorSpec, graph_module
 from gs_compile.capture.graph_breaks import user_line
 from gs_compile.capture.operations import named
-from gs_compile.errors import GraphBreakError
+from gs_compile.errors import GraphBreakError, OptionError
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +140,16 @@ class Generator:
             compiled: Any = compile_fx(graph, inputs, config_patches=patches)
         function: Callable[..., Any] = compiled
         return drawing(function) if _draws(graph) else function
+
+
+def check_mode(mode: str | None) -> None:
+    """Raise `OptionError` for what is none of inductor's modes."""
+    if mode is None:
+        return
+    from torch._inductor import list_mode_options
+
+    if mode not in (modes := list_mode_options()):
+        raise OptionError(f"mode must be one of {', '.join(modes)}; got {mode!r}")
 
 
 def num_cache_misses() -> int:

@@ -8,27 +8,23 @@ inductor finds out it keeps itself, in the process and on disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from threading import Thread
-from typing import Any
 
 import torch
 
-from gs_compile.errors import OptionError
 from gs_compile.options import Options
 
 # The least that is loaded as all of inductor's kernels for a CPU are.
 _KERNEL = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* x) {}\n'
 
 
-def ask_for(device: torch.device, given: Mapping[str, Any]) -> None:
-    """Begin to ask, where a model with tensors on `device` may get inductor's code. given: to the backend."""
-    with suppress(OptionError):  # which the backend raises
-        if device.type == "cpu" and Options.of(given.get("options")).expert.compiler != "eager":
-            _asking()
+def ask_for(device: torch.device, options: Options) -> None:
+    """Begin to ask, where a model with tensors on `device` may get inductor's code."""
+    if device.type == "cpu" and options.expert.compiler != "eager":
+        _asking()
 
 
 def wait() -> None:

@@ -16,11 +16,20 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.dynamo import SkipFrame, absorb_libraries, capture, guard_memory, guard_model
-from gs_compile.capture.given_up import watch
+from gs_compile.capture.dynamo import (
+    SkipFrame,
+    absorb_libraries,
+    capture,
+    current_compile_id,
+    forget_code,
+    guard_memory,
+    guard_model,
+)
+from gs_compile.capture.given_up import frame_of, watch
 from gs_compile.capture.graph import at_line
-from gs_compile.capture.graph_breaks import is_last_compile, note_last_compile, refuse
+from gs_compile.capture.graph_breaks import is_last_compile, refuse
 from gs_compile.capture.hooks import is_in_hook
+from gs_compile.capture.inductor import check_mode
 from gs_compile.capture.internals import without_overrides
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
@@ -45,6 +54,7 @@ from gs_compile.model.residency import is_offloaded, residency_of, roll_back, st
 from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.options import Options, default_storage
+from gs_compile.planner.measure.shipped import load
 from gs_compile.runtime.random_state import random_state, set_random_state
 from gs_compile.runtime.ranks import Ranks, told
 from gs_compile.runtime.stream import deterministic
@@ -73,39 +83,68 @@ def greedysnake(
     if is_in_hook():
         raise SkipFrame("a hook runs as it is written")
     watch().forget()
-    is_last, checked = is_last_compile(), Options()
-    compilation: Compilation | None = None
+    checked = Options()
     try:
-        checked = Options.of(options, mode)
+        checked = check(mode=mode, options=options)
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
-        begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = partial(_begin, compilation)
     except GreedySnakeError as error:
-        begin = _refusing(error)
+        return _Run(module, checked, None, _refusing(error)).run
+    return _Run(module, checked, compilation, partial(_begin, compilation)).run
 
-    def run(*args: Any) -> list[Any]:
-        with turn(args), told(ranks := meet(args, checked, compilation)), deterministic(checked.deterministic):
-            return run_together(args, ranks)
 
-    def run_together(args: Sequence[Any], ranks: Ranks | None) -> list[Any]:
-        nonlocal begin, is_last
+class _Run:
+    """What runs in the place of a captured graph. compilation: None where that is refused; begin: makes a call."""
+
+    def __init__(
+        self, module: fx.GraphModule, options: Options, compilation: Compilation | None, begin: Callable[..., Any]
+    ) -> None:
+        self.module, self.options, self.compilation = module, options, compilation
+        self.begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = begin
+        self.is_new = True  # no call of it has succeeded
+        self.is_last, self.frame = is_last_compile(), frame_of(current_compile_id())
+
+    def run(self, *args: Any) -> list[Any]:
+        options = self.options
         try:
-            call = begin(args, ranks)
+            with turn(args), told(ranks := meet(args, options, self.compilation)), deterministic(options.deterministic):
+                results = self._run_together(args, ranks)
+        except BaseException:
+            if self.is_new:  # a start that is refused leaves nothing
+                forget_code()
+            raise
+        self.is_new = False
+        return results
+
+    def _run_together(self, args: Sequence[Any], ranks: Ranks | None) -> list[Any]:
+        try:
+            call = self.begin(args, ranks)
         except BaseException as error:
             if isinstance(error, CaptureError) and not torch.is_grad_enabled():
                 _warn_of_reads(error, args)
-                begin = partial(_AsWritten, module)
-                return begin(args, ranks).run()
+                self.begin = partial(_AsWritten, self.module)
+                return self.begin(args, ranks).run()
             roll_back(args)
-            note_last_compile(error, is_last)
             if isinstance(error, CaptureError):
                 refuse(error)
             raise
-        if is_last and type(call) is Call:  # else a backward says so
-            is_last = False
-            watch().tell_of_limit()
+        if self.is_last and type(call) is Call:  # else a backward says so
+            self.is_last = False
+            watch().tell_of_limit(self.frame)
         return call.run()
 
-    return run
+
+def check(*, mode: str | None = None, options: Mapping[str, Any] | Options | None = None) -> Options:
+    """The options of a backend's call, as far as they can be checked before a model is traced: Dynamo's tracing of a
+    frame begins with it. Raises OptionError, and ProfileError for a machine that is none.
+    """
+    found = Options.of(options, mode)
+    if found.machine is not None:
+        load(found.machine)
+    check_mode(found.mode)
+    return found
+
+
+greedysnake.check = check  # type: ignore[attr-defined]  # found where Dynamo has the function alone
 
 
 @dataclass
@@ -122,13 +161,18 @@ class _AsWritten:
 
 
 def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
-    if any(is_offloaded(arg) for arg in args):
-        warnings.warn(
-            f"this evaluation runs as plain PyTorch does, and reads parameters as gs_compile.streaming does: "
-            f"{error.message}",
-            UncapturedWarning,
-            stacklevel=2,
-        )
+    """Warn once for each reason: generation is captured twice, with a cache and without."""
+    read = [residency_of(arg) for arg in args if is_offloaded(arg)]
+    if all(each.told == error.message for each in read):
+        return
+    for each in read:
+        each.told = error.message
+    warnings.warn(
+        f"this evaluation runs as plain PyTorch does, and reads parameters as gs_compile.streaming does: "
+        f"{error.message}",
+        UncapturedWarning,
+        stacklevel=2,
+    )
 
 
 def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None], NoReturn]:
@@ -144,7 +188,6 @@ def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None]
 
 def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -> Call:
     """The call of a captured model, before anything has run; `args` are those of the captured graph."""
-    _register(compilation, args)
     models, parts = _cut_batch(compilation, args)
     refuse_empty(ranks, sum(model.micro_batch_size for model in models))
     with without_overrides():
@@ -161,6 +204,7 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
         _tell_of_memory(compilation)
     if units.seed is not None and ranks is not None:
         units.seed ^= ranks.place << 48  # each rank draws its own
+    _register(compilation, args)
     return call
 
 
@@ -334,8 +378,11 @@ def _engine_for(call: Call) -> Engine | None:
     """The engine of the parameters that a call reads, made at the first call; None where they are the user's."""
     parameters = [arg for arg in call.args if isinstance(arg, torch.nn.Parameter)]
     _refuse_materialized(parameters)
-    if not any(is_offloaded(parameter) for parameter in parameters):
-        return None
+    if not any(map(is_offloaded, parameters)):
+        if not call.training or next(optimizers_of(parameters), None) is None:
+            return None
+        for parameter in parameters:  # the optimizer was made after a first call without it
+            stash(parameter)
     engines = set(stores_of(parameters))
     optimizers = set(optimizers_of(parameters))
     if len(engines) == 1 and len(optimizers) < 2:

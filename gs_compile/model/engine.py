@@ -378,9 +378,9 @@ class Engine(ParameterStore):
         if self.record is not None and not self.accumulates:
             raise StepOrderError(
                 "a backward has run and optimizer.step() has not: some parameters are updated and some are not. Call "
-                "optimizer.step() first. The first step of this run had one backward, so updates run beside it: pass "
-                'the model the whole batch in one call, or give options={"accumulate": True}, with which updates wait '
-                "for optimizer.step(), and start the run again"
+                "step() of the gs_compile optimizer first. The first step of this run had one backward, so updates run "
+                'beside it: pass the model the whole batch in one call, or give options={"accumulate": True}, with '
+                "which updates wait for optimizer.step(), and start the run again"
             )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gs_compile.capture.graph_breaks import last_given_up
+from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import without_overrides
 from gs_compile.errors import MemoryBudgetError, ReleasedParameterError, StepOrderError
 from gs_compile.model.aliases import aliases_of, refuse_overlaps
@@ -129,7 +129,7 @@ class FirstStep:
                     "compiled model, or in p.grad, but the first step of this run had none, so the parameter only "
                     "takes gradients from the compiled model's own backward. Compute this under torch.no_grad(), call "
                     'the compiled model, or give options={"accumulate": True}, with which updates wait, and start the '
-                    "run again" + last_given_up()
+                    "run again" + watch().why(engine.optimizer.group_of if engine.optimizer else ())
                 )
             if zeroed:
                 self.done.clear()

@@ -170,14 +170,25 @@ def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterab
 
 def refuse_passed_on(optimizer: Any) -> None:
     """Raise OptimizerError where the parameters of an optimizer are trained by one that was made for them later."""
-    if optimizer.engine is None or not optimizer.engine.closed:
-        return
-    references = (residency_of(parameter).optimizer for parameter in optimizer.group_of)
-    if any(reference is not None and reference() is not optimizer for reference in references):
+    if optimizer.engine is not None and optimizer.engine.closed and _is_replaced(optimizer):
         raise OptimizerError(
             "another optimizer was made for these parameters later, and has trained them since: use that one. The "
             "states of this one are gone"
         )
+
+
+def refuse_replaced(optimizer: Any) -> None:
+    """The same of one that has trained nothing, where gradients have arrived."""
+    if _is_replaced(optimizer):
+        raise OptimizerError(
+            "another optimizer was made for these parameters after this one, and the model's calls have been for that "
+            "one: use it, or make one anew, which is the last then"
+        )
+
+
+def _is_replaced(optimizer: Any) -> bool:
+    references = (residency_of(parameter).optimizer for parameter in optimizer.group_of)
+    return any(reference is not None and reference() is not optimizer for reference in references)
 
 
 def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] | None:

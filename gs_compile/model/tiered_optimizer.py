@@ -26,7 +26,6 @@ from torch import Tensor
 
 from gs_compile.capture.dynamo import absorb_libraries
 from gs_compile.capture.given_up import watch
-from gs_compile.capture.graph_breaks import last_given_up
 from gs_compile.capture.internals import untraced, without_overrides
 from gs_compile.errors import NonFiniteWarning, OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import in_memory, optimizer_state
@@ -181,11 +180,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         if self.engine is None:
             if any(parameter.grad is not None for parameter in self._parameters):
+                optimizer_state.refuse_replaced(self)
                 raise OptimizerError(
                     "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was "
                     'called before this optimizer was made. Compile it, model.compile(backend="greedysnake"), or by '
                     "torch.compile where it is itself a module of torch.nn; call model(...), not model.forward(...); "
-                    "make the optimizer before the first call, or use a torch.optim optimizer" + last_given_up()
+                    "make the optimizer before the first call, or use a torch.optim optimizer"
+                    + watch().why(self._parameters)
                 )
             return loss
         self._close()

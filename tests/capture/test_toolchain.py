@@ -14,13 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from gs_compile.capture import toolchain
 from gs_compile.capture.frame_settings import set_from_the_start
 from gs_compile.capture.inductor import Generator
-from gs_compile.model.backend import greedysnake
+from gs_compile.model.backend import check, greedysnake
+from gs_compile.options import Options
 
 ALL_IS_ASKED = """
 import subprocess, torch
 from gs_compile.capture import toolchain
+from gs_compile.options import Options
 
-toolchain.ask_for(torch.device("cpu"), {})
+toolchain.ask_for(torch.device("cpu"), Options())
 toolchain.wait()
 subprocess.Popen = None  # nobody is asked any more
 torch.compile(lambda x: x.sin() + 1)(torch.ones(5))
@@ -44,6 +46,7 @@ class Backend:
     """In the place of this package's."""
 
     __module__ = greedysnake.__module__
+    check = staticmethod(check)
 
     def __init__(self, events):
         self._events = events
@@ -58,9 +61,8 @@ class Backend:
     [
         ({"micro_batch_size": 2}, ["is asked", "is traced"]),
         ({"expert": {"compiler": "eager"}}, ["is traced"]),
-        ({"unknown": 1}, ["is traced"]),
     ],
-    ids=["inductor", "eager", "refused by the backend"],
+    ids=["inductor", "eager"],
 )
 def test_it_is_asked_before_the_trace(events, options, seen):
     set_from_the_start()
@@ -73,7 +75,7 @@ def test_it_is_asked_before_the_trace(events, options, seen):
 def test_it_is_known_before_code_is_compiled(events, monkeypatch, asked):
     monkeypatch.setattr(inductor, "compile_fx", lambda *_, **__: events.append("is compiled"))
     if asked:
-        toolchain.ask_for(torch.device("cpu"), {})
+        toolchain.ask_for(torch.device("cpu"), Options())
     Generator("inductor").generate(make_fx(lambda x: (x.sin(),))(torch.zeros(3)))
     assert events == (["is asked", "is known", "is compiled"] if asked else ["is compiled"])
 

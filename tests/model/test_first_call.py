@@ -386,7 +386,9 @@ def test_a_forward_that_dynamo_gives_up_is_refused_with_its_reason(name, tmp_pat
     assert optimizer.engine is None
 
 
-def test_a_forward_of_which_nothing_is_captured_is_named_at_the_step(tmp_path):
+def test_a_forward_of_which_nothing_is_captured_is_named_at_the_step_of_its_model():
+    """Fault: the reason of an earlier model was told of another, which was not compiled at all."""
+
     class Numbers(nn.Module):
         def __init__(self):
             super().__init__()
@@ -397,12 +399,13 @@ def test_a_forward_of_which_nothing_is_captured_is_named_at_the_step(tmp_path):
                 x = float(self.weight.detach().sum()) * x
             return (x * self.weight).sum()
 
-    model = Numbers()
-    optimizer = adamw([{"params": list(model.parameters())}])
-    loss = torch.compile(model, backend=lambda graph, _: graph.forward)(torch.ones(4, 4))
-    loss.backward()
-    with pytest.raises(OptimizerError, match=r"the model did not run with the greedysnake backend") as caught:
-        optimizer.step()
-    assert re.search(
-        r"Dynamo gave a forward up at .*: x = float\(self.weight.detach\(\).sum\(\)\) \* x", str(caught.value)
-    )
+    given_up, plain = Numbers(), Numbers()
+    given_up.compile(backend="greedysnake")
+    line = r"gave the model's forward up at .*: x = float\(self.weight.detach\(\).sum\(\)\) \* x"
+    for model, is_told in ((given_up, True), (plain, False)):
+        optimizer = adamw([{"params": list(model.parameters())}])
+        model(torch.ones(4, 4)).backward()
+        with pytest.raises(OptimizerError, match=r"the model did not run with the greedysnake backend") as caught:
+            optimizer.step()
+        assert bool(re.search(line, str(caught.value))) == is_told
+        assert ("Dynamo" in str(caught.value)) == is_told

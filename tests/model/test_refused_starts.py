@@ -1,0 +1,105 @@
+"""A start that is refused leaves nothing: the next one trains, whatever was wrong with it, and however often."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiered import adamw, gpt2, options, step, tokens, two_groups
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from zoo import GPT, batch, compile_model, train
+
+import gs_compile
+from gs_compile.capture.frame_settings import set_from_the_start
+from gs_compile.errors import GreedySnakeError, OptimizerError, OptionError, ProfileError, UniformityError
+from gs_compile.model.backend import check, greedysnake
+
+
+class Backend:
+    """This package's, which notes each trace."""
+
+    __module__ = greedysnake.__module__  # by which it is known as this package's
+    check = staticmethod(check)
+
+    def __init__(self):
+        self.num_traces = 0
+
+    def __call__(self, module, example_inputs, **given):
+        self.num_traces += 1
+        return greedysnake(module, example_inputs, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"host_memroy": "1GiB"}, OptionError, "unknown option host_memroy; did you mean host_memory"),
+        ({"machine": "rtx409"}, ProfileError, "unknown machine rtx409; did you mean rtx4090"),
+        ({"mode": "max-autotne"}, OptionError, "mode must be one of default, .*; got 'max-autotne'"),
+    ],
+)
+def test_options_are_refused_before_the_trace_and_dynamo_keeps_nothing_of_it(given, error, words):
+    """After its reset, and where it passes over errors of its own, a model is traced first."""
+    for num_traces, prepare in ((0, set_from_the_start), (1, torch._dynamo.reset)):
+        torch._dynamo.reset()
+        prepare()
+        model, backend = GPT(), Backend()
+        model.compile(backend=backend, options=given)
+        with dynamo_config.patch(suppress_errors=bool(num_traces)), pytest.raises(error, match=words) as caught:
+            model(*batch())
+        assert type(caught.value) is error
+        assert backend.num_traces == num_traces
+        assert not any(entry.code for entry in _debug_get_cache_entry_list(GPT.forward.__code__))
+
+
+def test_refused_models_do_not_count_for_dynamos_limit():
+    """Fault: eight refusals of a class, and its next model ran as plain PyTorch does."""
+    torch._dynamo.reset()
+    with dynamo_config.patch(recompile_limit=1):
+        for _ in range(2):
+            with pytest.raises(UniformityError):
+                train(compile_model(GPT(num_layers=1), 2), *batch())
+        train(model := compile_model(GPT(), 2), *batch())
+    assert gs_compile.inspect(model).num_layers == 2
+
+
+def test_starts_that_are_refused_leave_nothing(tmp_path):
+    """Fault: after eight of them the model ran as plain PyTorch does, with the right options too."""
+    torch._dynamo.reset()
+    model = gpt2()
+    optimizer = adamw(two_groups(model))
+    with dynamo_config.patch(recompile_limit=1):
+        for wrong in ({"precision": "bf8"}, {"host_memory": "1KiB"}, {"host_memory": "2KiB"}, {}):
+            model.compile(backend="greedysnake", options=options(tmp_path, **wrong))
+            with pytest.raises(GreedySnakeError, match=next(iter(wrong))) if wrong else nullcontext():
+                step(model, optimizer, tokens(0))
+    assert optimizer.num_steps == 1
+    optimizer.engine.tiers.close()
+
+
+def test_an_optimizer_that_is_made_after_the_first_call_trains_on_the_tiers(tmp_path):
+    """As where the loss is looked at first: gradients arrived in p.grad for as long as the model was."""
+    losses = []
+    for late in (False, True):
+        model = gpt2()
+        model.compile(backend="greedysnake", options=options(tmp_path))
+        if late:
+            step(model, torch.optim.SGD(model.parameters(), lr=0.0), tokens(0))
+        optimizer = adamw(two_groups(model))
+        losses.append([step(model, optimizer, tokens(number)) for number in range(2)])
+        assert optimizer.num_steps == 2
+        optimizer.engine.tiers.close()
+    assert losses[0] == losses[1]
+
+
+def test_an_optimizer_in_whose_place_another_was_made_is_refused_by_name(tmp_path):
+    """It said that the model had not run with this backend."""
+    model = gpt2()
+    first, last = adamw(two_groups(model)), adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    with pytest.raises(OptimizerError, match="another optimizer was made for these parameters after this one"):
+        step(model, first, tokens(0))
+    last.step()
+    assert last.num_steps == 1
+    last.engine.tiers.close()
