@@ -214,8 +214,8 @@ def forget_code() -> None:
     if frame is None:  # who asked for the capture runs it without Dynamo
         return
     for entry in _debug_get_cache_entry_list(function := orig_code_map[frame.f_code]):
-        if entry.code is frame.f_code:
-            entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("its call was refused"))
+        if entry.code is frame.f_code and (state := entry.guard_manager.extra_state) is not None:
+            state.invalidate(entry, DeletedGuardManagerWrapper("its call was refused"))
     _pass_over_ended(function)
 
 
