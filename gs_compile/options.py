@@ -27,6 +27,7 @@ Clipping = Literal["delayed", "speculative"]
 OF_OPTIMIZERS = ("lr", "max_grad_norm", "state_dtype", "weight_decay")  # settings, which are no options
 ROUNDING = 1e-6  # of ratios that are sums of what a solver gives
 DEFAULT_STORAGE = "greedysnake"  # under the user's cache
+PATHS = ("storage", "report", "status")  # options whose relative paths are of where the process is as it reads them
 
 
 def default_storage() -> Path:
@@ -240,8 +241,10 @@ class Options:
     status: Path | None = None
     expert: Expert = field(default_factory=Expert)
     mode: str | None = None
+    as_given: Mapping[str, Any] = field(init=False, repr=False, compare=False)  # what `PATHS` are made of
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "as_given", {name: getattr(self, name) for name in PATHS})
         _whole("micro_batch_size", self.micro_batch_size, "a whole number of samples, 1 or more")
         _check_words(self)
         object.__setattr__(self, "frozen_skip", _names("frozen_skip", self.frozen_skip))
@@ -275,9 +278,9 @@ class Options:
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """Every option by the name that users know it by, such as expert.alpha."""
-        own = {name: value for name, value in vars(self).items() if name != "expert"}
-        return own | {f"expert.{name}": value for name, value in vars(self.expert).items()}
+        """Every option by the name that users know it by, such as expert.alpha; paths as they were given."""
+        own = {name: value for name, value in vars(self).items() if name not in ("expert", "as_given")}
+        return own | self.as_given | {f"expert.{name}": value for name, value in vars(self.expert).items()}
 
 
 def from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
@@ -306,7 +309,7 @@ def _names_beside(cls: type) -> dict[str, str]:
 
 
 def _names_of(cls: type, prefix: str) -> dict[str, str]:
-    return {entry.name: prefix + entry.name for entry in fields(cls)}
+    return {entry.name: prefix + entry.name for entry in fields(cls) if entry.init}
 
 
 def _as_written(name: str) -> str:

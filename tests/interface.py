@@ -114,7 +114,7 @@ def _default(value: Any) -> str:
 
 
 def _fields(kind: Any) -> Iterator[str]:
-    for each in dataclasses.fields(kind):
+    for each in filter(lambda each: each.init, dataclasses.fields(kind)):
         given = "" if each.default is dataclasses.MISSING else _default(each.default)
         given = " = ?" if each.default_factory is not dataclasses.MISSING else given.replace("=", " = ", 1)
         yield f"{each.name}: {each.type}{given}"

@@ -43,7 +43,7 @@ from gs_compile.capture.graph import (
 )
 from gs_compile.capture.in_place import is_changed, refuse_changes, storage_of
 from gs_compile.capture.loss import Separated
-from gs_compile.capture.operations import is_free
+from gs_compile.capture.operations import is_free, operation
 from gs_compile.capture.reached import reached_from
 from gs_compile.capture.residual_stream import is_like
 from gs_compile.capture.stacks import stacks
@@ -370,6 +370,8 @@ class _Cut:
             if not is_first and node in sides and not (sees_batch and self._is_batch(node)):
                 return Source("side", sides.index(node))
             everywhere: Source = node.meta["source"]
+            if everywhere.kind == "total" and not is_last:
+                raise SeparationError(_of_totals(next((u for u in node.users if self.at.get(u) == position), node)))
             return everywhere
 
         nodes = [node for node in self.readers if self.at[node] == position and not is_free(node)]
@@ -377,3 +379,11 @@ class _Cut:
             self._refuse_unsized(node)
         found = extract(self._name(position), nodes, results, source)
         return replace(found, is_joint=position > 0 and position in self.origins)
+
+
+def _of_totals(node: fx.Node) -> str:
+    return (
+        f"`{node.name}` ({operation(node)}) reads a sum of the inputs over the whole batch{at_line(node)}, which only "
+        "the head and the loss can read: compute it outside of the model and pass it as an input, or set "
+        "micro_batch_size to the whole batch"
+    )

@@ -10,7 +10,7 @@ from captured import WIDTH, Block, Tiny, batch, captured, compiled
 from parts import Any, Reading, Sides, assert_units_equal_the_model
 from torch import nn
 
-from gs_compile.errors import MutationError, UniformityError
+from gs_compile.errors import MutationError, SeparationError, UniformityError
 
 
 def refused(error, model, *args):
@@ -46,6 +46,22 @@ def test_two_tensors_carried():
     assert message.endswith(
         "Carry it inside the hidden state, or compute it in the embedding so that it becomes a side input"
     )
+
+
+class Centred(Tiny):
+    """Reads the mean of an input over all samples in the embedding."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids) - labels.float().mean(0)[:, None]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_sum_over_the_batch_that_is_read_ahead_of_the_head():
+    message = refused(SeparationError, Centred())
+    assert re.match(r"`\w+` \(\w+\) reads a sum of the inputs over the whole batch, at .*labels.float\(\)", message)
+    assert message.endswith("pass it as an input, or set micro_batch_size to the whole batch")
 
 
 class Skipping(Tiny):

@@ -7,6 +7,7 @@ import gc
 import re
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,27 +60,34 @@ def test_a_refused_model_keeps_its_values(breaks, tmp_path):
     assert optimizer.engine is None
 
 
-def test_options_that_the_first_call_has_settled(tmp_path):
-    """Nothing would come of others, or wrong values of another precision; what is of one call alone may change."""
+def test_options_that_the_first_call_has_settled(tmp_path, monkeypatch):
+    """Nothing would come of others, or wrong values of another precision; what is of one call alone may change.
+
+    A relative directory is that of the first call, also where the process has another one since then.
+    """
     model = gpt2()
     optimizer = adamw(list(model.parameters()))
-    model.compile(backend="greedysnake", options=options(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model.compile(backend="greedysnake", options=options(Path("storage")))
     step(model, optimizer, tokens(0))
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
     before = values(model)
     for change, name in (
         ({"host_memory": "90MiB"}, "host_memory"),
         ({"alpha": 0.5}, r"expert\.alpha"),
         ({"precision": "bf16"}, "precision"),
     ):
-        model.compile(backend="greedysnake", options=options(tmp_path, **change))
+        model.compile(backend="greedysnake", options=options(Path("storage"), **change))
         with pytest.raises(OptionError, match=rf"^{name} is .* in this call, and was .* in the first call of the run"):
             step(model, optimizer, tokens(1))
     with torch.no_grad(), pytest.raises(OptionError, match=r"^precision is"):  # an evaluation too
         loss_of(model, tokens(1))
     same_tensors(values(model), before)
-    model.compile(backend="greedysnake", options=options(tmp_path, micro_batch_size=5))
+    model.compile(backend="greedysnake", options=options(Path("storage"), micro_batch_size=5))
     step(model, optimizer, tokens(1))
     assert optimizer.num_steps == 2
+    assert not list(elsewhere.iterdir())
 
 
 @pytest.mark.parametrize("ends", [pytest.param(True, marks=pytest.mark.slow), False])
