@@ -241,7 +241,7 @@ class Options:
     status: Path | None = None
     expert: Expert = field(default_factory=Expert)
     mode: str | None = None
-    as_given: Mapping[str, Any] = field(init=False, repr=False, compare=False)  # what `PATHS` are made of
+    as_given: dict[str, Any] = field(init=False, repr=False, compare=False)  # what `PATHS` are made of
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "as_given", {name: getattr(self, name) for name in PATHS})

@@ -75,6 +75,7 @@ LIMITS: dict[str, list[Case]] = {
             "2 of the trained",
         ),
     ],
+    "Gradients of gradients": [("end_to_end/test_autograd.py", "test_a_gradient_of_gradients_is_refused", "asked for")],
     "Hooks on the gradient of an output": [
         (
             "end_to_end/test_chosen_outputs.py",
@@ -161,6 +162,7 @@ LIMITS: dict[str, list[Case]] = {
         (HERE, "test_the_form_of_experts_that_errors_name", ""),
     ],
     "Layers whose result depends on the whole batch": [
+        ("capture/test_split_refusals.py", "test_a_sum_over_the_batch_that_is_read_ahead_of_the_head", "a sum"),
         ("capture/test_loss_refusals.py", "", "normalises by the statistics of the batch"),
         ("capture/test_samples.py", "", '"the best tokens of all": ('),
         ("capture/test_samples.py", "", '"a mask of the number": ('),

@@ -14,14 +14,15 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.internals import without_modes, without_overrides
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
+from gs_compile.errors import OutputGradientError
 from gs_compile.model.in_memory import averaged_of_any
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
@@ -235,8 +236,16 @@ class _Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        found = _Step.of_first_order(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        second: Any = partial(_Second.apply, torch.ones((), requires_grad=True))
+        return tuple(each if each is None else second(each) for each in found)
+
+    @staticmethod
+    @once_differentiable
+    def of_first_order(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _ = ctx.saved_tensors
         if ctx.call is None:
             raise RuntimeError(
@@ -251,3 +260,18 @@ class _Step(torch.autograd.Function):
             call.prepare(gradients)
             ctx.call = None  # a loss that lives on keeps nothing of its step
             return (None, *call.backward(gradients))
+
+
+class _Second(torch.autograd.Function):
+    """Behind the gradients of a backward with `create_graph`: without it, a penalty on them would learn nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> NoReturn:
+        raise OutputGradientError(
+            "a gradient of gradients was asked for (create_graph=True), as of a gradient penalty, but a step computes "
+            "those of first order alone: leave the penalty out, or run the model without the backend"
+        )

@@ -224,7 +224,8 @@ def _param_groups(call: Call, optimizer: Optimizer) -> dict[int, tuple[int, int,
         if found := backward_hooks(args[index]):
             raise OptimizerError(
                 f"{captured.inputs[index].path} has a hook on its gradient, {found[0]}, which would never be called, "
-                "because a parameter on the tiers gives its gradient only to its update. Remove the hook"
+                "because a parameter on the tiers gives its gradient only to its update. Remove the hook, or use a "
+                "torch.optim optimizer, which leaves parameters in memory"
             )
     return {i: (group_of[args[i]], optimizer.steps.missed.get(args[i], 0), i in split.idle) for i in read}
 

@@ -285,6 +285,17 @@ def test_the_usual_errors_of_a_backward():
             loss.backward()
 
 
+def test_a_gradient_of_gradients_is_refused():
+    """It would be zero without a word; gradients of first order are the same where somebody may ask for it."""
+    model, (ids, labels) = compile_model(GPT(), 2), batch()
+    weight = model.blocks[0].up.weight
+    (wanted,) = torch.autograd.grad(model(ids, labels)[1], weight)
+    (found,) = torch.autograd.grad(loss := model(ids, labels)[1], weight, create_graph=True)
+    assert torch.equal(found, wanted)
+    with pytest.raises(OutputGradientError, match=r"a gradient of gradients was asked for \(create_graph=True\)"):
+        (loss.detach() + found.square().sum()).backward()
+
+
 def test_a_loss_that_lives_on_keeps_nothing_of_its_step():
     model, (ids, labels) = compile_model(GPT()), batch()
     loss = model(ids, labels)[1]
