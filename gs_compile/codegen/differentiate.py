@@ -355,4 +355,5 @@ class Differentiated:
     def _pull(self, results: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors:
         """Gradients of the differentiable inputs; zeros for one that the results do not depend on."""
         wanted = [inputs[index] for index in self.unit.differentiable]
-        return torch.autograd.grad(results, wanted, gradients, allow_unused=True, materialize_grads=True)
+        with torch.autograd.set_detect_anomaly(False):  # which looks at values, and there are none while it is traced
+            return torch.autograd.grad(results, wanted, gradients, allow_unused=True, materialize_grads=True)

@@ -285,6 +285,13 @@ def test_the_usual_errors_of_a_backward():
             loss.backward()
 
 
+def test_anomalies_are_looked_for_from_the_first_step_on():
+    model, (ids, labels) = compile_model(GPT(), 2), batch()
+    with torch.autograd.set_detect_anomaly(True):
+        model(ids, labels)[1].backward()
+    assert gradients(model)
+
+
 def test_a_gradient_of_gradients_is_refused():
     """It would be zero without a word; gradients of first order are the same where somebody may ask for it."""
     model, (ids, labels) = compile_model(GPT(), 2), batch()
