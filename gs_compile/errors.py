@@ -171,6 +171,9 @@ class RankError(GreedySnakeError, RuntimeError):
 class ForkError(GreedySnakeError, RuntimeError):
     """A forked child used a model that its parent trains: threads and files are the parent's alone."""
 
+    def __init__(self, message: str) -> None:  # by this name a DataLoader raises what a worker has raised
+        super().__init__(message)
+
 
 class StepOrderError(GreedySnakeError, RuntimeError):
     """Calls came in an order that a step cannot have: a second backward before `step()`, and the like."""

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._utils import ExceptionWrapper
 from torch.utils.checkpoint import checkpoint
 from zoo import GPT, TOKENS, WIDTH, Block, batch, compile_model, train
 
 from gs_compile.capture.dynamo import check_torch
 from gs_compile.errors import (
     CaptureError,
+    ForkError,
     GraphBreakError,
     MixedDeviceError,
     NoBatchInputError,
@@ -247,3 +249,12 @@ def test_a_refusal_is_said_at_every_call():
             UniformityError, match=r"^the model has no repeated block: blocks \(1 block\).*nn.ModuleList"
         ):
             train(model, *batch())
+
+
+def test_a_data_loader_raises_what_its_worker_has_raised():
+    try:
+        raise ForkError("a child")
+    except ForkError:
+        wrapped = ExceptionWrapper(where="in a worker")
+    with pytest.raises(ForkError, match="a child"):
+        wrapped.reraise()
