@@ -286,6 +286,11 @@ class Compilation:
         return first_exchange(self.captured.module, known)
 
     @cached_property
+    def counts_over_ranks(self) -> bool:
+        """Whether collectives exchange nothing else. All ranks run them as often, whatever each has for a batch."""
+        return self.exchange is None and first_exchange(self.captured.module) is not None
+
+    @cached_property
     def _of_batch(self) -> frozenset[str]:
         """Inputs that are the size of the whole batch, on which no micro-batch depends."""
         nodes = self.captured.module.graph.find_nodes(op="placeholder")

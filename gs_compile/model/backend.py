@@ -282,7 +282,7 @@ def _cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Spec
     first = next(iter(batch.values()))
     sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
     lengths = _lengths(compilation, first.shape[0])
-    kind = {"alone": len(lengths) == 1, "loss_alone": LOSS_ALONE.get()}
+    kind = {"alone": len(lengths) == 1 and not compilation.counts_over_ranks, "loss_alone": LOSS_ALONE.get()}
     models = [compilation.specialized(length, sizes, **kind) for length in lengths]
     parts, start = [], 0
     for length, model in zip(lengths, models, strict=True):
