@@ -5,7 +5,7 @@ reserved at birth, so a full disk is an error there and not a fault later.
 
 Where ranks share a model, each has some rows of a tensor: state dicts, and values before there is an engine, are
 DTensors, Shard(0) over all ranks. So torch.distributed.checkpoint saves and loads them, onto any number of ranks. Those
-of a state dict that ranks of one machine make are rows of one file, so pickle, and torch.save, get the whole tensor.
+of a state dict that ranks of one machine make are rows of one file: all else gets the whole tensor (`Rows`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import errno
 import math
 import mmap
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from gs_compile.capture.internals import changes, tree_leaves, tree_map_only
 from gs_compile.errors import RankError, StorageError, StorageFullError
 from gs_compile.machine import format_bytes, free_storage
 from gs_compile.runtime.ranks import Ranks
@@ -127,8 +128,8 @@ def mapped_rows(
 ) -> Tensor:
     """As `mapped`, of this rank's rows; `read` is called for all elements, in the same order on all ranks.
 
-    mesh: None, or no rows to share: as `mapped`. ranks: all of the mesh; pickle gets the whole tensor if they can have
-    it in one file, or if it is small. Otherwise to pickle it raises `RankError`.
+    mesh: None, or no rows to share: as `mapped`. ranks: all of the mesh, which have the whole tensor if they can have
+    it in one file, or if it is small.
     """
     if mesh is None or not shape:
         return mapped(shape, dtype, folder, read)
@@ -206,25 +207,104 @@ def _identity(file: BinaryIO) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-@dataclass(frozen=True)
-class _Pickled:
-    """What pickle gets of a DTensor, whose own rows would be those of one rank alone."""
+class _Shared(Tensor):
+    """A tensor that other ranks have as well: torch's functions are applied to `taken`, and do not change it.
 
-    of: str
-    whole: Tensor | None
+    own: the same as torch has it.
+    """
 
-    def __call__(self, protocol: Any) -> Any:
-        if self.whole is None:
+    own: Tensor
+
+    def taken(self, name: str) -> Tensor:
+        """What a function of that name takes it for."""
+        return self.own
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = function.__name__, kwargs or {}
+        used: list[tuple[_Shared, Tensor]] = []
+
+        def take(each: _Shared) -> Tensor:
+            used.append((each, each.taken(name)))
+            return used[-1][1]
+
+        changed = tree_leaves([args[:1] if _CHANGES.fullmatch(name) else (), kwargs.get("out")])
+        if found := [each for each in changed if isinstance(each, _Shared) and type(each.taken("")) is not DTensor]:
             raise RankError(
-                f"a file would have the rows of {self.of} alone: save a state dict of several machines, of a model "
-                "that was not called yet, or a copy of one, by torch.distributed.checkpoint, or take it by "
+                f"{name}: all ranks share this value of a state dict, of shape {tuple(found[0].shape)}, and none "
+                "changes it in place: make another tensor of it, as value.clone()"
+            )
+        args, kwargs = tree_map_only(_Shared, take, (args, kwargs))
+        result = function(*args, **kwargs)
+        if name in ("numpy", "__array__"):
+            result.flags.writeable = False
+        return tree_map_only(Tensor, lambda each: _seen(each, used), result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.taken("pickle").__reduce_ex__(protocol)
+
+
+class Rows(_Shared, DTensor):
+    """Some rows of a tensor, of which other ranks have the others, and for all but DTensor's methods the whole tensor.
+
+    Where that is not at hand, functions are those of DTensor, which all ranks call, and make such tensors; what would
+    take the rows of one rank for a tensor, to save it, raises `RankError`.
+
+    whole: with the changes of its memory, of which one is to the rows alone where these are in it.
+    """
+
+    own: DTensor
+    whole: tuple[Tensor, int] | None
+
+    @classmethod
+    def of(cls, rows: DTensor, whole: Tensor | None = None) -> Rows:
+        placed = (rows.device_mesh, rows.placements)
+        found: Any = DTensor.from_local(rows.to_local(), *placed, shape=rows.shape, stride=rows.stride())
+        found.__class__ = cls
+        found.own, found.whole = rows, None if whole is None else (whole, changes(whole))
+        assert isinstance(found, Rows)
+        return found
+
+    def taken(self, name: str) -> Tensor:
+        is_whole = self.whole is not None and self.whole[1] == changes(self.whole[0])
+        if self.whole is not None and is_whole and name != "__deepcopy__":  # as large as the rows
+            return self.whole[0]
+        if name in _OF_MEMORY:
+            mesh, shape = self.own.device_mesh, tuple(self.own.shape)
+            raise RankError(
+                f"{name} would have the rows of rank {mesh.get_local_rank()} of {mesh.size()} of a value of shape "
+                f"{shape} alone: save a state dict of several machines, of a model that was not called yet, a copy of "
+                "one, or one that a checkpoint was loaded to, by torch.distributed.checkpoint, or take it by "
                 "get_state_dict(..., options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on all ranks, "
                 "and save it on the first"
             )
-        return self.whole.__reduce_ex__(protocol)
+        return self.own
 
-    def __deepcopy__(self, memo: Any) -> _Pickled:
-        return replace(self, whole=None)  # the copy's rows are no longer those of the file
+
+class _View(_Shared):
+    """A view of a whole tensor."""
+
+    @property
+    def own(self) -> Tensor:  # type: ignore[override]
+        return cast(Tensor, nn.Parameter.__torch_function__(Tensor.as_subclass, (), (self, Tensor), {}))
+
+
+# What changes its first argument; and what asks for a tensor's own memory.
+_CHANGES = re.compile(r"(?!__).*_|__setitem__|__set__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|[lr]shift)__")
+_OF_MEMORY = frozenset(
+    "pickle numpy __array__ tolist data_ptr storage untyped_storage share_memory_ __dlpack__".split()
+)
+
+
+def _seen(result: Tensor, used: Sequence[tuple[_Shared, Tensor]]) -> Tensor:
+    """What the caller gets of a function's result."""
+    for each, taken in used:
+        if result is taken:
+            return each
+        kinds = type(result), type(taken)
+        if DTensor not in kinds and result.layout is torch.strided and shares_memory(result, taken):
+            return result.as_subclass(_View)
+    return Rows.of(result) if type(result) is DTensor else result
 
 
 def shared(values: Tensor, folder: Path, mesh: DeviceMesh) -> DTensor:
@@ -257,7 +337,9 @@ def whole(values: Tensor) -> Tensor:
 
 
 def own_rows(values: Tensor) -> Tensor:
-    """The same; raises `RankError` for rows that a file has of another rank, or of one of another number of ranks."""
+    """The same, as torch has it; raises `RankError` for rows that a file has of another rank, or of one of another
+    number of ranks.
+    """
     if isinstance(values, DTensor) and (mesh := values.device_mesh).ndim == 1:
         saved, here = (*(mesh.get_coordinate() or ()), mesh.size()), (mesh.get_local_rank(), mesh.get_group().size())
         if saved != here:
@@ -266,7 +348,7 @@ def own_rows(values: Tensor) -> Tensor:
                 f"this is rank {here[0]} of {here[-1]}: each rank loads the file that it has saved, on as many ranks; "
                 "or save and load with torch.distributed.checkpoint"
             )
-    return values
+    return values.own if isinstance(values, _Shared) else values
 
 
 def write(target: Tensor, values: Tensor) -> None:
@@ -283,19 +365,9 @@ def write(target: Tensor, values: Tensor) -> None:
         leave_memory(each.untyped_storage())
 
 
-def _together(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], whole: Tensor | None = None) -> DTensor:
+def _together(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], whole: Tensor | None = None) -> Rows:
     like = torch.empty(tuple(shape), device="meta")
-    found = DTensor.from_local(own, mesh, [Shard(0)], shape=like.shape, stride=like.stride())
-    return as_pickled(found, whole)
-
-
-def as_pickled(rows: Tensor, whole: Tensor | None = None) -> DTensor:
-    """Have pickle get `whole` of a DTensor; None: raise `RankError`."""
-    assert isinstance(rows, DTensor)
-    mesh = rows.device_mesh
-    of = f"rank {mesh.get_local_rank()} of {mesh.size()} of a value of shape {tuple(rows.shape)}"
-    rows.__reduce_ex__ = _Pickled(of, whole)  # type: ignore[method-assign]  # pickle asks the object
-    return rows
+    return Rows.of(DTensor.from_local(own, mesh, [Shard(0)], shape=like.shape, stride=like.stride()), whole)
 
 
 def _from(start: int, read: Read) -> Read:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
-from torch.utils.hooks import RemovableHandle
 
 from gs_compile.errors import OptimizerError, ResumeError, StepOrderError
 from gs_compile.model.optimizer_state import settings_of
+from gs_compile.model.residency import await_value
 from gs_compile.runtime.storage.manifest import check_plain
 
 
@@ -31,7 +31,7 @@ class Kept:
     has_random_state: random numbers go on already, so the first call leaves them as they are.
     positions: the states of samplers and data loaders as the last step has ended. The call that commits it comes behind
         the next batch.
-    hooks: those that refuse state dicts until the values of the commit have come.
+    refusals: what ends those of state dicts, and of parameters that are used, before the values of the commit come.
     """
 
     states: dict[str, Any] = field(default_factory=dict)
@@ -42,11 +42,11 @@ class Kept:
     begins_anew: bool = False
     has_random_state: bool = False
     positions: dict[str, Any] = field(default_factory=dict)
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    refusals: list[Callable[[], None]] = field(default_factory=list)
 
-    def await_values(self, model: nn.Module) -> None:
-        """State dicts are refused from now on until `values_have_come`: whoever saved one would lose what was learned,
-        as a script does that is started again after its last step.
+    def await_values(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
+        """State dicts, and what reads or writes these parameters, are refused from now on until `values_have_come`:
+        whoever saved one would lose what was learned, as a script does that is started again after its last step.
         """
         self.values_have_come()
         refuse = weakref.WeakMethod(self.check_values)
@@ -55,20 +55,21 @@ class Kept:
             if (check := refuse()) is not None:
                 check()
 
-        self.hooks += [module.register_state_dict_pre_hook(hook) for module in model.modules()]
+        self.refusals += [module.register_state_dict_pre_hook(hook).remove for module in model.modules()]
+        self.refusals += [await_value(parameter, refuse) for parameter in parameters]
 
     def values_have_come(self) -> None:
         """The model's first call has brought them."""
-        while self.hooks:
-            self.hooks.pop().remove()
+        while self.refusals:
+            self.refusals.pop()()
 
     def check_values(self) -> None:
         """Raise StepOrderError while they have not."""
-        if self.hooks:
+        if self.refusals:
             raise StepOrderError(
                 f"the values of step {self.step}, which gs_compile.resume has found, come with the model's first call, "
-                "and until then it has those that it was made with: call it once before you take a state dict, under "
-                "torch.no_grad() where no step is left"
+                "and until then it has those that it was made with: call it once before you read or write them, or "
+                "take a state dict, under torch.no_grad() where no step is left"
             )
 
     def end_step(self) -> None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +84,7 @@ class Residency:
     told: str = ""  # why an evaluation has read the value as plain PyTorch does
     name: str = ""  # of a resident parameter that ranks share: the same on all
     ranks: tuple[Ranks | None] | None = None  # over which a resident parameter's gradient is averaged, once known
+    refusal: Callable[[], Any] | None = None  # gives what raises where the value is used that a commit is to replace
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a parameter has a value of its own
@@ -100,6 +102,7 @@ class Residency:
 
     def value(self, parameter: Tensor, *, master: bool = False) -> Tensor:
         """The value of an offloaded parameter, on the CPU: in its dtype, or in that of its master."""
+        self.check()
         if (home := self.tiered) is not None:
             return home.store.read(home.span, master=master)
         stash = self.stashed_value(parameter)
@@ -119,8 +122,13 @@ class Residency:
         if (home := self.tiered) is not None and home.store.mesh is not None:
             return home.store.rows(home.span)
         if home is None and isinstance(self.stash, DTensor) and not self.codec:
-            return files.as_pickled(self.stash.detach().to(parameter.dtype))
+            return self.stash.detach().to(parameter.dtype)
         return self.shown_value(parameter, torch.device("cpu"))
+
+    def check(self) -> None:
+        """Raise StepOrderError where the value is still to come from a commit."""
+        if self.refusal is not None and (refuse := self.refusal()) is not None:
+            refuse()
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -162,6 +170,7 @@ class Residency:
 
         A copy of what is encoded is not, as it may be trained.
         """
+        self.check()
         if self.stash is None or self.folder is None or self.tiered is not None:
             return None
         if self.codec and isinstance(self.stash, DTensor):
@@ -177,6 +186,7 @@ class Residency:
 
         What is encoded takes values that are not its own in its codec, with a `RuntimeWarning`.
         """
+        self.check()
         home = self.tiered
         if codec := home.span.codec if home is not None else self.codec:
             if torch.equal(files.whole(values), self.value(parameter)):
@@ -288,6 +298,16 @@ def stash(
     residency.release(parameter, dtype or parameter.dtype)
 
 
+def await_value(parameter: Tensor, refusal: Callable[[], Any]) -> Callable[[], None]:
+    """Stash a parameter, and call what `refusal` gives where its value is used, until what is returned is called."""
+    if not is_offloaded(parameter):
+        stash(parameter)
+    residency = residency_of(parameter)
+    residency.refusal = refusal
+    residency.num_writes += 1  # views that were taken before are of another value
+    return partial(setattr, residency, "refusal", None)
+
+
 def adopt(parameter: Tensor, store: ParameterStore, span: Slice, first: Tensor | None) -> None:
     """The store has the value of a stashed parameter now; `first` is the same, and its place if the store fails."""
     residency = residency_of(parameter)
@@ -318,7 +338,7 @@ def roll_back(arguments: Iterable[Any]) -> None:
         residency = residency_of(parameter) if is_offloaded(parameter) else None
         if residency is None or residency.stash is None or residency.tiered is not None:
             continue
-        if residency.folder is None:
+        if residency.folder is None and residency.refusal is None:
             restore(parameter, residency.stash.to(parameter.device))
         else:
             residency.release(parameter, residency.master_dtype(parameter))

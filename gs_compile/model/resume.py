@@ -57,7 +57,8 @@ def resume(
     `states` are objects with `state_dict` and `load_state_dict`, such as schedulers, samplers or a LossScaler. Each
     commit stores their states by name, and this loads them; None: resume without that state. States of torch's samplers
     and data loaders are those at `optimizer.step()`, before the next batch is drawn. The optimizer's settings are those
-    of that step. The model's values come with its first call; until then `state_dict` raises StepOrderError.
+    of that step. The model's values come with its first call; until then `state_dict`, and what reads or writes them,
+    raises StepOrderError.
 
     Raises ResumeError if the run is of another model or optimizer, or has other states, ManifestError for a damaged
     commit, and StepOrderError after the model's first call.
@@ -89,7 +90,7 @@ def resume(
     optimizer.steps.missed = {named[each.name]: each.missed for each in former.parameters}
     optimizer.go_on(former)
     optimizer.kept.user, optimizer.kept.step = former.user, former.step
-    optimizer.kept.await_values(model)
+    optimizer.kept.await_values(model, [named[each.name] for each in former.parameters])
     return Resumed(former.step, former.user)
 
 

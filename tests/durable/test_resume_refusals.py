@@ -130,9 +130,16 @@ def test_a_run_that_is_started_again_after_its_last_step_keeps_what_it_has_learn
     with resumed(harness, adamw, given) as optimizer:
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path).step == 2
         optimizer.commit()
+        words = r"values of step 2, .* come with the model's first call"
         for each in (harness.model, harness.model.transformer, optimizer):
-            with pytest.raises(StepOrderError, match=r"values of step 2, .* come with the model's first call"):
+            with pytest.raises(StepOrderError, match=words):
                 each.state_dict()
+        weight = harness.model.lm_head.weight
+        for use in (weight.detach, weight.norm, weight.tolist, gs_compile.materialize(harness.model).__enter__):
+            with pytest.raises(StepOrderError, match=words):
+                use()
+        with pytest.raises(RuntimeError, match=words):  # torch's own
+            harness.model.load_state_dict({name: value + 1 for name, value in wanted.items()})
         with torch.no_grad():
             harness.model(input_ids=tokens(0), labels=tokens(0))
         optimizer.commit()

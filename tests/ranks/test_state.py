@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from functools import partial
 
 import pytest
@@ -13,7 +14,9 @@ import transformers
 from launch import Fleet
 from learner import same_tensors
 from rank_learner import Learner
+from safetensors.torch import load_file, save_file
 from tiered import tokens
+from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -95,6 +98,59 @@ def test_from_two_ranks_to_others_and_back(precision, numbers, back, pair, tmp_p
         same_tensors(each["trained"], saved["trained"])
 
 
+def uses_alone(model, wanted, tmp_path):
+    """What one rank makes of a state dict that all have taken is made of whole tensors."""
+    wanted = {name: wanted[name] for name in model}
+    ways = {
+        "half": Tensor.half,
+        "bfloat16": lambda value: value.to(torch.bfloat16),
+        "clone": Tensor.clone,
+        "array": lambda value: torch.from_numpy(value.cpu().numpy().copy()),
+        "view": lambda value: value.detach()[1:],
+        "sum": lambda value: torch.add(1, value).sum(),
+    }
+    for name, way in ways.items():
+        torch.save({key: way(value) for key, value in model.items()}, tmp_path / name)
+        same_tensors(torch.load(tmp_path / name), {key: way(value) for key, value in wanted.items()})
+    save_file(model, tmp_path / "safe")
+    same_tensors(load_file(tmp_path / "safe"), wanted)
+    (plain := small("gpt2", seed=1)).load_state_dict(model)
+    same_tensors(dict(plain.state_dict()), wanted)
+    for name, value in model.items():
+        assert torch.equal(value, wanted[name])
+        assert value.to("cpu") is value
+        for change in (value.zero_, value[:1].zero_, partial(value.__setitem__, 0, 0), partial(value.__imul__, 2)):
+            with pytest.raises(RankError, match="all ranks share this value of a state dict"):
+                change()
+    with pytest.raises(RankError, match=r"pickle would have the rows of rank 0 of 2 of a value of shape .* alone"):
+        torch.save(copy.deepcopy(model), tmp_path / "copy.pt")
+    small_one = min(model.values(), key=Tensor.numel)
+    small_one.to_local().add_(1)  # as a checkpoint is loaded
+    with pytest.raises(RankError, match="pickle would have the rows of rank"):
+        torch.save(small_one, tmp_path / "copy.pt")
+
+
+def refuses_rows(model, tmp_path):
+    """Nothing that is made of rows alone is saved."""
+    value = max(model.values(), key=Tensor.numel)
+    assert torch.equal((2 * value).full_tensor(), 2 * value.full_tensor())
+    for use in (
+        Tensor.numpy,
+        lambda each: save_file({"": each}, tmp_path / "safe"),
+        Tensor.share_memory_,
+        pickle.dumps,
+    ):
+        for each in (value, value.half(), value.clone()):
+            with pytest.raises(RankError, match=r"would have the rows of rank . of 2"):
+                use(each)
+
+
+def rows_of(value):
+    return DTensor.from_local(
+        value.to_local().clone(), value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+    )
+
+
 def reads(info, tmp_path):
     """Reads of many kinds, and what they give back is the same."""
     files.SMALL_NBYTES = 1 << 10  # so that not all are small
@@ -137,9 +193,11 @@ def reads(info, tmp_path):
     if not info.rank:
         torch.save(model, tmp_path / "model.pt")
         torch.save(optimizer, tmp_path / "optimizer.pt")
-        with pytest.raises(RankError, match=r"a file would have the rows of rank 0 of 2 of a value of shape .* alone"):
-            torch.save(copy.deepcopy(model), tmp_path / "copy.pt")
-    rows = [tree_map_only(DTensor, DTensor.clone, each) for each in (model, optimizer)]  # which are torch's own
+        uses_alone(model, wanted, tmp_path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(files, "_in_one_file", lambda *_: (None, None))
+        refuses_rows(one.model.state_dict(), tmp_path)
+    rows = [tree_map_only(DTensor, rows_of, each) for each in (model, optimizer)]  # which are torch's own
     torch.save(rows, tmp_path / f"rows{info.rank}.pt")
     gs_compile.save_pretrained(one.model, tmp_path / "saved", max_shard_size="50KB")
     one.model.save_pretrained(tmp_path / "plainly", max_shard_size="50KB")
