@@ -9,7 +9,8 @@ import torch
 from tiered import GPT2, VOCABULARY, gpt2, options, step, tokens
 
 import gs_compile
-from gs_compile.errors import CorruptionError
+from gs_compile.errors import CorruptionError, StepOrderError
+from gs_compile.model.residency import residency_of
 from gs_compile.runtime.storage.manifest import read
 from gs_compile.runtime.storage.stored import FOLDER, REST
 
@@ -97,11 +98,14 @@ def test_damage_of_what_is_beside_leaves_the_model_its_values(tmp_path):
         found.write(b"damage")
     trunk, _, _, first = made(tmp_path)
 
-    def values():  # a state dict is refused before the commit's values have come
-        return {name: value.detach().clone() for name, value in [*trunk.named_parameters(), *trunk.named_buffers()]}
+    def values():  # which nobody reads before the commit's have come
+        stashed = {name: residency_of(each).stash.clone() for name, each in trunk.named_parameters()}
+        return stashed | {name: each.clone() for name, each in trunk.named_buffers()}
 
     before = values()
     with pytest.raises(CorruptionError, match="rest"):
         trunk(tokens(first))
     after = values()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+    with pytest.raises(StepOrderError, match="come with the model's first call"):
+        next(trunk.parameters()).norm()
