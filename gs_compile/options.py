@@ -186,6 +186,7 @@ class Options:
     micro_batch_size: samples that run through a layer at a time; the last micro-batch of a batch may be smaller.
     outputs: "all" returns everything that the model returns. "loss" returns only the loss in training (no logits, no
         caches: they are None); under torch.no_grad() everything is returned, unless inside `gs_compile.loss_alone()`.
+        What the forward stores, as in ``self.cache = x``, is made in any case.
     storage: the directory for data on SSD, or several, one for each SSD; stored as a tuple of absolute paths, with "~"
         and environment variables expanded. None: in the user's cache, that is $XDG_CACHE_HOME/greedysnake or
         ~/.cache/greedysnake.

@@ -23,7 +23,7 @@ from torch import fx
 
 from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.floats import as_tensors
-from gs_compile.capture.graph import Captured, Input, Role, hint
+from gs_compile.capture.graph import Captured, Input, Role, hint, output_values
 from gs_compile.errors import CaptureError, MixedDeviceError, NoBatchInputError, VersionError
 
 OLDEST_TORCH = (2, 11)
@@ -50,6 +50,8 @@ try:
     from torch._dynamo.source import LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import orig_code_map
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
     from torch._guards import CompileContext
 
     from gs_compile.capture.frame_settings import (
@@ -121,7 +123,8 @@ def capture(
     as_tensors(module)
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
     autocast = next(filter(None, map(_autocast, sorted(devices))), None)
-    return Captured(module, tuple(inputs), frozenset(symbols), autocast, models, where, _root(inputs, nodes))
+    root, stored = _root(inputs, nodes), _stored(module)
+    return Captured(module, tuple(inputs), frozenset(symbols), autocast, models, where, root, stored)
 
 
 def _fixed_at(batch: Sequence[fx.Node], size: int) -> str:
@@ -137,6 +140,24 @@ def _fixed_at(batch: Sequence[fx.Node], size: int) -> str:
             text, _, place = guard.sloc.maybe_user_loc.rpartition("  # ")
             return f" ({place}: {text})"
     return ""
+
+
+def _stored(module: fx.GraphModule) -> frozenset[int]:
+    """The outputs, by number, that the forward puts in objects that are there before it, as in ``self.cache = x``."""
+    if current_compile_id() is None:
+        return frozenset()
+    effects, found = InstructionTranslator.current_tx().output.side_effects, set[str]()
+
+    def note(variable: VariableTracker) -> None:
+        if isinstance(variable, TensorVariable):
+            found.add(variable.as_proxy().node.name)
+
+    for holder in effects.id_to_variable.values():
+        is_of_user = isinstance(holder.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
+        if is_of_user and effects.is_modified(holder):
+            VariableTracker.visit(note, [holder, effects.store_attr_mutations.get(holder, {})])
+    values = enumerate(output_values(module))
+    return frozenset(number for number, each in values if isinstance(each, fx.Node) and each.name in found)
 
 
 def _models() -> dict[str, weakref.ref[torch.nn.Module]]:

@@ -52,6 +52,7 @@ class Captured:
     models: Mapping[str, weakref.ref[nn.Module]] = field(default_factory=dict, compare=False)  # by how paths begin
     fixed_at: str = field(default="", compare=False)  # the user's line that fixes the batch size, in parentheses
     root: str = field(default="", compare=False)  # how the paths to the one model begin; empty: to several, or itself
+    stored: frozenset[int] = frozenset()  # the outputs, by number, that the forward puts in objects of the user's
 
     def names(self, *roles: Role) -> frozenset[str]:
         return frozenset(entry.name for entry in self.inputs if entry.role in roles)

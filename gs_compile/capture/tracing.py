@@ -5,7 +5,8 @@
 * A size in a text that has values of tensors beside it stays a symbol: nobody reads such a text while tracing.
 * ``torch.cat(list(x))`` is ``x.flatten(0, 1)``, so that the number of rows stays a symbol; a list of rows that is read
   otherwise has its number, as Dynamo has it.
-* ``x.requires_grad_()`` of what the forward has made is ``x``, as where checkpointing asks it of embeddings.
+* ``x.requires_grad_()`` of what the forward has made is ``x``, as where checkpointing asks it of embeddings; so is
+  ``x.requires_grad = True``, as in encoders of sound.
 * The name of a line's function, for which Dynamo parses whole files, is found when a log has it: a tenth of a trace.
 
 These are in force while Dynamo compiles a frame for this backend (`frame_settings`).
@@ -151,6 +152,15 @@ def _cat(function: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> 
     return plain(function, translator, args, kwargs)
 
 
+def _store_attribute(translator: InstructionTranslatorBase, instruction: Any) -> None:
+    value, holder = (each.unwrap() for each in translator.stack[-2:])
+    is_made = isinstance(holder, TensorVariable) and holder.source is None
+    if is_made and instruction.argval == "requires_grad" and value.is_python_constant() and value.as_python_constant():
+        translator.popn(2)
+    else:
+        InstructionTranslatorBase.STORE_ATTR(translator, instruction)
+
+
 def _requires_grad(tensor: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
     wanted = [each for each in (*args, *kwargs.values()) if isinstance(each, VariableTracker)]
     if tensor.source is None and all(each.as_python_constant() for each in wanted):
@@ -171,5 +181,6 @@ _METHODS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 _JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_") for value in ("TRUE", "FALSE")]
 _INSTRUCTIONS: dict[int, Callable[..., None]] = {
     dis.opmap["BUILD_STRING"]: _build_string,
+    dis.opmap["STORE_ATTR"]: _store_attribute,
     **{dis.opmap[name]: partial(_jump_over_raise, name) for name in _JUMPS if name in dis.opmap},
 }

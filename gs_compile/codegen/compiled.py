@@ -337,7 +337,8 @@ class Compilation:
         given = output_values(module)
         losses = losses_among(given, in_evaluation=loss_alone)
         all_are = not losses or not (loss_alone or self.options.outputs == "loss")
-        kept = [all_are or value in losses or not isinstance(value, fx.Node) for value in given]
+        needed = {*losses, *(given[number] for number in captured.stored)}
+        kept = [all_are or value in needed or not isinstance(value, fx.Node) for value in given]
         layer_major = self.options.expert.schedule not in BY_MICRO_BATCH
         separated = loss(module, captured, kept=kept, alone=alone, layer_major=layer_major)
         block_cut = self.schedule.block_cut

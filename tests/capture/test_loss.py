@@ -216,6 +216,31 @@ def test_outputs_beside_the_loss():
     assert torch.equal(only_loss["loss"], found["loss"])
 
 
+def test_what_a_forward_stores_is_kept_beside_the_loss():
+    """A cache that was left out was None in the next call."""
+
+    class Caching(Tiny):
+        table = None
+
+        def forward(self, ids, labels):
+            if self.table is None:
+                self.table = torch.arange(ids.shape[1]).float()
+            logits = super().forward(ids, labels) + self.table[:, None]
+            self.seen.append(logits)
+            return cross_entropy(logits, labels), 2 * logits
+
+    torch.manual_seed(0)
+    model, args = Caching(lambda logits, _: logits), batch(5)
+    model.seen = []
+    call = compiled(model, outputs="loss")
+    for _ in range(2):
+        loss, left_out = call(*args)
+        assert left_out is None
+        torch.testing.assert_close(loss, cross_entropy(model.seen[-1], args[1]))
+    assert torch.equal(model.table, torch.arange(TOKENS).float())
+    assert len(model.seen) == 2
+
+
 @pytest.mark.parametrize(
     "criterion",
     [
