@@ -155,7 +155,7 @@ LIMITS: dict[str, list[Case]] = {
         ),
     ],
     "Tensors whose size depends on values": [
-        ("end_to_end/test_experts.py", "", "gave a forward up at"),
+        ("end_to_end/test_experts.py", "", "gave the model's forward up at"),
         ("end_to_end/test_experts.py", "", "has a size that values decide"),
         ("end_to_end/test_experts.py", "test_words_that_are_chosen_in_one_micro_batch", "leaves its block"),
         ("end_to_end/test_experts.py", "test_dropout_in_experts_drops_the_same_again", "how many random numbers"),

@@ -52,9 +52,9 @@ def test_a_refusal_names_files_as_all_machines_have_them():
         "GraphBreakError: the model's forward is not one graph: Dynamo breaks it at some/model.py:3: x.item(); "
         "Dynamo's reason: Unsupported. Explanation: it reads a tensor"
     )
-    given_up = f"it did not run. Do this. Dynamo gave a forward up at {ROOT}/models.py:3: x\nDynamo's reason: so\nmore"
+    given_up = f"it did not run. Do this. Dynamo gave the model's forward up at {ROOT}/models.py:3: x\nDynamo's reason: so\nmore"
     assert refusal(ValueError(given_up)) == (
-        "ValueError: it did not run. Dynamo gave a forward up at models.py:3: x; Dynamo's reason: so"
+        "ValueError: it did not run. Dynamo gave the model's forward up at models.py:3: x; Dynamo's reason: so"
     )
     assert refusal(ValueError()) == "ValueError: without words"
     assert len(refusal(ValueError("x" * 2 * MOST))) == MOST

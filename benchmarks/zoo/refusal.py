@@ -10,7 +10,7 @@ from benchmarks.common import ROOT
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 MOST = 500  # characters
-GIVEN_UP = "Dynamo gave a forward up at"
+GIVEN_UP = "Dynamo gave the model's forward up at"
 
 
 def refusal(error: BaseException) -> str:

@@ -251,7 +251,11 @@ class Packed(Model):
 
 
 REFUSED = {
-    "an if": (lambda: Model(Counted), OptimizerError, r"(?s)gave a forward up at .*numel\(\) > 0.*grouped_mm"),
+    "an if": (
+        lambda: Model(Counted),
+        OptimizerError,
+        r"(?s)gave the model's forward up at .*numel\(\) > 0.*grouped_mm",
+    ),
     "any size": (
         lambda: Model(Repeated),
         CaptureError,
