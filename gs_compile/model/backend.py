@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -40,6 +41,7 @@ from gs_compile.errors import (
     NothingRequiresGradError,
     OptimizerError,
     OptionError,
+    SeparationError,
     StepOrderError,
     UncapturedWarning,
 )
@@ -282,8 +284,7 @@ def _cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Spec
     first = next(iter(batch.values()))
     sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
     lengths = _lengths(compilation, first.shape[0])
-    kind = {"alone": len(lengths) == 1 and not compilation.counts_over_ranks, "loss_alone": LOSS_ALONE.get()}
-    models = [compilation.specialized(length, sizes, **kind) for length in lengths]
+    models = _models(compilation, lengths, sizes)
     parts, start = [], 0
     for length, model in zip(lengths, models, strict=True):
         own = {index: arg.narrow(0, start, length) for index, arg in batch.items()}
@@ -292,6 +293,17 @@ def _cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Spec
         parts.append(MicroBatch(model.split, model.codes, own, fraction, counted))
         start += length
     return models, parts
+
+
+def _models(compilation: Compilation, lengths: Sequence[int], sizes: Mapping[str, int]) -> list[SpecializedModel]:
+    """Those of micro-batches of these lengths. Of a single one a count over ranks is made before the head where it can
+    be, as other ranks, which may have several, make it there; where it cannot, none has several.
+    """
+    specialized = partial(compilation.specialized, sizes=sizes, loss_alone=LOSS_ALONE.get())
+    if len(lengths) == 1 and compilation.counts_over_ranks:
+        with suppress(SeparationError):
+            return [specialized(*lengths, alone=False)]
+    return [specialized(length, alone=len(lengths) == 1) for length in lengths]
 
 
 def _lengths(compilation: Compilation, batch_size: int) -> list[int]:

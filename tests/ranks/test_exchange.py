@@ -74,10 +74,24 @@ class Counting(zoo.GPT):
         return total / count.clamp(min=1) * dist.get_world_size(), logits
 
 
+class Centre(torch.nn.Module):
+    def forward(self, x_BTD):
+        return x_BTD - x_BTD.mean(0)
+
+
+class Centred(Counting):
+    """Reads all samples of a rank ahead of its head, so that the batch has to be one micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Sequential(self.embedding, Centre())
+
+
 def train(info, model, optimizer):
-    counts = isinstance(getattr(model, "module", model), Counting)
+    kind = type(getattr(model, "module", model))
+    counts, uneven = issubclass(kind, Counting), kind is Counting
     for number in range(2):
-        ids, labels = zoo.batch(2 + 3 * info.rank * counts, seed=10 * number + info.rank)
+        ids, labels = zoo.batch(2 + 3 * info.rank * uneven, seed=10 * number + info.rank)
         if counts:
             loss, logits = model(ids, labels)
             (loss + logits.square().mean() if number else loss).backward()
@@ -92,7 +106,7 @@ def learns(info, tmp_path):
     """How far from DDP each way is; on the tiers by a plan for which the first rank times the code."""
     found, timed = {}, []
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # by Dynamo
-    for plain in (Contrastive(Gathered.apply), Contrastive(gathered), Counting()):
+    for plain in (Contrastive(Gathered.apply), Contrastive(gathered), Counting(), Centred()):
         ours, wrapped = copy.deepcopy(plain), DistributedDataParallel(plain)
         wanted = train(info, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
         if getattr(plain, "gather", gathered) is gathered:
