@@ -74,7 +74,7 @@ def ranks_of(options: Options) -> Ranks | None:
 
 
 @contextlib.contextmanager
-def told(ranks: Ranks | None) -> Iterator[None]:
+def failing_together(ranks: Ranks | None) -> Iterator[None]:
     """Tell the other ranks of an error inside: it ends them, too."""
     try:
         yield

@@ -58,7 +58,7 @@ from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.options import Options, default_storage
 from gs_compile.planner.measure.shipped import load
 from gs_compile.runtime.random_state import random_state, set_random_state
-from gs_compile.runtime.ranks import Ranks, told
+from gs_compile.runtime.ranks import Ranks, failing_together
 from gs_compile.runtime.stream import deterministic
 from gs_compile.runtime.units import CompiledUnits, MicroBatch, WholeBatch
 
@@ -108,7 +108,11 @@ class _Run:
     def run(self, *args: Any) -> list[Any]:
         options = self.options
         try:
-            with turn(args), told(ranks := meet(args, options, self.compilation)), deterministic(options.deterministic):
+            with (
+                turn(args),
+                failing_together(ranks := meet(args, options, self.compilation)),
+                deterministic(options.deterministic),
+            ):
                 results = self._run_together(args, ranks)
         except BaseException:
             if self.is_new:  # a start that is refused leaves nothing
@@ -165,10 +169,10 @@ class _AsWritten:
 def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
     """Warn once for each reason: generation is captured twice, with a cache and without."""
     read = [residency_of(arg) for arg in args if is_offloaded(arg)]
-    if all(each.told == error.message for each in read):
+    if all(each.warned_of == error.message for each in read):
         return
     for each in read:
-        each.told = error.message
+        each.warned_of = error.message
     warnings.warn(
         f"this evaluation runs as plain PyTorch does, and reads parameters as gs_compile.streaming does: "
         f"{error.message}",

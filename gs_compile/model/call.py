@@ -28,7 +28,7 @@ from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
 from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
-from gs_compile.runtime.ranks import Ranks, told
+from gs_compile.runtime.ranks import Ranks, failing_together
 from gs_compile.runtime.stream import deterministic, without_autocast
 from gs_compile.runtime.units import Accumulator, CompiledUnits, WholeBatch
 
@@ -256,7 +256,12 @@ class _Step(torch.autograd.Function):
             return (None, *ctx.num_trained * (None,))
         call: Call = ctx.call
         call.check(ctx, gradients)
-        with call.turn, without_modes(), told(call.ranks), deterministic(call.compilation.options.deterministic):
+        with (
+            call.turn,
+            without_modes(),
+            failing_together(call.ranks),
+            deterministic(call.compilation.options.deterministic),
+        ):
             call.prepare(gradients)
             ctx.call = None  # a loss that lives on keeps nothing of its step
             return (None, *call.backward(gradients))

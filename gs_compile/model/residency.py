@@ -81,7 +81,7 @@ class Residency:
     shown: dict[torch.device, Shown] = field(default_factory=dict)
     reader: Reader | None = None  # for the time of an evaluation
     num_writes: int = 0  # of values that somebody has given
-    told: str = ""  # why an evaluation has read the value as plain PyTorch does
+    warned_of: str = ""  # why an evaluation has read the value as plain PyTorch does
     name: str = ""  # of a resident parameter that ranks share: the same on all
     ranks: tuple[Ranks | None] | None = None  # over which a resident parameter's gradient is averaged, once known
     refusal: Callable[[], Any] | None = None  # gives what raises where the value is used that a commit is to replace

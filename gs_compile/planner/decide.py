@@ -30,7 +30,7 @@ from gs_compile.planner.apart import plan_stacks
 from gs_compile.planner.boundary import Ladder, carrying, retaining
 from gs_compile.planner.builder import SCARCE_UPDATES, planned_peak
 from gs_compile.planner.choose import highest
-from gs_compile.planner.in_pieces import WORTH, faster, smaller, told
+from gs_compile.planner.in_pieces import WORTH, faster, smaller, with_layer_tokens
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import GROWTH, Search, shortfall
 from gs_compile.planner.problem import Problem, fits
@@ -64,11 +64,11 @@ def decide(problem: Problem, search: Search | None = None) -> StepPlan:
             raise
         log.info("the plan does not fit with split masters, so masters are whole: %s", error)
         with suppress(MemoryBudgetError):
-            return told(_decided(problem.whole_masters().like(problem), None))
+            return with_layer_tokens(_decided(problem.whole_masters().like(problem), None))
         raise  # what split ones need, which is mostly less
     if plan.problem.whole_masters is None or not any(unit.num_resident for unit in plan.placement.units):
-        return told(plan)
-    return told(_faster_masters(plan, plan.problem.whole_masters().like(problem)))
+        return with_layer_tokens(plan)
+    return with_layer_tokens(_faster_masters(plan, plan.problem.whole_masters().like(problem)))
 
 
 def _faster_masters(plan: StepPlan, whole: Problem) -> StepPlan:

@@ -71,7 +71,7 @@ def faster(problem: Problem, plan: StepPlan) -> Iterator[Problem]:
             yield from map(problem.cut, problem.in_pieces)
 
 
-def told(plan: StepPlan) -> StepPlan:
+def with_layer_tokens(plan: StepPlan) -> StepPlan:
     """The plan whose decision says how many tokens its layers run on, if it is to, and what that is for."""
     size = plan.problem.layer_tokens
     if size is None:

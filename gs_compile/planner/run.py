@@ -263,8 +263,8 @@ class RunPlanner:
             here.append(self._decided(budgets))
             return replace(here[0], plan=None)
 
-        told = ranks.from_first("the plan", decided)
-        return here[0] if here else told
+        of_first = ranks.from_first("the plan", decided)
+        return here[0] if here else of_first
 
     def _needs_figures(self, problem: Problem) -> bool:
         """Whether the plan needs figures of the machine; raises what `_decide` raises without any."""

@@ -123,7 +123,7 @@ def probe(
     figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), here)
     figures |= compute_rates(device, seconds * (1 - DRIVE_SHARE - link_share))
     figures |= link_rates(device, seconds * link_share) if here.has_own_memory else {}
-    rates, sources = _told(figures, load)
+    rates, sources = _rates_and_sources(figures, load)
     sources |= {name: f"{SHARES[name]:.0%} of what was free on {time.strftime(DAY)}" for name in room}
     ranks = num_ranks()
     for name in rates:
@@ -134,7 +134,7 @@ def probe(
     return Profile.of({**fixed, **room, **rates, "sources": sources})
 
 
-def _told(figures: Mapping[str, Figure], load: float) -> tuple[dict[str, Any], dict[str, str]]:
+def _rates_and_sources(figures: Mapping[str, Figure], load: float) -> tuple[dict[str, Any], dict[str, str]]:
     """What was measured today, and how, by the profile's names."""
     measured = f"measured {time.strftime(DAY)} at load {load:.1f}"
     sources = {name: f"{measured}, {figure.how}" for name, figure in figures.items()}
@@ -160,7 +160,7 @@ def _of_all(ranks: Ranks, alone: Callable[[], Profile], where: Where, storage: t
     found = replace(own, **{name: min(getattr(each, name) for each in every) for name in SHARES})
     if found.net_bytes_per_second < inf:
         return found
-    rates, sources = _told(network_rates(ranks, where.device), os.getloadavg()[0])
+    rates, sources = _rates_and_sources(network_rates(ranks, where.device), os.getloadavg()[0])
     measured = replace(found, **rates, sources={**found.sources, **sources})
     measured = ranks.from_first("the network's figures", lambda: measured)
     if storage and ranks.name == ranks.names[0] and ranks.num_here == num_ranks():
