@@ -7,10 +7,10 @@ import sysconfig
 from pathlib import Path
 
 from benchmarks.common import ROOT
+from gs_compile.capture.given_up import GIVEN_UP
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 MOST = 500  # characters
-GIVEN_UP = "Dynamo gave the model's forward up at"
 
 
 def refusal(error: BaseException) -> str:

@@ -31,6 +31,8 @@ from gs_compile.capture.frame_settings import (
 from gs_compile.capture.graph_breaks import get_compilation_metrics, over_limit, remedy
 from gs_compile.errors import UncapturedWarning
 
+GIVEN_UP = "Dynamo gave the model's forward up at"
+
 
 def watch() -> Watch:
     """The watch among Dynamo's callbacks, where it stays until a reset. The backend may be asked from now on."""
@@ -123,8 +125,8 @@ def _given_up(error: Unsupported) -> str:
     stack = getattr(error, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
     return (
-        f"Dynamo gave the model's forward up at {where}, and captured nothing of it: it runs as plain PyTorch does, "
-        f"without greedysnake.\nDynamo's reason: {str(error).strip()}\nFor greedysnake, {remedy(error, where)}"
+        f"{GIVEN_UP} {where}, and captured nothing of it: it runs as plain PyTorch does, without greedysnake."
+        f"\nDynamo's reason: {str(error).strip()}\nFor greedysnake, {remedy(error, where)}"
     )
 
 
