@@ -27,7 +27,7 @@ MACHINES = [("a100", 1), ("a100", 4), ("h200", 1), ("a5000", 1), ("rtx4090", 1)]
     [(True, 1), (True, 4), *(pytest.param(False, number, marks=pytest.mark.slow) for number in (1, 4))],
 )
 def test_whole_programs_are_what_short_ones_say(separate, layer_updates, alpha, point):
-    """A model of 16 layers from programs of 10 and 11, seven micro-batches from two and three; updates in pieces too."""
+    """A model of 16 layers from programs of 10 and 11, seven micro-batches from three and four; updates in pieces too."""
     if not separate and point[3]:
         pytest.skip("there is no device memory")
     workload, machine = gpt(16, 1024, vocabulary=5000), A100 if separate else CPU

@@ -49,25 +49,25 @@ def levelled(workload, hidden):
 @pytest.mark.parametrize("share", [Share(1, "host", 1.0), Share(2, "device", 1.0), Share(2, "ssd", 1.0)])
 @pytest.mark.parametrize("separate", [True, False])
 def test_whole_programs_are_what_the_columns_say(separate, share):
-    """A model of 16 layers and seven micro-batches from shorter ones that save a byte of each."""
+    """A model of 16 layers and many micro-batches from shorter ones that save a byte of each."""
     if not separate and share.tier == "device":
         return
     workload, machine = levelled(gpt(16, 512, sequence=512, vocabulary=2000), 512), A100 if separate else CPU
     known = formulas(workload, machine)
     point = np.array([1.0, *np.zeros(known.width - 1)])
     point[WIDTH + known.saved.index((share.level, share.tier))] = 1.0
-    placement = placed(workload, 7, ratios(0.0, 0.0, 0.0), 0.0, separate=separate, shares=[share])
+    placement = placed(workload, 24, ratios(0.0, 0.0, 0.0), 0.0, separate=separate, shares=[share])
     program = lowered(workload, placement)[-1]
-    peaks, found = liveness.peaks(program.ops, placement), known.of(0.0, 7)
+    peaks, found = liveness.peaks(program.ops, placement), known.of(0.0, 24)
     for tier, alive in found.alive.items():
         said = float((alive @ point).max()) - (workload.workspace_nbytes if tier == "device" else 0)
-        staged = share.tier == "ssd"  # in host memory, where another class has its most at another moment
-        assert 0.99 * peaks[tier] <= said <= (1.3 if staged else 1.15) * peaks[tier] + 1
+        # what goes to SSD is staged in host memory, where another class has its most at another moment
+        assert 0.99 * peaks[tier] <= said <= (1.06 if share.tier == "ssd" else 1.01) * peaks[tier] + 1
     moved = sum(nbytes for (lane, _), nbytes in traffic(program, placement).items() if lane.startswith("ssd"))
     assert float(found.ssd @ point) == pytest.approx(moved, rel=0.01, abs=1e5)
     again = workload.costs[0].backward_flops - workload.costs[0].levels[share.level - 1].backward_flops
     saved = float(found.seconds["backward", "compute"] @ (point - np.eye(known.width)[0]))
-    assert saved == pytest.approx(-7 * 16 * again / machine.matmul_flops_per_second["bf16"])
+    assert saved == pytest.approx(-24 * 16 * again / machine.matmul_flops_per_second["bf16"])
 
 
 @pytest.mark.parametrize(

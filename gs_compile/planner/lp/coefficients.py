@@ -184,14 +184,14 @@ class Formulas:
     def _points(self, anchors: tuple[float, ...], *, several: bool) -> dict[str, Array]:
         """By tier, the points that bind for some ratios and some alpha between the anchors, for any micro-batches."""
         if (anchors, several) not in self._binding:
-            numbers = (2, 3) if several else (1, 1)
+            numbers = (2, 3, 4) if several else (1,)
             counted = [[self.counted.readings(alpha, number) for number in numbers] for alpha in anchors]
             binding = {}
             for tier in self.tiers:
                 heights = []
-                for first, second in counted:
-                    one, two = (self._alive(each, tier) for each in (first, second))
-                    heights += [one, two - one]
+                for by_number in counted:
+                    alive = [self._alive(each, tier) for each in by_number]
+                    heights += [*alive[:2], *([alive[2] - alive[1]] if several else [])]
                 binding[tier] = _highest(np.stack(heights, axis=1), _exclusive(self.homes))
             self._binding[anchors, several] = binding
         return self._binding[anchors, several]

@@ -1,10 +1,11 @@
 """counting: what a step moves and keeps, read off short lowered programs.
 
-A step is the same from layer to layer, its bytes are affine in the number of layers, in that of micro-batches (from two
-on), and in alpha (between 0 and 1). So the programs that are lowered are short, and what they say is extended:
+A step is the same from layer to layer, its bytes are affine in the number of layers, in that of micro-batches (from
+three on: so many saved items are in host memory at a time), and in alpha (between 0 and 1). So the programs that are
+lowered are short, and what they say is extended:
 
     layers          a few at either end, and one period more                            `_lengths`
-    micro-batches   2 and 3; 1 is counted for itself                                    `Counted.readings`
+    micro-batches   3 and 4; 1 and 2 are counted for themselves                         `Counted.readings`
     alpha           0 and 1, and for all between 1/4 and 1/2                            `anchors`
     saved           every layer but joints saves one byte beside its input, on each tier in turn; and one in its place
 
@@ -118,8 +119,8 @@ class Counted:
 
     def readings(self, alpha: float, number: int) -> Readings:
         """For one alpha and a number of micro-batches."""
-        if number > 3:
-            return self.readings(alpha, 2).to(self.readings(alpha, 3), number - 2)
+        if number > 4:
+            return self.readings(alpha, 3).to(self.readings(alpha, 4), number - 3)
         if (alpha, number) not in self._known:
             self._known[alpha, number] = self._made(alpha, number)
         return self._known[alpha, number]
