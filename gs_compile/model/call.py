@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.function import once_differentiable
 
+from gs_compile.capture.exchange import first_exchange
 from gs_compile.capture.internals import without_modes, without_overrides
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import OutputGradientError
@@ -169,8 +170,14 @@ class Call:
 
     def _forward_again(self, gradients: Gradients) -> None:
         """Run the forward once more, for a backward of these gradients."""
+        self._agree_to_repeat()
         with torch.no_grad():
             self.forward()
+
+    def _agree_to_repeat(self) -> None:
+        """Raise `RankError` on all ranks where one alone repeats a forward in which they exchange values."""
+        if self.ranks is not None and first_exchange(self.compilation.captured.module) is not None:
+            self.ranks.agree_on("one more forward, for a gradient of another output than the loss")
 
     def _begin(self) -> Executor:
         """The executor of this call; nothing has run."""
@@ -203,6 +210,7 @@ class Call:
         self.units.of_batch = Accumulator()
         redo = Executor(program, self.units, {**env, **self.outputs.cut(gradients, outside)})
         if executor.program.by_micro_batch and executor.program is not program:
+            self._agree_to_repeat()
             redo.forward()  # its checkpoints went with the backwards that the first half has run
         return redo
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from launch import Fleet
 from learner import distance
 from tiered import options
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import gs_compile
+from gs_compile.errors import UniformityWarning
 from gs_compile.planner.cost import timing
 
 KEEPS_CAPTURES = True  # each process captures its own
@@ -74,6 +76,21 @@ class Counting(zoo.GPT):
         return total / count.clamp(min=1) * dist.get_world_size(), logits
 
 
+class Watched(zoo.GPT):
+    """Divides by the labels of all ranks, and returns what its first block makes, too."""
+
+    def forward(self, ids, labels):
+        x_BTD, inner = self.embedding(ids), []
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+            inner.append(x_BTD.square().mean((1, 2)))
+        logits = self.head(self.norm(x_BTD))
+        count = (labels >= 0).sum()
+        dist.all_reduce(count)
+        total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total / count.clamp(min=1), inner[0]
+
+
 class Centre(torch.nn.Module):
     def forward(self, x_BTD):
         return x_BTD - x_BTD.mean(0)
@@ -123,6 +140,22 @@ def learns(info, tmp_path):
                     patched.setattr(owner, name, lambda *args, run=measured: timed.append(run) or run(*args))
             found["on the tiers"] = distance(train(info, ours, optimizer), wanted)
     return found, len(timed)
+
+
+def repeats_alone(info, tmp_path):
+    """One rank alone gives a gradient to what a block makes, and runs its forward again."""
+    model = zoo.compile_model(Watched(), 2)
+    with pytest.warns(UniformityWarning):
+        loss, inner = model(*zoo.batch(2, seed=info.rank))
+    (loss + info.rank * inner.sum() if info.rank else loss).backward()
+
+
+def test_a_forward_that_one_rank_repeats_alone_is_refused_on_all(tmp_path):
+    """Fault: that rank waited for the counts of the other, and this one for the gradients of that, without end."""
+    with Fleet(2) as fleet:
+        for found in fleet.outcomes(repeats_alone, tmp_path, 60):
+            assert "RankError" in found.failure
+            assert "rank 1: one more forward, for a gradient of another output than the loss" in found.failure
 
 
 def test_as_distributed_data_parallel(pair, tmp_path):
