@@ -22,6 +22,7 @@ from gs_compile.capture.internals import changes
 from gs_compile.errors import OptimizerError, ResumeError
 from gs_compile.model.in_memory import trained_in_memory
 from gs_compile.model.optimizer import Optimizer
+from gs_compile.model.parameter_store import as_step
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
@@ -180,6 +181,12 @@ def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
         state = optimizer.state.get(parameter, {}).items()
         tensors |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
     return tensors
+
+
+def rest_nbytes(optimizer: Optimizer) -> int:
+    """The bytes of `rest_of` from the first step on, which makes the states."""
+    beside = [parameter for _, parameter in trained_in_memory(optimizer.param_groups)]
+    return sum((1 + len(optimizer.components)) * each.nbytes + as_step(0).nbytes for each in beside)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from gs_compile.capture.split import Split
 from gs_compile.codegen.layout import Arrangement, arrange, encoded, of_layers, stored_types, tied_units
 from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.model.call import Call
+from gs_compile.model.commits import rest_nbytes
 from gs_compile.model.former_run import former_plan, open_store
 from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.optimizer import Loop, Optimizer
@@ -77,6 +78,7 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None,
             num_calls=max(loop.num_calls, num_calls_of(former)),
             ranks=ranks,
             host_nbytes=host_nbytes,
+            rest_nbytes=rest_nbytes(optimizer) if options.durability else 0,
         )
     )
     found = planner.plan(former)

@@ -39,7 +39,8 @@ class ModelAtHand:
     sizes: of its units, with each kind of masters that may be chosen: "split" first. layouts: of each micro-batch.
     tied: the units that share parameters. clip: the optimizer clips gradients. accumulate: a step is known to have
         several backwards. num_calls: that are between forward and backward at a time, as far as that is known.
-        host_nbytes: the budget of host memory, where it is known; None: as the options say.
+        host_nbytes: the budget of host memory, where it is known; None: as the options say. rest_nbytes: of a commit
+        beside the tiers.
     where: the device, and what leaves it.
     """
 
@@ -52,6 +53,7 @@ class ModelAtHand:
     accumulate: bool = False
     num_calls: int = 1
     host_nbytes: int | None = None
+    rest_nbytes: int = 0
     ranks: Ranks | None = None
 
     @property

@@ -178,8 +178,11 @@ class StepPrograms:
 
     @cached_property
     def files(self) -> Sequence[int]:
-        """The bytes of each extent of this run: what a step has on SSD, activations once for each call at a time."""
-        extents = list[int]()
+        """The bytes of each extent of this run: what a step has on SSD, activations once for each call at a time, and
+        what commits have beside.
+        """
+        rest = self.planner.model.rest_nbytes
+        extents = [rest, rest] if rest else []
         for live in live_ranges(self.planned_step.ops, self.placement):
             if live.slot.tier == "ssd":
                 number = self.placement.num_extents(live.value)

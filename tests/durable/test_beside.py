@@ -10,6 +10,7 @@ from tiered import GPT2, VOCABULARY, gpt2, options, step, tokens
 
 import gs_compile
 from gs_compile.errors import CorruptionError, StepOrderError
+from gs_compile.model.commits import rest_of
 from gs_compile.model.residency import residency_of
 from gs_compile.runtime.storage.manifest import read
 from gs_compile.runtime.storage.stored import FOLDER, REST
@@ -61,6 +62,8 @@ def trained(folder, last, *, looks=False):
         trunk.eval()(tokens(0))  # which reads another buffer
     optimizer.commit()
     assert len(list((folder / FOLDER).glob("*-rest.*"))) == 2, "others are of no commit any more"
+    rest = sum(each.nbytes for each in rest_of(optimizer).values())
+    assert optimizer.engine.planning.files[:2] == [rest, rest], "the plan has them"
     state = optimizer.state_dict()["state"]
     return losses, [each.detach().clone() for each in head.parameters()], [state[len(state) - 1]["exp_avg"].clone()]
 
