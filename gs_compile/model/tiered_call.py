@@ -87,9 +87,10 @@ class TieredCall(Call):
     def check(self, node: Any, gradients: Gradients) -> None:
         if not wants_all(node):
             raise OptimizerError(
-                "backward(inputs=...) leaves out parameters that the optimizer trains, but a backward updates all "
-                "parameters on the tiers. Leave inputs= out; freeze the others (requires_grad_(False)) before the "
-                "model's first call; or use a torch.optim optimizer. Nothing was updated"
+                "torch.autograd.grad or backward(inputs=...) leaves out parameters that the optimizer trains, but a "
+                "backward updates all parameters on the tiers. Call loss.backward() alone, which leaves gradients of "
+                "the model's inputs in their .grad; freeze the others (requires_grad_(False)) before the model's first "
+                "call; or use a torch.optim optimizer. Nothing was updated"
             )
         super().check(node, gradients)
 
