@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.hooks import RemovableHandle
 
 from gs_compile.capture.dynamo import Unsupported, current_compile_id
 from gs_compile.capture.frame_settings import (
@@ -49,11 +48,12 @@ class Watch:
     """The modules whose forwards Dynamo was to compile, and what the user is to be told of those that were given up."""
 
     def __init__(self) -> None:
-        self.words = ""  # of the last one
-        self.hook: RemovableHandle | None = None  # of the next step of any optimizer
+        self.words = ""  # of the last one, until the next step of any optimizer
+        self._last: dict[str, object] = {}  # frames that are compiled no more, with what was compiled last by then
         # Of each module, by Dynamo's number of the frame, why that was given up; empty: it was not.
         self._frames: MutableMapping[nn.Module, dict[str, str]] = WeakKeyDictionary()
         self._first = next(reversed(get_compilation_metrics()), None)  # later ones have numbers of this watch's time
+        register_optimizer_step_pre_hook(self.warn)  # for good: torch calls its hooks while it goes through them
 
     def end(self, ended: CallbackArgs) -> None:
         """A compilation ends, well or badly."""
@@ -67,15 +67,10 @@ class Watch:
         for module in modules_in(compiled["locals"]).values():
             self._frames.setdefault(module, {})[frame_of(current_compile_id())] = words
         self.words = words or self.words
-        if words and self.hook is None:
-            self.hook = register_optimizer_step_pre_hook(self.warn)
 
     def forget(self) -> None:
         """The backend is asked for something."""
         self.words = ""
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
 
     def why(self, parameters: Iterable[Tensor]) -> str:
         """A sentence on why Dynamo captures nothing of the model that these are of; empty: that is not known."""
@@ -104,20 +99,19 @@ class Watch:
 
     def tell_of_limit(self, frame: str) -> None:
         """Dynamo compiles a frame for the last time: warn at a step after it would have had to once more."""
-        since = next(reversed(get_compilation_metrics()), None)
-
-        def look(*_: Any) -> None:
-            if words := self.over_limit({frame}, since):
-                hook.remove()
-                warnings.warn(words, UncapturedWarning, stacklevel=3)
-
-        hook = register_optimizer_step_pre_hook(look)
+        self._last[frame] = next(reversed(get_compilation_metrics()), None)
 
     def warn(self, optimizer: object, *_: Any) -> None:
         """An optimizer steps; one of this package finds no backward, and says why itself."""
-        words = self.words
+        told = [] if getattr(optimizer, "tells_of_given_up", False) else [self.words]
         self.forget()
-        if words and not getattr(optimizer, "tells_of_given_up", False):
+        if self.end not in callback_handler.end_callbacks:  # since a reset others have these numbers
+            self._last.clear()
+        for frame, since in list(self._last.items()):
+            if words := self.over_limit({frame}, since):
+                del self._last[frame]
+                told.append(words)
+        for words in filter(None, told):
             warnings.warn(words, UncapturedWarning, stacklevel=3)
 
 

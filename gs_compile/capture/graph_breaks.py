@@ -32,8 +32,6 @@ _TORCH_MODULES = f"{_TORCH}/nn/modules/"
 # What Dynamo says where a size that depends on values decides what the code does, and where any value does.
 _UNSIZED = ("Dynamic shape operator", "data-dependent expression")
 _BRANCHES = ("Data-dependent branching", "generic_jump Tensor")
-# What it says where it gives a whole frame up: at a break in a loop, and at an error that the trace alone meets.
-_GIVES_UP = ("frame skipped", "Observed exception")
 _BACKWARD_HOOKS = "Module-level backwards hooks"  # what it breaks at
 
 _LIGER = (
@@ -104,11 +102,10 @@ def remedy(reason: object, where: str = "") -> str:
     )
 
 
-def refuse(error: CaptureError) -> NoReturn:
+def refuse(error: CaptureError, why: str) -> NoReturn:
     """Raise an error that a call met; where the call comes from a frame that Dynamo gave up, Dynamo's reason for that.
 
-    The graph of such a call is a part of a forward. Where a part may be all that is wrong, its error has a note of what
-    Dynamo has broken forwards at.
+    The graph of such a call is a part of a forward. why: what else is known of this model's forwards, for a note.
     """
     if isinstance(error, GraphBreakError):
         raise error
@@ -122,11 +119,8 @@ def refuse(error: CaptureError) -> NoReturn:
             "modules, and captures each block separately. Compile it with torch.compile, which captures it as a whole: "
             'model = torch.compile(model, backend="greedysnake")'
         ) from error
-    given_up = [words for words in counters["unimplemented"] if any(sign in words for sign in _GIVES_UP)]
-    words = "\n".join(found[-1].strip() for found in (list(counters["graph_break"]), given_up) if found)
-    if words:
-        because = f"If Dynamo has broken this model's forward, that is the cause. Its latest reasons:\n{words}"
-        error.add_note(f"{because}\nThen {remedy(words)}")
+    if why:
+        error.add_note(why.removeprefix(". "))
     raise error
 
 
@@ -182,17 +176,26 @@ def _resumed_at(node: fx.Node) -> str:
 
 
 def is_last_compile() -> bool:
-    """Whether Dynamo will compile the frame that it compiles now no more: it has reached its limit."""
-    if CompileContext.current_compile_id() is None:
+    """Whether Dynamo will compile the frame that it compiles now no more: it has reached a limit."""
+    current: Any = CompileContext.current_compile_id()
+    if current is None:
         return False
     others: Any = compiled_frame("cache_size")["cache_size"]
-    return bool(others.num_cache_entries_with_same_id_matched_objs + 1 >= dynamo_config.recompile_limit)
+    is_limit = others.num_cache_entries_with_same_id_matched_objs + 1 >= dynamo_config.recompile_limit
+    return bool(is_limit or current.frame_compile_id + 1 >= dynamo_config.accumulated_recompile_limit)
 
 
 def over_limit(metrics: Any) -> str:
     """Words on a frame that Dynamo did not compile for its limit; empty of others."""
-    if not str(metrics.fail_reason).startswith("Dynamo recompile limit exceeded"):
+    reason = str(metrics.fail_reason)
+    if not reason.startswith("Dynamo recompile limit exceeded"):
         return ""
+    if "accumulated_recompile_limit" in reason:
+        return (
+            f"Dynamo has compiled this model's forward {dynamo_config.accumulated_recompile_limit} times, for models "
+            "that have ended and calls that were refused as well, which is its limit: models of this class run as they "
+            "are written from now on, without greedysnake. torch._dynamo.reset() has Dynamo count anew"
+        )
     guard = str(metrics.recompile_reason).partition(": ")[2].partition(" #")[0].strip()  # "0/7: t == 2.0  # def ..."
     return (
         f"Dynamo has compiled this model's forward {dynamo_config.recompile_limit} times, which is its limit: calls of "

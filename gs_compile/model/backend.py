@@ -130,13 +130,19 @@ class _Run:
                 self.begin = partial(_AsWritten, self.module)
                 return self.begin(args, ranks).run()
             roll_back(args)
+            self._tell_if_last()
             if isinstance(error, CaptureError):
-                refuse(error)
+                refuse(error, watch().why(arg for arg in args if isinstance(arg, torch.nn.Parameter)))
             raise
-        if self.is_last and type(call) is Call:  # else a backward says so
+        if type(call) is Call:  # else a backward says so
+            self._tell_if_last()
+        return call.run()
+
+    def _tell_if_last(self) -> None:
+        """What Dynamo would have to compile the model for from now on runs as it is written."""
+        if self.is_last:
             self.is_last = False
             watch().tell_of_limit(self.frame)
-        return call.run()
 
 
 def check(*, mode: str | None = None, options: Mapping[str, Any] | Options | None = None) -> Options:

@@ -9,11 +9,20 @@ import torch
 from tiered import adamw, gpt2, options, step, tokens, two_groups
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zoo import GPT, batch, compile_model, train
 
 import gs_compile
 from gs_compile.capture.frame_settings import set_from_the_start
-from gs_compile.errors import GreedySnakeError, OptimizerError, OptionError, ProfileError, UniformityError
+from gs_compile.errors import (
+    GraphBreakError,
+    GreedySnakeError,
+    OptimizerError,
+    OptionError,
+    ProfileError,
+    UncapturedWarning,
+    UniformityError,
+)
 from gs_compile.model.backend import check, greedysnake
 
 
@@ -62,6 +71,41 @@ def test_refused_models_do_not_count_for_dynamos_limit():
                 train(compile_model(GPT(num_layers=1), 2), *batch())
         train(model := compile_model(GPT(), 2), *batch())
     assert gs_compile.inspect(model).num_layers == 2
+
+
+def test_what_dynamo_never_compiles_again_is_said():
+    """Fault: after 256 refused calls the model trained without this backend, and nobody was told."""
+    torch._dynamo.reset()
+    model = compile_model(GPT(num_layers=1), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dynamo_config.patch(accumulated_recompile_limit=2, fail_on_recompile_limit_hit=False):
+        for _ in range(2):
+            with pytest.raises(UniformityError):
+                train(model, *batch())
+        train(model, *batch())
+        another = register_optimizer_step_pre_hook(lambda *_: None)  # is called after ours
+        with pytest.warns(UncapturedWarning, match="forward 2 times, for .* calls that were refused as well"):
+            optimizer.step()
+        another.remove()
+
+
+class GivenUp(GPT):
+    """Reads a number in a loop, where Dynamo breaks no graph."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x * self.norm.bias.sum().item())
+        return x.square().sum()
+
+
+def test_a_refusal_has_no_reasons_of_other_models():
+    """Fault: what Dynamo had given up last in the process was said to be the cause."""
+    with pytest.raises(GraphBreakError):
+        compile_model(GivenUp(), 2)(batch()[0])
+    with pytest.raises(UniformityError) as caught:
+        compile_model(GPT(num_layers=1), 2)(*batch())
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_starts_that_are_refused_leave_nothing(tmp_path):
