@@ -143,10 +143,13 @@ def _fixed_at(batch: Sequence[fx.Node], size: int) -> str:
 
 
 def _stored(module: fx.GraphModule) -> frozenset[int]:
-    """The outputs, by number, that the forward puts in objects that are there before it, as in ``self.cache = x``."""
+    """The outputs, by number, that the forward puts in objects that are there before it, as in ``self.cache = x``, and
+    what it logs.
+    """
     if current_compile_id() is None:
         return frozenset()
-    effects, found = InstructionTranslator.current_tx().output.side_effects, set[str]()
+    output, found = InstructionTranslator.current_tx().output, set[str]()
+    effects = output.side_effects
 
     def note(variable: VariableTracker) -> None:
         if isinstance(variable, TensorVariable):
@@ -156,6 +159,7 @@ def _stored(module: fx.GraphModule) -> frozenset[int]:
         is_of_user = isinstance(holder.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
         if is_of_user and effects.is_modified(holder):
             VariableTracker.visit(note, [holder, effects.store_attr_mutations.get(holder, {})])
+    VariableTracker.visit(note, output.root_tx.debug_locals)
     values = enumerate(output_values(module))
     return frozenset(number for number, each in values if isinstance(each, fx.Node) and each.name in found)
 

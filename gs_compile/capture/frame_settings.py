@@ -207,6 +207,7 @@ class _Settings(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self.sources: set[str] = set()
+        self.numbers: list[str] = []  # patterns of the sources of whole numbers that are symbols
         self._before = compiler_config.dynamic_sources
         # Floats that have changed are inputs; with ``dynamic=True`` all would be.
         fixes_floats = not dynamo_config.assume_static_by_default
@@ -220,7 +221,7 @@ class _Settings(ExitStack):
         self.enter_context(dynamo_config.patch(ignore_logging_functions=ignored))
         # Two dimensions of one size are not one symbol.
         self.enter_context(symbolic_config.patch("use_duck_shape", False))
-        tracing.enter(self)
+        tracing.enter(self, self.has_symbol)
         self.enter_context(stage("tracing the model"))
         callback_handler.register_end_callback(self.end)
 
@@ -229,8 +230,17 @@ class _Settings(ExitStack):
         self.sources = set(sources)
         per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # else the whole source becomes symbolic
         entries = [f"{re.escape(source)}:0" if per_dimension else source for source in sources]
-        named = ",".join(filter(None, [self._before, *entries]))
+        named = ",".join(filter(None, [self._before, *entries, *self.numbers]))
         self.enter_context(compiler_config.patch(dynamic_sources=named))
+
+    def has_symbol(self, name: str) -> bool:
+        """Whether numbers of modules that have this name are symbols in this trace; in the next one they are."""
+        pattern = rf".*\.{name}$"
+        if pattern in self.numbers:
+            return True
+        self.numbers.append(pattern)
+        self.name([*self.sources])
+        return False
 
     def end(self, _: object) -> None:
         callback_handler.remove_end_callback(self.end)

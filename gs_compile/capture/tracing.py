@@ -7,6 +7,9 @@
   otherwise has its number, as Dynamo has it.
 * ``x.requires_grad_()`` of what the forward has made is ``x``, as where checkpointing asks it of embeddings; so is
   ``x.requires_grad = True``, as in encoders of sound.
+* A whole number that the forward changes in a module, as a count of its calls, is a symbol: Dynamo would trace anew for
+  each number, up to its limit.
+* What Lightning logs in a step that is compiled whole (`self.log`) it logs after the graph; it has Dynamo break there.
 * The name of a line's function, for which Dynamo parses whole files, is found when a log has it: a tenth of a trace.
 
 These are in force while Dynamo compiles a frame for this backend (`frame_settings`).
@@ -18,10 +21,13 @@ import dis
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial, partialmethod
+from inspect import signature
 from itertools import takewhile
 from typing import Any, cast
 
 import torch
+from torch._dynamo.exc import UnspecializeRestartAnalysis
+from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -30,26 +36,37 @@ from torch._dynamo.variables import (
     StringFormatVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
+    UnspecializedNNModuleVariable,
+    UserMethodVariable,
     VariableTracker,
     builtin,
 )
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
+from torch._dynamo.variables.misc import DebuggingVariable
 from torch._logging._internal import LazyString
 
+from gs_compile.capture.internals import untraced
+
+_LIGHTNING = ("pytorch_lightning.core.module", "lightning.pytorch.core.module")  # as it is installed alone, or not
+_LOGS = ("log", "log_dict")
 _BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "STORE_", "RETURN_", "YIELD_")
 _LIST: Any = getattr(builtin, "ListBuiltinVariable", builtin.BuiltinVariable)  # before 2.13 `list` has no own class
 
 
-def enter(stack: ExitStack) -> None:
-    """Have these in force until `stack` is closed."""
+def enter(stack: ExitStack, has_symbol: Callable[[str], bool]) -> None:
+    """Have these in force until `stack` is closed.
+
+    has_symbol: whether numbers of modules that have this name are symbols in this trace; in the next one they are.
+    """
+    instructions = {**_INSTRUCTIONS, dis.opmap["STORE_ATTR"]: partial(_store_attribute, has_symbol)}
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     for each in (torch._check_tensor_all, torch._check_tensor_all_with):
         stack.callback(handlers.__setitem__, each, handlers.get(each))
         handlers[each] = _check_all
     for translator in _translators(InstructionTranslatorBase):
         table = translator.dispatch_table
-        for opcode, traced in _INSTRUCTIONS.items():
+        for opcode, traced in instructions.items():
             stack.callback(table.__setitem__, opcode, table[opcode])
             table[opcode] = traced
     for kind, method, call in _METHODS:
@@ -152,8 +169,15 @@ def _cat(function: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> 
     return plain(function, translator, args, kwargs)
 
 
-def _store_attribute(translator: InstructionTranslatorBase, instruction: Any) -> None:
+def _store_attribute(
+    has_symbol: Callable[[str], bool], translator: InstructionTranslatorBase, instruction: Any
+) -> None:
     value, holder = (each.unwrap() for each in translator.stack[-2:])
+    if isinstance(holder, UnspecializedNNModuleVariable):
+        name, before = instruction.argval, vars(holder.value).get(instruction.argval)
+        stays = type(before) is not int or (value.is_python_constant() and value.as_python_constant() == before)
+        if not stays and not has_symbol(name):
+            raise UnspecializeRestartAnalysis(restart_reason=f"greedysnake: {name} changes from call to call")
     is_made = isinstance(holder, TensorVariable) and holder.source is None
     if is_made and instruction.argval == "requires_grad" and value.is_python_constant() and value.as_python_constant():
         translator.popn(2)
@@ -168,6 +192,17 @@ def _requires_grad(tensor: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
     return plain(tensor, *args, **kwargs)
 
 
+def _logged(method: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> VariableTracker:
+    if getattr(method.fn, "__module__", None) not in _LIGHTNING or method.fn.__name__ not in _LOGS:
+        return cast(VariableTracker, plain(method, translator, args, kwargs))
+    bound = signature(method.fn).bind(method.obj, *args, **kwargs)
+    bound.apply_defaults()
+    given = [each if isinstance(each, VariableTracker) else ConstantVariable.create(each) for each in bound.args]
+    name = translator.output.install_global_by_id("greedysnake_log", log := untraced(method.fn))
+    translator.output.root_tx.debug_locals.append((DebuggingVariable(log, source=GlobalSource(name)), given))
+    return ConstantVariable.create(None)
+
+
 def _header(translator: Any, plain: Any, lineno: int | None = None) -> LazyString[[Any, int]]:
     return LazyString(plain, translator, translator.lineno if lineno is None else lineno)
 
@@ -176,11 +211,11 @@ _METHODS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (_LIST, "call_function", _list),
     (TorchInGraphFunctionVariable, "call_function", _cat),
     (TensorVariable, "method_requires_grad_", _requires_grad),
+    (UserMethodVariable, "call_function", _logged),
     (InstructionTranslatorBase, "get_line_of_code_header", _header),
 )
 _JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_") for value in ("TRUE", "FALSE")]
 _INSTRUCTIONS: dict[int, Callable[..., None]] = {
     dis.opmap["BUILD_STRING"]: _build_string,
-    dis.opmap["STORE_ATTR"]: _store_attribute,
     **{dis.opmap[name]: partial(_jump_over_raise, name) for name in _JUMPS if name in dis.opmap},
 }

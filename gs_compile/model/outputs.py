@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gs_compile.capture.graph import Captured, OutputSpec, layer_name, output_values
+from gs_compile.capture.graph import Captured, Length, OutputSpec, layer_name, output_values
 from gs_compile.capture.internals import watches_gradient
 from gs_compile.capture.reached import made_of
 from gs_compile.capture.specialize import OfBatch
@@ -66,6 +66,8 @@ class Outputs:
             given = self.args[output.index] if output.combine == "input" else output.value
             if isinstance(given, OfBatch):
                 given = given.whole(num_samples)
+            elif isinstance(given, Length):  # of another type than the model's it would be captured anew
+                given = int(given)
             outputs.append(given if output.spec is None else next(computed))
         return outputs
 

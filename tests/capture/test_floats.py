@@ -1,5 +1,7 @@
 """Python floats that change from call to call: one capture serves all, and what has to be a number is guarded."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.nn import functional
 from zoo import GPT, VOCAB, WIDTH, batch, compile_model, train
 
 import gs_compile
+from gs_compile.capture.frame_settings import set_from_the_start
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import ReleasedParameterError, UncapturedWarning
 
@@ -71,6 +74,45 @@ class Dropped(nn.Module):
         for block in self.blocks:
             x = block(x)
         return functional.cross_entropy(self.head(functional.dropout(x, p)).flatten(0, 1), ids.flatten())
+
+
+class Counted(Scaled):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Counting(Dropped):
+    """How often it was called decides what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.kind = 0, 1
+        self.blocks = nn.ModuleList(Counted() for _ in range(2))
+
+    def forward(self, ids):
+        self.calls += 1
+        self.kind = 1
+        return super().forward(ids, 0.0) * (2 if self.calls % 3 == 0 else 1 / self.calls)
+
+
+def test_a_number_that_a_forward_counts_is_a_symbol():
+    """Fault: each step was traced anew, and the ninth, beyond Dynamo's limit, ran without this backend."""
+    torch._dynamo.reset()
+    set_from_the_start()
+    model = Counting()
+    plain = copy.deepcopy(model)
+    compile_model(model, 2)
+    for number in range(5):
+        torch.testing.assert_close(model(batch()[0]), plain(batch()[0]))
+        for each in (model, model.blocks[0]):
+            assert type(each.calls) is int  # what is another type's would be captured anew
+            assert each.calls == number + 1
+    assert len(compilations_of[model.head.weight]) == 2
 
 
 def test_what_is_captured_for_each_number_says_so_beyond_dynamos_limit(tmp_path):

@@ -50,6 +50,24 @@ def fit(module, folder, *, resume=None, epochs=2, **settings):
     return trainer
 
 
+class Logging(Module):
+    def training_step(self, batch, number):
+        output = self.model(input_ids=batch, labels=batch)
+        self.log("loss", output.loss, prog_bar=True)
+        self.log_dict({"scale": output.logits.detach().square().mean(), "number": number})
+        return output.loss
+
+
+def test_a_step_that_is_compiled_whole_logs_after_its_graph(tmp_path):
+    """Fault: Dynamo failed in the code of `log`, which looks at the signature of the step."""
+    plain, mine = Logging(torch.optim.AdamW), Logging(gs_compile.AdamW)
+    compiled = torch.compile(mine, backend="greedysnake", options=options(tmp_path, alpha=1.0))
+    found, wanted = (fit(each, tmp_path, epochs=1, enable_checkpointing=False) for each in (compiled, plain))
+    assert mine.optimizers().optimizer.num_steps == 4
+    torch.testing.assert_close(found.callback_metrics, wanted.callback_metrics, rtol=1e-5, atol=0)
+    mine.close()
+
+
 def learned(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
