@@ -23,7 +23,6 @@ from gs_compile.placement.slab import fixed_offsets
 from gs_compile.program.ir import Program
 from gs_compile.progress import stage
 from gs_compile.runtime.lanes import Ticket
-from gs_compile.runtime.numa import spread
 from gs_compile.runtime.pages import Pages
 from gs_compile.runtime.stream import Device, pinned_block
 
@@ -157,7 +156,6 @@ def _mapped(nbytes: int, device: Device | None) -> torch.Tensor:
     if device is not None and device.has_own_memory:
         address = memory.data_ptr()
         with stage(f"pinning {format_bytes(nbytes)} of host memory"):
-            spread(address, nbytes)
             memory.zero_()  # by all of torch's threads: who pins untouched pages takes one by one
             device.pin(address, nbytes)
         pages.unpin = lambda: device.unpin(address)
