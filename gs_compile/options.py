@@ -39,14 +39,15 @@ def default_storage() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratios:
-    """The fraction of each class of data that is stored in host memory, 0 to 1; the rest is on SSD. None: chosen.
+    """The part of each class of data that is stored in host memory, 0 to 1; the rest is on SSD.
 
-    gradient: of the gradient sums between two micro-batches of the horizontal order, or between two backwards of a
-        step.
+    parameter, checkpoint, optimizer: of parameters, the inputs of layers, and optimizer states. None: chosen.
+    gradient: of gradient sums between two micro-batches of the horizontal order, or between two backwards of a step.
+        None: chosen.
     activation: the part of the layers' micro-batches that save their activations there; the others save the layer's
         input, and their backward computes the rest again. None: chosen, also for the device's own memory and SSD.
-    device_parameter, device_checkpoint: what is stored on a device with its own memory. None: chosen together with the
-        fraction in host memory; 0 if that is given.
+    device_parameter, device_checkpoint: what stays on a device with its own memory. None: chosen together with the part
+        in host memory; 0 if that is given.
     """
 
     checkpoint: float | None = None
@@ -85,30 +86,31 @@ class Ratios:
 class Expert:
     """Options that few users should touch.
 
-    schedule: the order of layers and micro-batches. "vertical" runs a layer for all micro-batches before the next. The
-        others exist for comparison: "horizontal" runs a micro-batch through all layers and back before the next;
-        "lifetime" does the same, and leaves inactive data where it is as far as there is room; "single" runs the whole
-        batch as one micro-batch, whatever micro_batch_size is, with another checkpoint in the middle of each block.
+    schedule: the order of the step. "vertical" runs a layer for all micro-batches before the next. Others exist for
+        comparison: "horizontal" runs a micro-batch through all layers and back before the next; "lifetime" does the
+        same, and leaves inactive data where it is as far as there is room; "single" runs the whole batch as one
+        micro-batch, whatever `micro_batch_size` is.
     compiler: what compiles the layers' code: "inductor", "eager" (runs it as traced), or "auto": inductor if a C++
         compiler (Triton on a GPU) is available.
-    snake: alternate the order of the micro-batches from layer to layer.
-    alpha: the fraction of every update that is delayed to the next forward, 0 to 1; None: chosen.
-    clip: with max_grad_norm, when updates run. "delayed": all wait for the norm and run in the next forward.
-        "speculative": they run in parallel with the backward and are rolled back if necessary. None: chosen;
-        "speculative" with an alpha below 1.
-    recompute: "all" saves only the input of each layer, and its backward runs the forward again. "none" saves all that
-        the backward reads, for every layer. "auto" saves what makes a step faster, where there is room for it.
-    ratios: what is stored in host memory: a `Ratios`, or a dict of its fields, such as {"checkpoint": 1.0}.
+    snake: every other layer takes the micro-batches in the opposite order.
+    alpha: the part of every update that is delayed to the next forward, 0 to 1. None: chosen; 1 with clip="delayed".
+    recompute: what a layer saves for its backward. "all": its input alone, so the backward runs the whole forward
+        again. "none": everything that the backward reads. "auto": what makes a step faster, where there is room for it.
+    ratios: what part of each class of data is stored in host memory: a `Ratios`, or a dict of its fields. None: chosen.
+    clip: with `max_grad_norm`, when updates run. "delayed": all wait for the norm, and run in the next forward.
+        "speculative": they run in parallel with the backward, and again in the next forward if gradients must be scaled
+        or are not finite. None: chosen; without a plan "speculative" if alpha is below 1, else "delayed".
     separate_device: on a CPU, copy to and from a simulated device with its own memory; for tests.
-    masters: fp32 masters of parameters in bf16. "split": the parameter is the upper half, and the state has the lower
-        one. "whole": the state has all of it. Both learn the same. None: split, unless whole ones are faster.
-    threads: of the optimizer on the CPU; None: chosen.
-    piece_tokens: the head runs on this many tokens at a time, so that the logits of a micro-batch never exist. 0: on
-        all of them. None: on as many as need no more memory than a layer, if all of them need more.
+    masters: where the fp32 masters of parameters in bf16 are stored. "split": the parameter is the upper half, and the
+        state has the lower one. "whole": the state has all of it. Both give bitwise the same values. None: split, or
+        whole where that is faster.
+    threads: of the optimizer on the CPU. None: half of the process's threads; with a GPU, all cores but two.
+    piece_tokens: the head and its loss run on this many tokens at a time, so that the logits of a micro-batch never
+        exist. 0: on all. None: on as many as need no more memory than a layer, if all of them need more.
     layer_tokens: everything in a layer except attention runs on this many tokens at a time, for sequences whose layer
-        would need too much memory. Such a layer saves only its input. 0: on all of them. None: chosen by the plan of a
-        device that has its own memory, else all.
-    trace: record every operation of every step.
+        would need too much memory; such a layer saves only its input. 0: on all. None: chosen on a device with its own
+        memory, else all.
+    trace: record every operation of every step, for `optimizer.save_trace` and `optimizer.waits`.
     """
 
     schedule: Schedule = "vertical"
@@ -184,38 +186,35 @@ class Options:
     """Options of the backend.
 
     micro_batch_size: samples that run through a layer at a time; the last micro-batch of a batch may be smaller.
-    outputs: "all" returns everything that the model returns. "loss" returns only the loss in training (no logits, no
-        caches: they are None); under torch.no_grad() everything is returned, unless inside `gs_compile.loss_alone()`.
-        What the forward stores, as in ``self.cache = x``, is made in any case.
-    storage: the directory for data on SSD, or several, one for each SSD; stored as a tuple of absolute paths, with "~"
-        and environment variables expanded. None: in the user's cache, that is $XDG_CACHE_HOME/greedysnake or
-        ~/.cache/greedysnake.
-    host_memory: how much host memory to use: bytes, text such as "6GiB", or a percentage, "80%", of what this process
-        may use. None: 80% of what is free when the run starts.
-    device_memory: the same for the device. A percentage is of the device's memory, or on a CPU of what this process may
-        use. `parse_bytes` converts both to bytes.
-    machine: the profile that the plan is made for: a `Profile`, the name of one that is shipped, or a file. None: this
-        machine's own, measured once for each storage.
-    precision: "model" computes in the model's own dtype; "bf16" in bf16, with fp32 masters of the parameters.
-    frozen: the format in which matrices of layers are stored and moved that are frozen when the model is first called:
-        "nf4", "nf4_single", "fp4", "fp4_single", "int8", "fp8" or "mxfp4"; the device dequantizes them. None: they are
-        not quantized.
+    outputs: "all": everything that the model returns, for the whole batch. "loss": in training only the loss, and what
+        the forward stores in attributes (no logits, no caches); in evaluation everything, except inside
+        `with gs_compile.loss_alone():`.
+    storage: a directory for data on SSD, or several, one for each drive. None: ~/.cache/greedysnake.
+    host_memory: the most host memory that a run maps: bytes, "6GiB", or "50%" of what this process may use. None: 80%
+        of what is free at the start.
+    device_memory: the most device memory that a step uses, likewise; "50%" is of the device's memory, or on a CPU of
+        what this process may use. None: what the machine has.
+    machine: the profile that the plan is made for: a `Profile`, the name of one that ships, or a file. None: this one,
+        measured once for each storage.
+    precision: "model": compute in the model's own dtype; parameters of 16 bits have fp32 masters. "bf16": compute in
+        bf16 with fp32 masters, whatever the model's dtype.
+    frozen: the format in which matrices of layers are stored and moved that are frozen at the first call: "nf4",
+        "nf4_single", "fp4", "fp4_single", "int8", "fp8" or "mxfp4". None: not quantized.
     frozen_skip: names of modules whose matrices are not quantized, such as ("gate", "down_proj").
-    group: the ProcessGroup of the ranks that train one model together. None: all of torch.distributed's, or torchrun's.
+    group: the ProcessGroup of the ranks that train one model together. None: all ranks.
     mesh: instead of a group, a DeviceMesh with the dimension "shard", and "replicate" if several groups hold the model.
-    accumulate: a step has several backward calls, and all updates wait for `optimizer.step()`. False: the first step
-        shows whether it has.
-    deterministic: bitwise the same values in every run, also on a device: while the model runs, torch uses only
+    accumulate: True: a step has several backwards, or one of several forwards, and all updates wait for
+        `optimizer.step()`; alpha is then 1. False: the first step shows whether it has.
+    deterministic: True: bitwise the same values in every run, also on a device. While the model runs, torch uses only
         deterministic algorithms, and raises RuntimeError by name for an operation that has none.
-    durability: which steps can be resumed after the process ends: "off", none; "step", each; or a number N, every N-th.
-        Stored as a number: 0, 1, N.
-    resume: "auto" resumes from the last durable step of this model in `storage`, if any. None starts a new run, and
-        refuses a directory that has one.
-    progress: a bar on the terminal inside a step that takes more than two seconds. None: if standard error is a
-        terminal. True: also elsewhere, as a line every ten seconds.
-    report: a file for a page about the run, written during the run and when it ends. None: no page.
+    durability: which steps can be resumed after the process ends: "off": none; "step": each; a number N: every N-th.
+    resume: "auto": resume from the last durable step of this model in `storage`, if there is one. None: a new run,
+        which refuses a directory that has one.
+    progress: a bar on the terminal inside a step that takes more than two seconds. True: also without a terminal, as a
+        line every ten seconds. None: if standard error is a terminal.
+    report: a file for a page about the run, written during the run and when it ends.
     status: a directory for the status file that `greedysnake watch` reads; it stays there. None: in the run's folder in
-        `storage`, if it stores anything, as long as the run lasts.
+        `storage`, as long as the run lasts.
     expert: an `Expert`, or a dict of its fields.
     mode: torch.compile's `mode`, passed on to inductor.
 

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import ast
+import inspect
 import pickle
+import re
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,35 @@ KNOWN_EXPERT = (
     "schedule, compiler, snake, alpha, recompute, ratios, clip, separate_device, masters, threads, piece_tokens, "
     "layer_tokens, trace"
 )
+ENTRY = r"^(\w[\w, ]*): (.*?)(?=^\w[\w, ]*: |\n\n|\Z)"
+ROW = r"^\| (`.*?`) \| (.*?) \| (.*) \|$"
+TABLES = (Path(__file__).parents[1] / "docs" / "options.md").read_text().partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("kind", [Options, Expert, Ratios])
+def test_the_page_of_options_begins_with_what_docstrings_say(kind):
+    """What ``None: `` says at the end is the default of the table; where it says nothing, that is a value."""
+    names = {each.name: each for each in fields(kind) if each.init and each.name != "expert"}
+    entries = re.findall(ENTRY, inspect.getdoc(kind), re.MULTILINE | re.DOTALL)
+    told = {entry: re.sub(r"\s+", " ", text).strip() for entry, text in entries if entry != "expert"}
+    assert sorted(names) == sorted(name for entry in told for name in entry.split(", "))
+    rows = [(_plain(name), default, _plain(text)) for name, default, text in re.findall(ROW, TABLES, re.MULTILINE)]
+    table = {name: (default, text) for name, default, text in rows if name.partition(",")[0] in names}
+    assert list(table) == list(told), "in the same order"
+    for entry, words in told.items():
+        (default, text), (meaning, unset, otherwise) = table[entry], _plain(words).partition(" None: ")
+        assert text.startswith(meaning.rstrip("."))
+        if unset:
+            assert f"{_plain(default)}." == otherwise
+            assert names[entry.partition(",")[0]].default in (None, MISSING)
+        else:
+            value = ast.literal_eval(default.strip("`"))
+            assert getattr(kind(**{entry: value}), entry) == getattr(kind(), entry)
+
+
+def _plain(text):
+    """Without the marks of Markdown."""
+    return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", text).replace("`", "")
 
 
 def test_defaults_work():
