@@ -30,7 +30,7 @@ from gs_compile.capture.samples import (
     COUNTED,
     NUMBERED,
     REDUCES,
-    Made,
+    Provenance,
     letters_of_samples,
     no_shares,
     why_it_mixes,
@@ -67,11 +67,11 @@ class _Body:
 
     def __init__(self) -> None:
         self.sums, self.counts = set[fx.Node](), set[fx.Node]()
-        self.made = Made(self.counts.__contains__)
+        self.provenance = Provenance(self.counts.__contains__)
 
     def why(self, body: fx.GraphModule) -> tuple[fx.Node, str] | None:
         for node in body.graph.nodes:
-            self.made.follow(node)
+            self.provenance.follow(node)
             if node.op in ("call_function", "call_method"):
                 if found := why_bodies_mix(node):
                     return found
@@ -94,7 +94,7 @@ class _Body:
             self.sums.add(node)
             return "" if self._keeps_sums(node, name) else no_shares(name)
         reads = any(map(has_samples, read)) or not self.counts.isdisjoint(read)
-        mixes = why_it_mixes(node, self.made) if reads else why_sizes_mix(node, name)
+        mixes = why_it_mixes(node, self.provenance) if reads else why_sizes_mix(node, name)
         if why := why_values_mix(node, name) or mixes:
             return why
         if not reads or (spec := spec_made(node)) is None or spec.batch_dims or name in FILLING:

@@ -55,11 +55,11 @@ from gs_compile.capture.operations import (
     spec_made,
     tensor_spec,
 )
-from gs_compile.capture.places import PAIRING
+from gs_compile.capture.sample_layout import PAIRING
 from gs_compile.capture.samples import (
     NUMBERED,
     REDUCES,
-    Made,
+    Provenance,
     aligned,
     no_shares,
     picks_of_equals,
@@ -133,12 +133,12 @@ class _Separation:
         self.data = captured.names("batch", "constant", "buffer")
         self.shares = shares
         self.states = self.shares.states
-        self.made = Made(self._is_count)
+        self.provenance = Provenance(self._is_count)
 
     def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
         for node in [node for node in self.module.graph.nodes if node not in (output, self.shares.fraction)]:
-            self.made.follow(node)
+            self.provenance.follow(node)
             self.states[node] = self._state(node)
             for target in mutated(node):
                 self._change(node, target)
@@ -169,7 +169,7 @@ class _Separation:
 
     def _why_not_in_rows(self, node: fx.Node, state: State) -> str:
         """Why the micro-batches' values behind one another are not the batch's, of an output with rows; else empty."""
-        if node in self.made.numbers:
+        if node in self.provenance.numbers:
             return "is of the numbers of the samples, which every micro-batch counts from 0"
         if state.kind != "local" or (spec := tensor_spec(node)) is None:
             return ""
@@ -244,7 +244,7 @@ class _Separation:
         if "local" not in kinds:
             mixes = why_sizes_mix(node, name)
             return _mixed(node, mixes) if mixes else State("local" if has_samples(node) else "same")
-        if mixes := why_it_mixes(node, self.made):
+        if mixes := why_it_mixes(node, self.provenance):
             return _mixed(maker_of(node), mixes)
         if (spec := spec_made(node)) is None:
             return State("local")
@@ -340,7 +340,7 @@ class _Separation:
             return State("same")
         if misplaces := node.meta.get("misplaces"):
             return _mixed(node, misplaces)
-        if not self.made.numbers.isdisjoint(node.all_input_nodes):
+        if not self.provenance.numbers.isdisjoint(node.all_input_nodes):
             return _mixed(node, NUMBERED)
         arguments = arguments_of(node)
         reduction, target = reduction_of(arguments), arguments.get("target")

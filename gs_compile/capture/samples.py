@@ -1,7 +1,7 @@
 """samples: which operations keep the samples of a batch apart, and why others mix them.
 
-Samples are along the dimensions that grow with the batch, where `places` says. An operation that works along one of
-these, or computes with the numbers of samples or how many there are, gives a micro-batch other values than the whole
+Samples are along the dimensions that grow with the batch, where `sample_layout` says. An operation that works along one
+of these, or computes with the numbers of samples or how many there are, gives a micro-batch other values than the whole
 batch. Inside a block integers send tokens to experts: what they pick and order is trusted there if the samples decide
 it, but not numbers that are computed with.
 """
@@ -38,7 +38,7 @@ from gs_compile.capture.operations import (
     spec_made,
     tensor_spec,
 )
-from gs_compile.capture.places import PAIRING, PART, index_along
+from gs_compile.capture.sample_layout import PAIRING, PART, index_along
 
 # Operations along dimensions: the place of these among the arguments, and which they are otherwise (None: all).
 _LAST = (1, (-1,))
@@ -100,7 +100,7 @@ REDUCES = "reduces over the samples of the batch"
 NUMBERED = "computes with the numbers of the samples, which every micro-batch counts from 0"
 
 
-class Made:
+class Provenance:
     """What the values of a graph are made of, as they come in its order.
 
     numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples',
@@ -132,16 +132,16 @@ class Made:
         return name in NUMBERING or (bool(made_from) and all(source in self.numbers for source in made_from))
 
 
-def why_it_mixes(node: fx.Node, made: Made) -> str:
+def why_it_mixes(node: fx.Node, provenance: Provenance) -> str:
     """Why an operation on samples mixes them; empty where it keeps them apart."""
     maker, spec = maker_of(node), spec_made(node)
     name = operation(maker)
     read: Sequence[Any] = node.args[:1] if name == "cond" else ()
     if spec is not None and spec.dtype.is_floating_point:
         read = [each for each in node.all_input_nodes if computes(name) or _is_of_floats(each)]
-    if any(isinstance(each, fx.Node) and made.is_count(each) for each in read):
+    if any(isinstance(each, fx.Node) and provenance.is_count(each) for each in read):
         return COUNTED
-    return why_it_runs_along(node, name) if spec is None else _why_rows_mix(maker, name, spec, made)
+    return why_it_runs_along(node, name) if spec is None else _why_rows_mix(maker, name, spec, provenance)
 
 
 def no_shares(name: str) -> str:
@@ -149,7 +149,7 @@ def no_shares(name: str) -> str:
     return f"`{name}` of values reduced over the batch is not a sum of shares"
 
 
-def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str:
+def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, provenance: Provenance) -> str:
     read = node.all_input_nodes
     if normalises_by_batch(node):
         return "normalises by the statistics of the batch (use LayerNorm, or put it in eval mode)"
@@ -166,18 +166,18 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, made: Made) -> str
     if node.meta.get("uneven"):
         return PART
     of_floats = spec.dtype.is_floating_point or (name in COMPARING and any(map(_is_of_floats, read)))
-    of_data = block_of(node) is None and not made.data.isdisjoint(read)  # inside, experts count their tokens so
+    of_data = block_of(node) is None and not provenance.data.isdisjoint(read)  # inside, experts count their tokens so
     if (of_floats or of_data) and computes_with_batch(node, name):
         return SIZE
-    given = [source for source in read if source in made.numbers and node not in made.numbers]
+    given = [source for source in read if source in provenance.numbers and node not in provenance.numbers]
     if given and (not _picks_own_rows(node, name, given) if _picks(name) else spec.dtype.is_floating_point):
         return NUMBERED
     is_value = spec.dtype.is_floating_point and (computes(name) or name in TO_FLOATS)
-    if is_value and not made.ranks.isdisjoint(read):
+    if is_value and not provenance.ranks.isdisjoint(read):
         return "computes with the places of entries in the order of those of all samples, or with their numbers"
     if name == "einsum" and spec.batch_dims and not set(letters_of_samples(node)) <= set(_equation(node)[1]):
         return "sums over the samples of the batch for each of them"
-    return why_it_runs_along(node, name) or _why_it_picks(node, name, made)
+    return why_it_runs_along(node, name) or _why_it_picks(node, name, provenance)
 
 
 def why_values_mix(node: fx.Node, name: str) -> str:
@@ -294,7 +294,7 @@ def _picks_own_rows(node: fx.Node, name: str, numbers: Sequence[fx.Node]) -> boo
     return True
 
 
-def _why_it_picks(node: fx.Node, name: str, made: Made) -> str:
+def _why_it_picks(node: fx.Node, name: str, provenance: Provenance) -> str:
     """Why what an operation inside a block picks mixes samples: no values of theirs decide it; else empty."""
     if block_of(node) is None:
         return ""
@@ -310,7 +310,7 @@ def _why_it_picks(node: fx.Node, name: str, made: Made) -> str:
         named = [node.kwargs[key] for key in ("index", "indices") if key in node.kwargs]
         index = [*named, *node.args[1 if name.startswith("take") else 2 :]][0]
     is_own = isinstance(index, fx.Node) and has_samples(index) and _is_in_order(index)
-    is_fixed = isinstance(index, fx.Node) and index not in made.data and not is_own
+    is_fixed = isinstance(index, fx.Node) and index not in provenance.data and not is_own
     return "picks among the samples by indices that none of them decides" if is_fixed else ""
 
 

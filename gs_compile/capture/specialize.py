@@ -25,7 +25,7 @@ from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_li
 from gs_compile.capture.in_place import mutated
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import CHOOSING, operation
-from gs_compile.capture.places import is_in_turns, place
+from gs_compile.capture.sample_layout import is_in_turns, sample_layout
 from gs_compile.errors import GROUPED, CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -228,7 +228,7 @@ class _Copy:
             copied.meta["autocast"] = self.autocast
         if bodies := [getattr(module, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]:
             copied.meta["bodies"] = [self._body(each) for each in bodies if isinstance(each, fx.GraphModule)]
-        copied.meta["run"], copied.meta["misplaces"] = place(copied, self.fold.size_of_batch)
+        copied.meta["run"], copied.meta["misplaces"] = sample_layout(copied, self.fold.size_of_batch)
         copied.meta["is_in_turns"] = is_in_turns(copied, self.fold.size_of_batch)
         return copied if self.grad_mode and not ends_exchange(node) else self._detached(copied)
 

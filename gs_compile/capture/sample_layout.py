@@ -1,4 +1,4 @@
-"""places: where the samples are along the dimension of a value that grows with the batch.
+"""sample_layout: where the samples are along the dimension of a value that grows with the batch.
 
     tokens of each sample    0 0 0 1 1 1    runs of 3: all entries of a sample, then all of the next
     samples of each token    0 1 0 1 0 1    runs of 1: an entry of each sample, three times
@@ -39,7 +39,7 @@ APART = (
 )  # these take rows of one tensor by another
 
 
-class Place(NamedTuple):
+class SampleLayout(NamedTuple):
     """run: how many entries of a sample are in a row; None: not known. why: the operation mixes samples; else empty."""
 
     run: int | None = None
@@ -54,7 +54,7 @@ class _Along(NamedTuple):
     run: int | None
 
 
-def place(node: fx.Node, num_samples: int) -> Place:
+def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
     """Where the samples of a value are; of those that it is made of it is known (``meta["run"]``)."""
     maker = maker_of(node)
     name, own = operation(maker), _along(node, num_samples)
@@ -62,24 +62,24 @@ def place(node: fx.Node, num_samples: int) -> Place:
     places = [found for each in read if (found := _along(each, num_samples)) is not None]
     source = places[0] if read and len(places) == len(read) else None
     if name == "setitem" and (target := _along(node.args[0], num_samples)) is not None:
-        return Place(None, _cut(node, target, index_along(node, target.dim), num_samples).why)
+        return SampleLayout(None, _cut(node, target, index_along(node, target.dim), num_samples).why)
     if name in CUTTING and maker is node and source is not None:
         return _split(node, source, num_samples)
-    alone = Place(1 if own is not None and own.number == 1 else None)
+    alone = SampleLayout(1 if own is not None and own.number == 1 else None)
     if source is None or maker.meta.get("bodies"):
         return alone
     if not (name in APART or name.endswith("_as")) and (own is None or name not in JOINING) and _differ(places):
-        return Place(None, PAIRING)
+        return SampleLayout(None, PAIRING)
     if own is None:
         return alone
     if name == "getitem" or (name == "narrow" and own.number != source.number):
         cut = _cut(node, source, index_along(node, source.dim), num_samples)
-        return alone if cut == Place() else cut
+        return alone if cut == SampleLayout() else cut
     if name in REGROUPING and read[0].meta["spec"].numel == node.meta["spec"].numel:
         return _regrouped(node.meta["spec"], own, read[0].meta["spec"], source)
     if name == "repeat_interleave":
         is_flat = len(node.meta["spec"].shape) != len(read[0].meta["spec"].shape)
-        return alone if is_flat or source.run is None else Place(source.run * own.number // source.number)
+        return alone if is_flat or source.run is None else SampleLayout(source.run * own.number // source.number)
     if name in ("as_strided", "as_strided_copy"):
         return _restrided(node, own, read[0].meta["spec"], source)
     if name in PICKING and name not in WRITING:
@@ -87,7 +87,7 @@ def place(node: fx.Node, num_samples: int) -> Place:
     is_longer = name in KEEPING_RUNS or (name in JOINING and own.number != source.number)
     alike = [each for each in places[: 1 if name in WRITING else None] if is_longer or each.number == own.number]
     runs = {each.run for each in alike} - {None}
-    return Place(runs.pop()) if len(runs) == 1 else alone
+    return SampleLayout(runs.pop()) if len(runs) == 1 else alone
 
 
 def is_in_turns(node: fx.Node, num_samples: int) -> bool:
@@ -106,18 +106,18 @@ def _along(node: Any, num_samples: int) -> _Along | None:
     return None if rest else _Along(dim, number, node.meta.get("run"))
 
 
-def _regrouped(after: TensorSpec, own: _Along, before: TensorSpec, source: _Along) -> Place:
+def _regrouped(after: TensorSpec, own: _Along, before: TensorSpec, source: _Along) -> SampleLayout:
     """Of a tensor that is read in other rows: in memory a run has what is behind it for each of its entries."""
     if source.run is None:  # a dimension may have others within, before the samples or behind them
         ahead = prod(before.shape[: source.dim]), prod(after.shape[: own.dim])
         common = gcd(*ahead)
         is_split = source.number % (ahead[1] // common) or own.number % (ahead[0] // common)
-        return Place(1 if own.number == 1 else None, REGROUPED if is_split else "")
+        return SampleLayout(1 if own.number == 1 else None, REGROUPED if is_split else "")
     run, rest = divmod(source.run * prod(before.shape[source.dim + 1 :]), prod(after.shape[own.dim + 1 :]))
-    return Place(None, REGROUPED) if rest or own.number % run else Place(run)
+    return SampleLayout(None, REGROUPED) if rest or own.number % run else SampleLayout(run)
 
 
-def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -> Place:
+def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -> SampleLayout:
     """Of a tensor that is read by its memory: each entry of the dimension that grows begins where it did, and what is
     read behind it ends before the next begins.
     """
@@ -128,7 +128,7 @@ def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -
     ]
     reach, step = (offset or 0) + sum((size - 1) * step for size, step in others), before.stride[source.dim]
     is_apart = own.number == source.number and after.stride[own.dim] == step > reach
-    return Place(source.run, "" if is_apart else "reads the memory of several samples as one")
+    return SampleLayout(source.run, "" if is_apart else "reads the memory of several samples as one")
 
 
 def _differ(places: Iterable[_Along]) -> bool:
@@ -142,30 +142,30 @@ def _differ(places: Iterable[_Along]) -> bool:
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def _split(node: fx.Node, source: _Along, num_samples: int) -> Place:
+def _split(node: fx.Node, source: _Along, num_samples: int) -> SampleLayout:
     """Of the parts of a tensor, which are to have whole runs of all samples where the dimension that grows is cut."""
     specs = [spec for spec in node.meta["spec"] if isinstance(spec, TensorSpec)]
     sizes = {spec.shape[source.dim] for spec in specs}
     if source.run is None or sizes == {source.number * num_samples}:
-        return Place(source.run)
-    return Place(source.run, PART if any(size % (source.run * num_samples) for size in sizes) else "")
+        return SampleLayout(source.run)
+    return SampleLayout(source.run, PART if any(size % (source.run * num_samples) for size in sizes) else "")
 
 
-def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> Place:
+def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> SampleLayout:
     """Of what an index takes along the dimension that grows: whole runs of all samples, or the same of each run."""
     if isinstance(part, (int, list)):
-        return Place(None, PART)
+        return SampleLayout(None, PART)
     if not isinstance(part, slice):
-        return Place()
+        return SampleLayout()
     size, of_batch = source.number * num_samples, node.meta["batch_numbers"]
     ends = [each for each in (part.start, part.stop) if each is not None and each not in (0, size) and abs(each) < size]
     step = part.step or 1
     if source.run is None or (not ends and step == 1):
-        return Place(source.run)
+        return SampleLayout(source.run)
     if step > 1:
-        return Place(None, PART) if source.run % step or part.stop in ends else Place(source.run // step)
+        return SampleLayout(None, PART) if source.run % step or part.stop in ends else SampleLayout(source.run // step)
     are_whole = all(of_batch.get(each) and each % (source.run * num_samples) == 0 for each in ends)
-    return Place(source.run, "" if are_whole else PART)
+    return SampleLayout(source.run, "" if are_whole else PART)
 
 
 def index_along(node: fx.Node, dim: int) -> Any:
