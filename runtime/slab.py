@@ -115,8 +115,8 @@ class Slab:
         needed = self.nbytes + nbytes
         if self.budget_nbytes is not None and needed > self.budget_nbytes:
             is_open = bool(self._steps)
-            what = "a call between a forward and its backward takes" if is_open else "this step takes"
-            remedy = "together with that step: call backward first" if is_open else "of it: give it more"
+            what = "a call between a forward and its backward takes" if is_open else "this step needs"
+            remedy = "together with that step: call backward first" if is_open else "of it: raise it"
             raise MemoryBudgetError(
                 f"host_memory is {format_bytes(self.budget_nbytes)}; {what} {format_bytes(needed)} ({needed} bytes) "
                 f"{remedy}"

@@ -253,11 +253,7 @@ class TieredOptimizer(StatefulOptimizer):
         done = f"; units {units} were updated before it showed" if units else ""
         warnings.warn(
             f"{spoiled} is not finite: step {self.steps.taken + 1} was skipped{done}"
-            + (
-                ". With max_grad_norm, math.inf to clip nothing, such a step is skipped as a whole"
-                if done
-                else ""
-            ),
+            + (". With max_grad_norm, math.inf to clip nothing, such a step is skipped as a whole" if done else ""),
             NonFiniteWarning,
             stacklevel=5,
         )

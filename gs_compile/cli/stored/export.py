@@ -67,8 +67,8 @@ def _one_run(runs: Sequence[Found]) -> list[Manifest]:
     worlds = [(each.rank, each.world) for found in ranks for each in found.known[:1]]
     if not ranks or worlds != [(rank, len(ranks)) for rank in range(len(ranks))]:
         raise OptionError(
-            f"to export are the commits of one run, of all its ranks, and here is {words or 'none'}: name a directory "
-            "that has these alone, or the folder of a run in it"
+            f"an export is of the commits of one run, with those of all its ranks, but here is {words or 'none'}: name "
+            "a directory with these alone, or the folder of a run in it"
         )
     step = common_step([{step_of(each): each is found.commit for each in found.known} for found in ranks])
     return [each for found in ranks for each in found.known if step_of(each) == step]
