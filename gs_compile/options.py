@@ -31,9 +31,15 @@ PATHS = ("storage", "report", "status")  # options whose relative paths are of w
 
 
 def default_storage() -> Path:
-    """Where data goes that nobody gave a place: under the user's cache."""
+    """Where data goes that nobody gave a place: under the user's cache. Raises OptionError where there is no home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = cache if cache.is_absolute() else Path("~/.cache").expanduser()  # a relative one is to be ignored
+    try:
+        cache = cache if cache.is_absolute() else Path("~/.cache").expanduser()  # a relative one is to be ignored
+    except RuntimeError as error:
+        raise OptionError(
+            "this user has no home directory, where data goes by default and figures of the machine are kept: set "
+            "HOME, or XDG_CACHE_HOME to a directory"
+        ) from error
     return cache / DEFAULT_STORAGE
 
 
@@ -251,7 +257,7 @@ class Options:
         object.__setattr__(self, "storage", _directories(default_storage() if self.storage is None else self.storage))
         for name in ("host_memory", "device_memory"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
-        object.__setattr__(self, "durability", _steps(self.durability))
+        object.__setattr__(self, "durability", interval(self.durability))
         if self.resume and not self.durability:
             raise OptionError(
                 'resume is "auto" and durability is "off": give durability="step" or a number of steps, too'
@@ -268,7 +274,7 @@ class Options:
     def of(cls, options: Mapping[str, Any] | Options | None, mode: str | None = None) -> Options:
         """The options from what torch.compile hands to a backend; raises `OptionError` for what it does not know."""
         if isinstance(options, Options):
-            return replace(options, mode=mode or options.mode)
+            return replace(options, mode=mode) if mode else options
         if not isinstance(options, Mapping | None):
             raise OptionError(f'options must be a dict, such as {{"storage": "/mnt/nvme0/me"}}; got {options!r}')
         given = dict(options or {})
@@ -408,7 +414,7 @@ def _budget(name: str, value: int | str | None) -> int | str | None:
     return value.strip() if isinstance(value, str) and "%" in value else nbytes
 
 
-def _steps(durability: Any) -> int:
+def interval(durability: Any) -> int:
     """The number of steps between two durable ones; 0: no step is."""
     found = {"off": 0, "step": 1}.get(durability) if isinstance(durability, str) else durability
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:

@@ -55,7 +55,7 @@ from gs_compile.model.outputs import LOSS_ALONE
 from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import optimizers_of
-from gs_compile.options import Options, default_storage
+from gs_compile.options import Options
 from gs_compile.planner.measure.shipped import load
 from gs_compile.runtime.random_state import random_state, set_random_state
 from gs_compile.runtime.ranks import Ranks, failing_together
@@ -85,7 +85,7 @@ def greedysnake(
     if is_in_hook():
         raise SkipFrame("a hook runs as it is written")
     watch().forget()
-    checked = Options()
+    checked = Options(storage="/")  # of what is refused: it stores nothing, and the default is not everybody's
     try:
         checked = check(mode=mode, options=options)
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
@@ -252,7 +252,7 @@ def _tell_of_memory(compilation: Compilation) -> None:
             "durability needs an optimizer of gs_compile (AdamW, Adam, SGD, Lion, Muon) that was made before the call: "
             "with others all stays in memory, so save state dicts, and leave durability out"
         )
-    is_asked = options.host_memory is not None or options.storage != (default_storage(),)
+    is_asked = options.host_memory is not None or options.as_given["storage"] is not None
     if is_asked and compilation.latest is None:
         log.warning(
             "all parameters, gradients and states stay in memory, and storage and host_memory have no effect: the "

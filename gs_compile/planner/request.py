@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from gs_compile.errors import MemoryBudgetError, OptionError, PlanError
 from gs_compile.machine import parse_bytes
-from gs_compile.options import Clipping, Frozen, Masters, Options, Ratios, Recompute, contradiction, words_of
+from gs_compile.options import Clipping, Frozen, Masters, Options, Ratios, Recompute, contradiction, interval, words_of
 from gs_compile.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Request:
             )
         if not isinstance(self.ratios, Ratios):
             object.__setattr__(self, "ratios", Ratios.of(self.ratios, "ratios"))
-        object.__setattr__(self, "durability", Options.of({"durability": self.durability}).durability)
+        object.__setattr__(self, "durability", interval(self.durability))
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise PlanError(f"alpha is {self.alpha:g}; it must be a part of each update, from 0 to 1")
         settings = self.ratios, self.recompute, self.schedule, self.accumulate, self.alpha, self.clipping

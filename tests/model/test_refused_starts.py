@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from gs_compile.errors import (
     UniformityError,
 )
 from gs_compile.model.backend import check, greedysnake
+from gs_compile.options import Options
 
 
 class Backend:
@@ -60,6 +62,16 @@ def test_options_are_refused_before_the_trace_and_dynamo_keeps_nothing_of_it(giv
         assert type(caught.value) is error
         assert backend.num_traces == num_traces
         assert not any(entry.code for entry in _debug_get_cache_entry_list(GPT.forward.__code__))
+
+
+def test_a_user_without_a_home_names_the_storage(tmp_path, monkeypatch):
+    """Fault: a RuntimeError of Python's, in one of Dynamo's, although the storage was given."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    with pytest.raises(OptionError, match=r"no home directory, .*: set HOME, or XDG_CACHE_HOME"):
+        Options()
+    train(compile_model(GPT(), 2, storage=tmp_path), *batch())
 
 
 def test_refused_models_do_not_count_for_dynamos_limit():
