@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Protocol
 
 
-class Held(Protocol):
+class Inherited(Protocol):
     def leave(self) -> None:
         """Let go, in a forked child, of what is its parent's."""
 
@@ -26,8 +26,8 @@ class _Parent:
     """
 
     def __init__(self) -> None:
-        self.held: weakref.WeakSet[Held] = weakref.WeakSet()
-        self._left: list[Held] = []
+        self.held: weakref.WeakSet[Inherited] = weakref.WeakSet()
+        self._left: list[Inherited] = []
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
@@ -42,6 +42,6 @@ class _Parent:
 _parent = _Parent()
 
 
-def leave_in_children(held: Held) -> None:
+def leave_in_children(held: Inherited) -> None:
     """Have each child that is forked from now on leave something, for as long as it is there."""
     _parent.held.add(held)

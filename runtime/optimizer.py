@@ -22,7 +22,7 @@ from gs_compile.runtime.spans import Binding
 from gs_compile.runtime.step_record import SharedNorm, StepRecord
 from gs_compile.runtime.storage.store import Extent
 from gs_compile.runtime.stream import Reading
-from gs_compile.runtime.updates import Recipe, Update
+from gs_compile.runtime.updates import Update, UpdateRules
 from gs_compile.runtime.values import Gradient, flat_of
 
 PIECE = 1 << 22  # elements whose squares are summed at once: 32 MiB in float64
@@ -31,10 +31,10 @@ PIECE = 1 << 22  # elements whose squares are summed at once: 32 MiB in float64
 class OptimizerStep:
     """Gradients and optimizer states, and the updates."""
 
-    def __init__(self, setting: Setting, recipe: Recipe) -> None:
+    def __init__(self, setting: Setting, rules: UpdateRules) -> None:
         self.setting = setting
-        self.recipe = recipe
-        self._orthogonalizer = Orthogonalizer(setting.device, recipe.largest_nbytes(setting.types), setting.ranks)
+        self.rules = rules
+        self._orthogonalizer = Orthogonalizer(setting.device, rules.largest_nbytes(setting.types), setting.ranks)
         self._added: dict[Unit, frozenset[Any]] = {}  # the parameters that have sums, of gradients that are away
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class OptimizerStep:
 
     def update(self, op: Op, reads: Sequence[Any], targets: Sequence[Tensor], record: StepRecord) -> None:
         """Update parts of a unit, in place."""
-        Update(self.setting, self.recipe, op, reads, targets).run(record, self._orthogonalizer)
+        Update(self.setting, self.rules, op, reads, targets).run(record, self._orthogonalizer)
 
 
 def _square(flat: Tensor) -> Tensor:

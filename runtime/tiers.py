@@ -28,7 +28,7 @@ from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.threads import refuse_without_threads
 from gs_compile.runtime.trace import Trace
-from gs_compile.runtime.updates import Recipe
+from gs_compile.runtime.updates import UpdateRules
 from gs_compile.runtime.values import Held, ValueTable
 
 MOST_PLACES = 16  # programs whose places are known: training and evaluation at a few lengths
@@ -46,7 +46,7 @@ class Tiers(Homes):
     def __init__(
         self,
         setting: Setting,
-        recipe: Recipe,
+        rules: UpdateRules,
         *,
         trace: Trace,
         host_nbytes: int | None = None,
@@ -61,7 +61,7 @@ class Tiers(Homes):
         setting.device.check = self.failure.check
         self.parameters = Parameters(setting)
         self.activations = Activations(setting)
-        self.optimizer = OptimizerStep(setting, recipe)
+        self.optimizer = OptimizerStep(setting, rules)
         self.held = Held()
         self.values = ValueTable(self.held)
         self.commits = Commits(setting, self.values, alike) if placement.durability else None

@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class UpdateRules:
     """How a unit is updated: the rule of what is no matrix, and of what each stretch of its trained elements is."""
 
     rule: Rule
@@ -71,9 +71,9 @@ class Update:
     """One update of a unit: a group of its elements, whose parts are `targets`."""
 
     def __init__(
-        self, setting: Setting, recipe: Recipe, op: Op, reads: Sequence[Any], targets: Sequence[Tensor]
+        self, setting: Setting, rules: UpdateRules, op: Op, reads: Sequence[Any], targets: Sequence[Tensor]
     ) -> None:
-        self._recipe = recipe
+        self._rules = rules
         self._unit: UnitPlacement = setting.unit(op.into[0])
         self._group = self._unit.group_of(op.into[0])
         self._types = setting.types[self._unit.unit]
@@ -103,7 +103,7 @@ class Update:
         spans = sorted(
             (each for each in idle.union(missed) if each.unit == self._unit.unit), key=lambda each: each.offset
         )
-        for run in self._recipe.runs[self._unit.unit]:
+        for run in self._rules.runs[self._unit.unit]:
             at = run.start
             for span in spans:
                 number, is_idle = missed.get(span, run.missed), run.is_idle or span in idle
@@ -120,7 +120,7 @@ class Update:
         w, master, low = self._master(piece, run)
         if not self._skipped:
             hyper = self._hyper(self._record.hypers[run.group], piece)
-            self._recipe.rule.update(master, piece.gradient, piece.state, hyper, self._number(run), low)
+            self._rules.rule.update(master, piece.gradient, piece.state, hyper, self._number(run), low)
         self._close(w, master, run)
 
     def _matrices(self, run: Run, matrices: Matrices, orthogonalizer: Orthogonalizer) -> None:

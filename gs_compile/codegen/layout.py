@@ -27,7 +27,7 @@ from gs_compile.runtime.updates import Run
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class ParameterLayout:
     """The parameters of each unit: trained ones first, by param group and width, then frozen ones, each at a multiple
     of QUANTUM. Where most are matrices that are orthogonalized, elements have one moment, and what needs two takes
     twice the elements, of which the second half has second moments alone.
@@ -42,7 +42,7 @@ class Arrangement:
     types: Mapping[Unit, Types]
 
 
-def arrange(
+def lay_out(
     split: Split,
     captured: Captured,
     types_by: Callable[[torch.dtype], Types],
@@ -51,7 +51,7 @@ def arrange(
     share: tuple[int, int] = (0, 1),
     codecs: Mapping[int, str] | None = None,
     matrices: Mapping[int, Matrices] | None = None,
-) -> Arrangement:
+) -> ParameterLayout:
     """The layout of a captured model.
 
     types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
@@ -91,7 +91,7 @@ def arrange(
             if not is_frozen:
                 first = Run(spans[indices[0]].offset, stop, *group, width > 1)
                 runs[unit] += _runs(first, {index: spans[index] for index in indices}, matrices, mine)
-    return Arrangement(spans, runs, tuple(sizes), types)
+    return ParameterLayout(spans, runs, tuple(sizes), types)
 
 
 def _owned(split: Split, captured: Captured) -> tuple[dict[int, TensorSpec], dict[int, Unit]]:

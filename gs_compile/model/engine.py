@@ -83,18 +83,18 @@ class Engine(ParameterStore):
         self.snapshots: tuple[Program, ...] = ()  # of the program of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
-        arrangement, stored, self.planning = prepared or plan_tiers(optimizer, call)
+        layout, stored, self.planning = prepared or plan_tiers(optimizer, call)
         self.latest = self.planning.placement, self.planning.builder.shape  # of the latest call
-        tiers = open_tiers(self.planning, arrangement, stored, optimizer)
+        tiers = open_tiers(self.planning, layout, stored, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
         self.sums = Sums(tiers)
         plan = self.planning.planned.facts
         buffers = call.compilation.buffers(call.args)
         self.durable = Durable(self._optimizer, tiers, stored, plan, buffers) if tiers.commits else None
-        spans = {call.args[index]: span for index, span in arrangement.spans.items()}
+        spans = {call.args[index]: span for index, span in layout.spans.items()}
         self.num_parameters = len(spans)
         never = call.models[0].split.idle  # get a gradient
-        trained = (span for i, span in arrangement.spans.items() if call.args[i].requires_grad and i not in never)
+        trained = (span for i, span in layout.spans.items() if call.args[i].requires_grad and i not in never)
         self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
         try:
             if self.durable is not None and self.durable.former is not None:

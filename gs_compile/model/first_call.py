@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from gs_compile.capture.graph import Captured
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.capture.split import Split
-from gs_compile.codegen.layout import Arrangement, arrange, encoded, of_layers, stored_types, tied_units
+from gs_compile.codegen.layout import ParameterLayout, encoded, lay_out, of_layers, stored_types, tied_units
 from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.model.call import Call
 from gs_compile.model.commits import rest_nbytes
@@ -35,15 +35,15 @@ from gs_compile.runtime.storage.stored import StoredParameter
 from gs_compile.runtime.stream import device_of, is_in_host_memory
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.runtime.trace import Trace
-from gs_compile.runtime.updates import Recipe
+from gs_compile.runtime.updates import UpdateRules
 
 
 class Prepared(NamedTuple):
-    """What an engine begins with: the arrangement of a model's parameters, these as commits say them, and the plan of
+    """What an engine begins with: the layout of a model's parameters, these as commits say them, and the plan of
     its steps.
     """
 
-    arrangement: Arrangement
+    layout: ParameterLayout
     stored: tuple[StoredParameter, ...]
     planning: StepPrograms
 
@@ -59,17 +59,17 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None,
     captured, loop = call.compilation.captured, loop or optimizer.loop
     matrices, groups = _matrices(call, optimizer), _param_groups(call, optimizer)
     codecs, share = codecs_of(split, captured, options, args), (ranks.rank, ranks.number) if ranks else (0, 1)
-    arranged = partial(arrange, split, captured, groups=groups, share=share, codecs=codecs, matrices=matrices)
+    laid_out = partial(lay_out, split, captured, groups=groups, share=share, codecs=codecs, matrices=matrices)
     kinds = _kinds_of_masters(options, args, ranks)
     types = {masters: stored_types(optimizer.moments, pairs=masters != "whole") for masters in kinds}
-    arrangements = {masters: arranged(types[masters]) for masters in kinds}
-    first = arrangements[kinds[0]]
+    layouts = {masters: laid_out(types[masters]) for masters in kinds}
+    first = layouts[kinds[0]]
     stored = stored_parameters(call, first, optimizer)
     former = {} if ranks else former_plan(options, stored, optimizer)
     planner = RunPlanner(
         ModelAtHand(
             options=options,
-            sizes={masters: each.sizes for masters, each in arrangements.items()},
+            sizes={masters: each.sizes for masters, each in layouts.items()},
             layouts=call.models,
             tied=tied_units(split, first.spans),
             where=where_of([args[index] for index in first.spans]),
@@ -82,7 +82,7 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None,
         )
     )
     found = planner.plan(former)
-    return Prepared(arrangements[found.masters], stored, StepPrograms(planner, found))
+    return Prepared(layouts[found.masters], stored, StepPrograms(planner, found))
 
 
 def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:
@@ -122,7 +122,7 @@ def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None
 
 def open_tiers(
     planning: StepPrograms,
-    arrangement: Arrangement,
+    layout: ParameterLayout,
     stored: Sequence[StoredParameter],
     optimizer: Optimizer,
 ) -> Tiers:
@@ -146,11 +146,11 @@ def open_tiers(
     with ExitStack() as undo:
         store, same = None, frozenset[str]()
         if planning.uses_ssd:
-            store, same = open_store(planning, arrangement, stored, optimizer)
+            store, same = open_store(planning, layout, stored, optimizer)
             undo.callback(store.close)
         tiers = Tiers(
-            Setting(planning.placement, arrangement.types, store, device_of(planner.model.device), ranks),
-            Recipe(optimizer.rule, arrangement.runs),
+            Setting(planning.placement, layout.types, store, device_of(planner.model.device), ranks),
+            UpdateRules(optimizer.rule, layout.runs),
             trace=Trace(events=options.expert.trace),
             host_nbytes=planner.whole_nbytes,
             num_calls=planner.num_calls,
@@ -164,8 +164,8 @@ def open_tiers(
     return tiers
 
 
-def stored_parameters(call: Call, arrangement: Arrangement, optimizer: Optimizer) -> tuple[StoredParameter, ...]:
-    """Where each parameter is in its unit, as commits say it, in the order of the arrangement."""
+def stored_parameters(call: Call, layout: ParameterLayout, optimizer: Optimizer) -> tuple[StoredParameter, ...]:
+    """Where each parameter is in its unit, as commits say it, in the order of the layout."""
     args, group_of, captured = call.args, optimizer.group_of, call.compilation.captured
     names = [entry.path.removeprefix(captured.root) for entry in captured.inputs]
     return tuple(
@@ -182,7 +182,7 @@ def stored_parameters(call: Call, arrangement: Arrangement, optimizer: Optimizer
             group_of[args[index]] if args[index].requires_grad else None,
             optimizer.steps.missed.get(args[index], 0),
         )
-        for index, span in arrangement.spans.items()
+        for index, span in layout.spans.items()
     )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from gs_compile.capture.internals import has_scheduler
-from gs_compile.codegen.layout import Arrangement
+from gs_compile.codegen.layout import ParameterLayout
 from gs_compile.errors import LeftoverError, ResumeError, StepOrderError, StorageError
 from gs_compile.model.in_memory import trained_in_memory
 from gs_compile.model.optimizer import Optimizer
@@ -43,7 +43,7 @@ def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: 
 
 
 def open_store(
-    planning: StepPrograms, arrangement: Arrangement, stored: Sequence[StoredParameter], optimizer: Optimizer
+    planning: StepPrograms, layout: ParameterLayout, stored: Sequence[StoredParameter], optimizer: Optimizer
 ) -> tuple[Store, frozenset[str]]:
     """The storage of a plan, and the names of the parts there that stay in their files."""
     options, ranks, same = planning.planner.options, planning.planner.ranks, frozenset[str]()
@@ -75,7 +75,7 @@ def open_store(
             check_alike(store.former, optimizer, stored, planning.placement.world, ranks.rank if ranks else 0)
             _refuse_what_is_lost(store.former, optimizer)
             folders = [drive.folder for drive in store.drives]
-            same = alike(store.former, planning.placement, arrangement.types, stored, folders)
+            same = alike(store.former, planning.placement, layout.types, stored, folders)
         store.reserve(planning.ssd_nbytes - store.nbytes_of(same), len(planning.files))
         undo.pop_all()
     return store, same

@@ -11,7 +11,7 @@ import zoo
 from torch.nn import functional
 
 from gs_compile.codegen.compiled import compilations_of
-from gs_compile.codegen.layout import arrange, stored_types
+from gs_compile.codegen.layout import lay_out, stored_types
 from gs_compile.planner.cost import known_times, timing
 from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, timed, timed_levels
@@ -28,7 +28,7 @@ def ran(model, step=lambda model: zoo.train(model, *zoo.batch()), **options):
     compilation = compilations_of[next(p for p in model.parameters() if p.requires_grad)][-1]
     layout = next(iter(compilation.models.values()))
     return layout, workload_of(
-        layout, arrange(layout.split, compilation.captured, stored_types([None, None], pairs=False)).sizes
+        layout, lay_out(layout.split, compilation.captured, stored_types([None, None], pairs=False)).sizes
     )
 
 

@@ -22,7 +22,7 @@ from gs_compile.capture.call import captured_call
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.differentiate import Differentiated
-from gs_compile.codegen.layout import arrange, encoded, of_layers, stored_types, tied_units
+from gs_compile.codegen.layout import encoded, lay_out, of_layers, stored_types, tied_units
 from gs_compile.errors import CaptureError, GreedySnakeError, PlanError
 from gs_compile.options import Frozen, Masters, Options
 from gs_compile.placement.boundaries import BoundaryNbytes
@@ -141,7 +141,7 @@ class ModelSpec:
         captured = self.compilation.captured
         codecs = encoded(specialized.split, captured, self.frozen)
         matrices = self._matrices(specialized)
-        layout = arrange(specialized.split, captured, types, share=(0, world), codecs=codecs, matrices=matrices)
+        layout = lay_out(specialized.split, captured, types, share=(0, world), codecs=codecs, matrices=matrices)
         tied = tied_units(specialized.split, layout.spans)
         key = micro_batch_size, layer_tokens
         if key not in self.costs:
