@@ -67,9 +67,9 @@ def usable_cores(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
 
 
-def processor(*, proc: Path = PROC) -> str:
+def processor() -> str:
     """The processor's name, or its architecture where Linux tells no name."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _text(proc / "cpuinfo"), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", _text(PROC / "cpuinfo"), re.MULTILINE)
     return found[1] if found else platform.machine()
 
 

@@ -26,7 +26,7 @@ from typer.core import TyperGroup
 from gs_compile import __version__
 from gs_compile.cli import store
 from gs_compile.cli.process import do_with_all, do_without
-from gs_compile.cli.requests import Directory, File, InspectRequest, Json, Storage, option, plans, takes
+from gs_compile.cli.requests import Directory, File, InspectRequest, Json, Longest, Storage, option, plans, takes
 from gs_compile.errors import (
     GreedySnakeError,
     MemoryBudgetError,
@@ -166,9 +166,7 @@ def probe(
 def plan(
     model: str,
     request: Request,
-    longest: Annotated[
-        bool, option("Also find the longest sequence that fits; takes longer.", ..., "--longest")
-    ] = False,
+    longest: Longest = False,
     as_json: Json = False,
 ) -> None:
     """Show where data would be stored, and how fast a step would be.
@@ -192,9 +190,7 @@ def fit(
     model: str,
     request: Request,
     tokens: Annotated[float, option("Number of tokens to train on.", metavar="N")] = 1e9,
-    longest: Annotated[
-        bool, option("Also find the longest sequence that fits; takes longer.", ..., "--longest")
-    ] = False,
+    longest: Longest = False,
     as_json: Json = False,
 ) -> None:
     """Predict how fast a machine trains a model, in full or by LoRA.

@@ -48,6 +48,7 @@ def _asking(
     return run
 
 
+Longest = Annotated[bool, option("Also find the longest sequence that fits; takes longer.", ..., "--longest")]
 Json = Annotated[bool, option("Print one JSON object.", ..., "--json")]
 Storage = Annotated[
     list[Path] | None, option("A storage directory; repeat for each drive.", metavar="DIR", unset="in the user's cache")

@@ -167,18 +167,18 @@ def _adapter() -> TypeAdapter[Status]:
 # Whether it goes on ---------------------------------------------------------------------------------------------------
 
 
-def process_start(pid: int, proc: Path = PROC) -> int:
+def process_start(pid: int) -> int:
     """When a process of this machine began, in clock ticks; 0: there is none, or the system does not tell."""
     try:
-        return int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[19])
+        return int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
 
 
-def process_space(proc: Path = PROC) -> int:
+def process_space() -> int:
     """Where pids of this process count: a container has a space of its own; 0: the system does not tell."""
     try:
-        return (proc / "self" / "ns" / "pid").stat().st_ino
+        return (PROC / "self" / "ns" / "pid").stat().st_ino
     except OSError:
         return 0
 
