@@ -364,7 +364,7 @@ def _directories(storage: Any) -> tuple[Path, ...]:
     given = [storage] if isinstance(storage, str | Path) else storage
     if not isinstance(given, Sequence) or not given or not all(map(_is_path, given)):
         raise OptionError(f"storage must be a directory or a list of directories; got {storage!r}")
-    paths = tuple(_absolute("storage", each) for each in given)
+    paths = tuple(absolute("storage", each) for each in given)
     if len(set(paths)) < len(paths):
         raise OptionError(f"storage names a directory twice; got {storage!r}")
     return paths
@@ -375,14 +375,14 @@ def _path(name: str, value: Any) -> Path | None:
         return None
     if not _is_path(value):
         raise OptionError(f"{name} must be a path, or None; got {value!r}")
-    return _absolute(name, value)
+    return absolute(name, value)
 
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, str | Path) and bool(str(value)) and "\0" not in str(value)
 
 
-def _absolute(name: str, value: str | Path) -> Path:
+def absolute(name: str, value: str | Path) -> Path:
     """A path with "~" and environment variables in place."""
     path = os.path.expandvars(value)
     if re.match(r"\w+:/", str(path)):  # two slashes are one in a Path

@@ -23,7 +23,7 @@ from gs_compile.model.files import directory, trim
 from gs_compile.model.materialize import materialize, on_first_rank
 from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload
-from gs_compile.options import Frozen, Options
+from gs_compile.options import Frozen, Options, absolute
 from gs_compile.planner.run import host_budget
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _kept(keep_encoded: bool | str | os.PathLike[str], folder: Path, source: Map
 
     if isinstance(keep_encoded, bool):
         return EncodedFolder(folder, source if keep_encoded else None)
-    return EncodedFolder(Path(os.path.expandvars(keep_encoded)).expanduser(), source)
+    return EncodedFolder(absolute("keep_encoded", os.fspath(keep_encoded)), source)
 
 
 def options_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def greedysnake(
     if is_in_hook():
         raise SkipFrame("a hook runs as it is written")
     watch().forget()
-    checked = Options(storage="/")  # of what is refused: it stores nothing, and the default is not everybody's
+    checked = Options.of({"storage": "/"})  # of what is refused: it stores nothing, and the default is not everybody's
     try:
         checked = check(mode=mode, options=options)
         compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)

@@ -16,8 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from zoo import small
 
 import gs_compile
+from gs_compile.errors import OptionError
 from gs_compile.hf import encoded
 from gs_compile.hf.encoded import FOLDER, INDEX, UNFINISHED, EncodedFolder
+from gs_compile.hf.weights import _kept
 from gs_compile.runtime.codecs import FourBits, Int8
 
 MATRICES = 14  # of two layers
@@ -186,6 +188,12 @@ def test_a_full_drive_keeps_nothing_and_the_run_goes_on(source, encodings, monke
     assert folders(source) == []
     assert same(first, read(source)[0])
     assert len(encodings) == 2 * MATRICES
+
+
+def test_a_directory_by_a_variable_that_is_not_set_is_refused(tmp_path):
+    """As one of `storage` is. It was made under the name of the variable."""
+    with pytest.raises(OptionError, match=r"keep_encoded cannot be .*: no environment variable of that name is set"):
+        _kept("$NO_SUCH_VARIABLE/kept", tmp_path, None)
 
 
 def test_a_directory_that_refuses_it_is_a_warning(source, encodings, caplog):
