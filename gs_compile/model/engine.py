@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
+from gs_compile.model.in_memory import count
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
 from gs_compile.model.optimizer import Optimizer
@@ -53,9 +54,7 @@ KEPT = (
 
 
 class Beginning(Protocol):
-    """What an engine, its calls and its optimizer ask of the step that a run begins with (`first_step.FirstStep`)."""
-
-    states: MutableMapping[Tensor, Any]
+    """What an engine and its calls ask of the step that a run begins with (`first_step.FirstStep`)."""
 
     def engine_for_forward(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_backward(self, engine: Engine, call: Call) -> Engine: ...
@@ -222,6 +221,7 @@ class Engine(ParameterStore):
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
+        count(optimizer.param_groups, record, self.ranks)
         if zeroed:
             forget_gradients(optimizer.group_of)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
@@ -316,7 +316,7 @@ class Engine(ParameterStore):
         self._refuse_unfinished()
         pending = self.tiers.pending
         seals = self.durable is not None and self.durable.seals_between_calls(self.num_steps, always=commit)
-        if pending is not None and getattr(self.optimizer, "orthogonalizes", False):
+        if pending is not None and (self.optimizer is not None and self.optimizer.orthogonalizes):
             self.announce("updates between steps")  # in which ranks exchange matrices
         if pending is not None or seals:
             self.tiers.let_carried_go()  # late updates are made in its memory, too
@@ -360,9 +360,7 @@ class Engine(ParameterStore):
 
     def trained_span(self, parameter: Tensor) -> Slice | None:
         """The span of a parameter that this engine trains; None for others."""
-        residency = residency_of(parameter)
-        home = residency.home if residency.is_trained else None
-        return home.span if home is not None and home.store is self else None
+        return residency_of(parameter).trained_span(self)
 
     @property
     def _units(self) -> list[Unit]:

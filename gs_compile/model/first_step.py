@@ -19,12 +19,10 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import without_overrides
@@ -37,9 +35,8 @@ from gs_compile.model.first_call import Prepared, plan_tiers
 from gs_compile.model.gradients import forget_gradients, is_zeroed
 from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
-from gs_compile.model.optimizer import Loop
+from gs_compile.model.optimizer import Loop, Optimizer
 from gs_compile.model.residency import Residency, is_offloaded, residency_of
-from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime.step_record import StepRecord
 
 log = logging.getLogger(__name__)
@@ -55,11 +52,10 @@ class FirstStep:
 
     def __init__(self) -> None:
         self.engine: Callable[[], Engine | None] = lambda: None  # weakly held
-        self.states: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()  # of the optimizer, that were loaded
         self.done: list[tuple[Call, Callable[[Engine], None]]] = []  # had their backward, with what repeats it
         self._values: weakref.WeakSet[Residency] = weakref.WeakSet()  # whose first values are there
 
-    def begin(self, optimizer: TieredOptimizer, call: Call, prepared: Prepared | None = None) -> Engine:
+    def begin(self, optimizer: Optimizer, call: Call, prepared: Prepared | None = None) -> Engine:
         """The engine of an optimizer, with the state that this has loaded or that a durable run has left."""
         with torch.inference_mode(False):  # what is made lives longer than this call
             if call.ranks is not None:
@@ -194,7 +190,7 @@ class FirstStep:
         for each in (call, *(other for other, _ in self.done)):
             _refuse_changed(each)
         optimizer = engine.optimizer
-        assert isinstance(optimizer, TieredOptimizer)
+        assert optimizer is not None, "its first step is under way"
         loop = loop or Loop(True, max(len(engine.open.undone), engine.num_calls))
         prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes, loop)
         optimizer.loop = loop
@@ -202,7 +198,7 @@ class FirstStep:
         words += [f"{loop.num_calls} calls are between forward and backward at a time"] if loop.num_calls > 1 else []
         log.info("in this loop %s: the first step starts again", ", and ".join(words))
         engine.end("optimizer.step() was called")  # until then its calls go where the step goes
-        optimizer.state.update(self.states)
+        optimizer.state.update(optimizer.first_states)
         done, self.done = self.done, []
         successor = self.begin(optimizer, call, prepared)
         if successor.durable is not None:
@@ -219,7 +215,6 @@ class FirstStep:
     def close(self) -> None:
         """`optimizer.step()` has closed it."""
         self.engine = lambda: None
-        self.states.clear()
         self.done.clear()
 
     def let_go(self) -> None:
@@ -230,7 +225,7 @@ class FirstStep:
             trim()
 
 
-def _bring_states(optimizer: TieredOptimizer, engine: Engine) -> None:
+def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
     """Make the states of an optimizer and its engine one: those that were loaded, or those of the run that goes on."""
     former = engine.durable.former if engine.durable is not None else None
     optimizer.kept.values_have_come()

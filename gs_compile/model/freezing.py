@@ -21,7 +21,7 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.first_call import plan_tiers
 from gs_compile.model.first_step import FirstStep
 from gs_compile.model.residency import bring_out, hand_back, residency_of
-from gs_compile.model.tiered_optimizer import TieredOptimizer, optimizers_of
+from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.progress import stage
 from gs_compile.runtime.spans import Slice
 
@@ -54,7 +54,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
         )
     spans = _spans_to_move(engine, call.args)
     optimizer, reason = next(optimizers_of(spans), None), _reason(engine, spans)
-    if not isinstance(optimizer, TieredOptimizer):
+    if optimizer is None:
         raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
     missed = optimizer.steps.missed
     optimizer.note_missed(each for each in spans if each.requires_grad and not residency_of(each).is_trained)

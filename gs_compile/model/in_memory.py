@@ -138,11 +138,6 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
             _step(rule.apply, rule.components(hyper), parameter, hyper, state, factor, number)
 
 
-def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state, in memory of its own."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
 def _sum_of_squares(parameters: Sequence[Tensor]) -> float:
     """Of their gradients; infinite where an element is not finite."""
     squares = [float(parameter.grad.double().square().sum()) for parameter in parameters if parameter.grad is not None]

@@ -15,6 +15,7 @@ from gs_compile.errors import NoBatchInputError, OptimizerError, RankError
 from gs_compile.model.call import Call
 from gs_compile.model.in_memory import begin_alike, by_name, give_names, is_wrapped, ranks_that_average
 from gs_compile.model.offloaded import REPLICATED
+from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.optimizer_state import has_values
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.saving import gather_when_saved
@@ -68,7 +69,7 @@ def meet(args: Sequence[Any], options: Options, compilation: Compilation | None)
     return ranks_that_average(trained[0], read, options)
 
 
-def agree(ranks: Ranks, call: Call, optimizer: TieredOptimizer) -> None:
+def agree(ranks: Ranks, call: Call, optimizer: Optimizer) -> None:
     """Raise `RankError` on all ranks where they have different options, models, inputs, optimizers or versions.
 
     Parameters that stay in memory beside the model, and its buffers, get the first rank's values. This thread's number
@@ -120,7 +121,7 @@ def _of_options(options: Options) -> Facts:
     yield from ((f"the option {name}", value) for name, value in options.by_name.items() if name not in OWN)
 
 
-def _of_optimizer(optimizer: TieredOptimizer) -> Facts:
+def _of_optimizer(optimizer: Optimizer) -> Facts:
     yield "the optimizer", type(optimizer).__name__
     yield "max_grad_norm", optimizer.max_grad_norm
     yield "what state_dtype stores moments in", str(optimizer.moments)
@@ -133,7 +134,7 @@ def _of_optimizer(optimizer: TieredOptimizer) -> Facts:
     yield "the number of states that were loaded", sum(map(has_values, optimizer.state.values()))
 
 
-def _of_model(call: Call, optimizer: TieredOptimizer) -> Facts:
+def _of_model(call: Call, optimizer: Optimizer) -> Facts:
     captured, group_of = call.compilation.captured, optimizer.group_of
     for entry, arg in zip(captured.inputs, call.args, strict=True):
         is_shared = entry.role == "constant" and arg.dim() > 0 and arg.shape[0] == 1  # of one row it would be a batch

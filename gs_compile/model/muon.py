@@ -95,8 +95,8 @@ class Muon(TieredOptimizer):
         """Until the model's first call has shown which are of layers, all of two dimensions are shown as matrices."""
         if group is not None:
             return STATES if self.matrices(parameter, group, of_layer=True) else ADAMW.states
+        span = self.trained_span(parameter)
         assert self.engine is not None, "before the first call there is a group"
-        span = self.engine.trained_span(parameter)
         assert span is not None, "only what is trained on the tiers is asked for"
         return tuple(self.engine.moments_of(span))
 

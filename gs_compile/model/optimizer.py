@@ -1,19 +1,36 @@
-"""optimizer: what the parts of a run ask of the optimizer that trains in it (`tiered_optimizer.TieredOptimizer`)."""
+"""optimizer: what a run asks of the optimizer that trains in it: settings, counts of steps, and states.
+
+`state` shows what there is, as tensors on the meta device: they take no memory, and tell others, such as
+torch.distributed.checkpoint, that the state has been made. Values are put there for as long as a state dict is made of
+them, and from `load_state_dict` to the model's first call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gs_compile.capture.internals import untraced
+from gs_compile.errors import OptimizerError, ReleasedParameterError, ResumeError
+from gs_compile.model import optimizer_state
 from gs_compile.model.kept import Kept
+from gs_compile.model.parameter_store import ParameterStore, in_turn
+from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
 from gs_compile.model.step_count import StepCount
+from gs_compile.runtime.formats import moment_types, wide_of
 from gs_compile.runtime.kernels import Rule
 from gs_compile.runtime.muon import Matrices
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
+from gs_compile.runtime.storage.stored import Manifest
 
 Group = Mapping[str, Any]  # a param group
 
@@ -28,31 +45,245 @@ class Loop(NamedTuple):
     num_calls: int = 1
 
 
-class Optimizer(Protocol):
+class Optimizer(torch.optim.Optimizer):
+    """Parameters in groups, with their settings and states: these are on the tiers once there is an engine, in files or
+    in memory before that and where the compiled model does not read the parameter.
+    """
+
     rule: Rule
-    orthogonalizes: bool
-    param_groups: list[dict[str, Any]]
-    state: Any
-    max_grad_norm: float | None
-    loss_scale: Callable[[], float]
-    turn: AbstractContextManager[Any]
-    kept: Kept
-    steps: StepCount
-    num_skipped: int
-    loop: Loop
+    orthogonalizes = False  # updates of some parameters, as `matrices` says
+
+    def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None, state_dtype: Any) -> None:
+        self._state_dtype = check_state_dtype(state_dtype)
+        check_norm(max_grad_norm, None)
+        self.max_grad_norm = max_grad_norm
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # a LossScaler's
+        self.engine: ParameterStore | None = None
+        self.turn: AbstractContextManager[Any] = threading.RLock()  # of the thread that uses the model
+        self.steps = StepCount()
+        self.num_skipped = 0
+        self.first_group_of: Mapping[Tensor, int] = {}  # `group_of` as the engine was made
+        self.first_states: dict[Tensor, Any] = {}  # that were loaded, until the first step has ended: it may begin anew
+        self.kept = Kept()
+        self.loop = Loop()
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, before the first step."""
+        if self.engine is not None:
+            raise OptimizerError("parameters cannot be added after the first call: make another optimizer with them")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._check(group)
+        for parameter in group["params"]:
+            check_parameter(parameter)
+            residency_of(parameter).optimizer = weakref.ref(self)
+            self.show_state(parameter, group)
 
     @property
-    def step(self) -> Callable[..., Any]: ...
+    def num_steps(self) -> int:
+        """Steps of the compiled model that were taken and not skipped, including those of a resumed run.
+
+        `gs_compile.resume` sets the number. With only the option ``resume="auto"``, the model's first call sets it, and
+        raises StepOrderError if another number was read before.
+        """
+        if self.engine is None:
+            self.steps.read = self.steps.taken
+        return self.steps.taken
+
+    def note_missed(self, parameters: Iterable[Tensor]) -> None:
+        """These are trained from the next step on, with the state that they had when they were frozen, if any."""
+        taken = {p: optimizer_state.whole_step(self.state[p]) if self._has_values(p) else 0 for p in parameters}
+        self.steps.missed = {**self.steps.missed, **{p: self.steps.taken - number for p, number in taken.items()}}
+
     @property
-    def num_steps(self) -> int: ...
+    def components(self) -> tuple[str, ...]:
+        """Names of the tensors of a parameter's state; all parameters have them if any param group needs them."""
+        found = [self.rule.components(group) for group in self.param_groups]
+        return max(found, key=len, default=())
+
+    def components_of(self, parameter: Tensor, group: Group | None = None) -> tuple[str, ...]:
+        """Those of one parameter. group: its own, before the model's first call: as far as that is known then."""
+        return self.components
+
+    def matrices(self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False) -> Matrices | None:
+        """The matrices of a parameter that are orthogonalized; None: it has none. of_layer: layers alone read it."""
+        return None
+
+    def settings(self, group: Group) -> dict[str, Any]:
+        """What the rule is told of a param group."""
+        return {key: value for key, value in group.items() if key != "params"}
+
     @property
-    def group_of(self) -> Mapping[Tensor, int]: ...
+    def moments(self) -> tuple[torch.dtype | None, ...]:
+        """What each component is stored in; None: as wide as the master."""
+        return moment_types(self._state_dtype, self.components)
+
     @property
-    def components(self) -> tuple[str, ...]: ...
+    def hypers(self) -> list[dict[str, Any]]:
+        """What the rule is told of all param groups, as they are set now."""
+        return list(map(self.settings, self.param_groups))
+
+    def begin_step(self) -> StepRecord:
+        """A record for the updates of the next step, with the settings as they are now."""
+        record = self.as_set()
+        optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters))
+        return record
+
+    def as_set(self) -> StepRecord:
+        """The same, of no gradient so far."""
+        for group in self.param_groups:
+            self._check(group)
+        check_norm(self.max_grad_norm, None if self.engine is None else self.engine.tiers.placement)
+        if self.engine is not None:
+            check_groups(self.group_of, self.first_group_of)
+            if self.components != self.engine.components:
+                raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
+        groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
+        record = StepRecord(self.steps.taken + 1, self.hypers, self.max_grad_norm, groups)
+        record.loss_scale = self.loss_scale()
+        return record
+
     @property
-    def moments(self) -> tuple[torch.dtype | None, ...]: ...
-    def matrices(
-        self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False
-    ) -> Matrices | None: ...
-    def begin_step(self) -> StepRecord: ...
-    def as_set(self) -> StepRecord: ...
+    def group_of(self) -> Mapping[Tensor, int]:
+        """The number of each parameter's param group."""
+        return {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
+
+    def go_on(self, former: Manifest) -> None:
+        """Have the steps of a commit behind it: their number, and the settings that they have left.
+
+        Raises ResumeError where these are no settings of its param groups.
+        """
+        settings = list(map(optimizer_state.settings_read, former.groups))
+        try:
+            for mine, theirs in zip(self.param_groups, settings, strict=True):
+                self._check({**mine, **theirs})
+        except (LookupError, TypeError, ValueError) as error:
+            raise ResumeError(
+                f"the commit of step {former.step} has other settings than this optimizer: {error}"
+            ) from error
+        self.num_skipped = former.num_skipped
+        self.steps.become(former.step - former.num_skipped)
+        for mine, theirs in zip(self.param_groups, settings, strict=True):
+            mine.update(theirs)
+
+    def synchronize(self) -> None:
+        """Return when all updates are done and written; `step` alone leaves some to the next forward."""
+        if self.engine is not None:
+            self.engine.synchronize()
+
+    @untraced
+    @in_turn
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's optimizers do, zeros before a step; its tensors are mapped from files."""
+        optimizer_state.refuse_passed_on(self)
+        self.kept.check_values()
+        self.synchronize()
+        shown = self.state
+        if self.engine is not None or not self.steps.taken:
+            states = {p: self.stored_state(p) for p in self._parameters}
+            self.state = defaultdict(dict, {p: state for p, state in states.items() if state is not None})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = shown
+
+    @untraced
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of an optimizer of this package, or of a torch optimizer of the same kind.
+
+        fp32 masters, which only the former has, must round to the model's values when the next step begins.
+        """
+        optimizer_state.refuse_passed_on(self)
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        groups, given = optimizer_state.parts_of(state_dict)
+        numbers = optimizer_state.numbers_of(self.param_groups, groups)
+        states = {p: dict(given.get(n, {})) for p, n in zip(self._parameters, numbers, strict=True)}
+        optimizer_state.refuse_others(states, lambda p: self.components_of(p) if self._is_trained(p) else ())
+        num_steps, missed = optimizer_state.steps_of(states)
+        if self.engine is not None and self._of_trained(missed) != self._of_trained(self.steps.missed):
+            raise OptimizerError(optimizer_state.OTHER_STEPS)
+        alike = optimizer_state.are_alike(self.param_groups, groups)
+        for mine, theirs in zip(self.param_groups, groups, strict=True) if alike else ():  # others keep their settings
+            taken = optimizer_state.settings_of(theirs)
+            self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
+            mine.update(taken)
+        self.steps.missed = missed
+        self.steps.become(num_steps)
+        self.state.update(states)
+        self.load_into_engine()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def stored_state(self, parameter: Tensor) -> dict[str, Any] | None:
+        """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
+        span = self.trained_span(parameter)
+        if self.engine is not None and span is not None:
+            return self.engine.state(span, self.steps.of(parameter))
+        state = self.state.get(parameter, {})
+        is_shown = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+        if is_offloaded(parameter) and not is_shown:  # it was trained; in files
+            return dict(state)
+        if self.engine is not None and not state:
+            return None
+        return optimizer_state.zeros(parameter, state) if is_shown else optimizer_state.copied(state)
+
+    def keep_state(self, parameter: Tensor) -> None:
+        """Have the state of a parameter in files, before another engine has it, or none does as it is frozen."""
+        if self._is_trained(parameter):
+            self.state[parameter] = self.stored_state(parameter) or {}
+
+    def _has_values(self, parameter: Tensor) -> bool:
+        """Whether a parameter has a state that is not on the tiers."""
+        return optimizer_state.has_values(self.state.get(parameter, {}))
+
+    def _of_trained(self, missed: Mapping[Tensor, int]) -> dict[Tensor, int]:
+        return {p: n for p, n in missed.items() if self._is_trained(p)}
+
+    def trained_span(self, parameter: Tensor) -> Slice | None:
+        """Where the engine has a parameter that it trains; None for others, and where there is no engine."""
+        return None if self.engine is None else residency_of(parameter).trained_span(self.engine)
+
+    def _is_trained(self, parameter: Tensor) -> bool:
+        return self.trained_span(parameter) is not None
+
+    def load_into_engine(self) -> None:
+        """Bring a loaded state to the tiers, once there are any."""
+        if self.engine is None:
+            return
+        optimizer_state.warn_of_masters(self.engine, self.state)
+        for parameter, state in list(self.state.items()):
+            span = self.trained_span(parameter)
+            if span is None:
+                if not is_offloaded(parameter) and not self._has_values(parameter):
+                    del self.state[parameter]  # the model does not read it: as with torch, until it has a gradient
+                elif not is_offloaded(parameter):
+                    self.state[parameter] = {
+                        "step": self.steps.shown(parameter).clone(),
+                        **optimizer_state.copied(state),
+                    }
+                continue
+            if self._has_values(parameter) or not state:  # none: it begins at zeros
+                self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
+                if not self.engine.num_steps:
+                    self.first_states[parameter] = state
+            self.show_state(parameter)
+
+    def show_state(self, parameter: Tensor, group: Group | None = None) -> None:
+        """Show a parameter's state. group: as of `components_of`."""
+        like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
+        shown = dict.fromkeys(self.components_of(parameter, group), like.as_subclass(optimizer_state.StoredState))
+        self.state[parameter] = {"step": self.steps.shown(parameter), **shown}
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """In the order in which state dicts number them."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        check_settings(type(self).__name__, self.defaults, group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ReleasedParameterError("a gs_compile optimizer cannot be copied or pickled; use its state_dict()")

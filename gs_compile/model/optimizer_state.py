@@ -146,6 +146,11 @@ def has_values(state: Mapping[str, Any]) -> bool:
         return not all(torch.is_tensor(each) and each.is_meta for name, each in state.items() if name != "step")
 
 
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state, in memory of its own."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
 def refuse_others(
     states: Mapping[torch.Tensor, Mapping[str, Any]], names_of: Callable[[torch.Tensor], Sequence[str]]
 ) -> None:

@@ -94,6 +94,11 @@ class Residency:
         """Where the value is, while that store is open."""
         return None if self.home is None or self.home.store.closed else self.home
 
+    def trained_span(self, store: ParameterStore) -> Slice | None:
+        """Where a store has the parameter, if it trains it."""
+        home = self.home if self.is_trained else None
+        return home.span if home is not None and home.store is store else None
+
     def stashed_value(self, parameter: Tensor) -> Tensor:
         """The value of a stashed parameter: read from storage where it is touched."""
         if self.stash is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,23 +24,20 @@ from torch import Tensor
 from gs_compile.capture.dynamo import absorb_libraries
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import untraced, without_overrides
-from gs_compile.errors import NonFiniteWarning, OptimizerError, ResumeError
+from gs_compile.errors import NonFiniteWarning, OptimizerError
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.engine import Engine
 from gs_compile.model.gradients import are_dropped, end_gradients, take_given
-from gs_compile.model.optimizer import Loop
+from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import residency_of
-from gs_compile.model.settings import check_groups, check_norm
-from gs_compile.model.stateful_optimizer import StatefulOptimizer
 from gs_compile.planner.simulate.measured import mean_bubbles, measured
 from gs_compile.runtime.groups import tell_of_end
 from gs_compile.runtime.step_record import StepRecord
-from gs_compile.runtime.storage.stored import Manifest
 from gs_compile.status.step import StepInfo
 
 
-class TieredOptimizer(StatefulOptimizer):
+class TieredOptimizer(Optimizer):
     """The base of the optimizers of this package; `max_grad_norm` clips the norm of all gradients together.
 
     With `max_grad_norm`, updates wait for that norm and run in the next forward, or run earlier and are rolled back if
@@ -48,48 +45,16 @@ class TieredOptimizer(StatefulOptimizer):
     Infinity clips nothing, but skips such steps.
     """
 
-    orthogonalizes = False  # updates of some parameters, as `matrices` says
+    engine: Engine | None
     tells_of_given_up = True  # forwards, where `step` finds no backward
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None, state_dtype: Any) -> None:
-        check_norm(max_grad_norm, None)
-        self.max_grad_norm = max_grad_norm
-        self.loss_scale: Callable[[], float] = lambda: 1.0  # a LossScaler's
-        self.num_skipped = 0
-        self.first_group_of: Mapping[Tensor, int] = {}  # `group_of` as the engine was made
         self.last_step: StepInfo | None = None
         self._ended = math.nan  # when it was closed
-        self.loop = Loop()
-        super().__init__(params, defaults, state_dtype)
+        super().__init__(params, defaults, max_grad_norm, state_dtype)
         tell_of_end()
         absorb_libraries()  # the model is built, so its libraries are there: Dynamo need not meet a break first
         watch()
-
-    @property
-    def hypers(self) -> list[dict[str, Any]]:
-        """What the rule is told of all param groups, as they are set now."""
-        return list(map(self.settings, self.param_groups))
-
-    def begin_step(self) -> StepRecord:
-        """A record for the updates of the next step, with the settings as they are now."""
-        record = self.as_set()
-        optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters))
-        in_memory.count(self.param_groups, record, self.engine.ranks if self.engine is not None else None)
-        return record
-
-    def as_set(self) -> StepRecord:
-        """The same, of no gradient so far."""
-        for group in self.param_groups:
-            self._check(group)
-        check_norm(self.max_grad_norm, None if self.engine is None else self.engine.placement)
-        if self.engine is not None:
-            check_groups(self.group_of, self.first_group_of)
-            if self.components != self.engine.components:
-                raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
-        groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
-        record = StepRecord(self.steps.taken + 1, self.hypers, self.max_grad_norm, groups)
-        record.loss_scale = self.loss_scale()
-        return record
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -123,6 +88,7 @@ class TieredOptimizer(StatefulOptimizer):
             in_memory.update(self, in_memory.with_gradients(self.param_groups), record)
             end_gradients(self._parameters, dropped=record.is_dropped)
             if finished is not None:  # steps of parameters in memory alone are theirs
+                self.first_states.clear()
                 self.num_skipped += record.skipped
                 self._count_missed(record)
                 self.steps.become(self.steps.taken + (not record.skipped))
@@ -140,7 +106,7 @@ class TieredOptimizer(StatefulOptimizer):
         """
         if record.skipped or not record.idle:
             return
-        idle = [each for each in self._parameters if self.engine and self.engine.trained_span(each) in record.idle]
+        idle = [each for each in self._parameters if self.trained_span(each) in record.idle]
         self.steps.missed = {**self.steps.missed, **{each: self.steps.missed.get(each, 0) + 1 for each in idle}}
         for each in idle:
             self.show_state(each)
@@ -180,8 +146,11 @@ class TieredOptimizer(StatefulOptimizer):
 
     def _step_in_memory(self) -> StepRecord | None:
         """The record of a step whose backward has not met the compiled model."""
-        record = self.begin_step() if in_memory.with_gradients(self.param_groups) else None
-        if record is not None and self.max_grad_norm is not None:
+        if not in_memory.with_gradients(self.param_groups):
+            return None
+        record = self.begin_step()
+        in_memory.count(self.param_groups, record, self.engine.ranks if self.engine is not None else None)
+        if self.max_grad_norm is not None:
             record.clip()
         return record
 
@@ -202,24 +171,6 @@ class TieredOptimizer(StatefulOptimizer):
         if self.engine is None or self.engine.durable is None:
             raise OptimizerError("no step is durable: compile the model with the option durability, and take a step")
         self.engine.commit()
-
-    def go_on(self, former: Manifest) -> None:
-        """Have the steps of a commit behind it: their number, and the settings that they have left.
-
-        Raises ResumeError where these are no settings of its param groups.
-        """
-        settings = list(map(optimizer_state.settings_read, former.groups))
-        try:
-            for mine, theirs in zip(self.param_groups, settings, strict=True):
-                self._check({**mine, **theirs})
-        except (LookupError, TypeError, ValueError) as error:
-            raise ResumeError(
-                f"the commit of step {former.step} has other settings than this optimizer: {error}"
-            ) from error
-        self.num_skipped = former.num_skipped
-        self.steps.become(former.step - former.num_skipped)
-        for mine, theirs in zip(self.param_groups, settings, strict=True):
-            mine.update(theirs)
 
     def save_trace(self, path: str | Path) -> None:
         """Write which operation ran when, on which lane, as JSON for Perfetto and chrome://tracing.
