@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 
+OPTIMIZERS = "gs_compile (AdamW, Adam, SGD, Lion, Muon)"
+
 ABSENT = (  # of a model that somebody has placed
     "the meta device or device_map= has left parameters of this model without values here (hooks may bring them): load "
     "it with gs_compile.from_pretrained(..., storage=...), without device_map, or build it with "

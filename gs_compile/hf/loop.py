@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from gs_compile.errors import OptimizerError, OptionError
+from gs_compile.errors import OPTIMIZERS, OptimizerError, OptionError
 from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import Padding, gathered, padding_of
 from gs_compile.model.resume import resume
@@ -88,8 +88,8 @@ def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
     """Refuse what cannot be followed, before anything is compiled."""
     if not isinstance(optimizer, TieredOptimizer):
         raise OptionError(
-            f"{type(optimizer).__name__} keeps its states in memory: make one of gs_compile (AdamW, Adam, SGD, Lion, "
-            "Muon), which take the same settings and max_grad_norm="
+            f"{type(optimizer).__name__} keeps its states in memory: make one of {OPTIMIZERS}, which take the same "
+            "settings and max_grad_norm="
         )
     if not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
         raise OptionError("give the DataLoader of the training data, not prepared before")

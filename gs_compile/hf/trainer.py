@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import serialization
 
-from gs_compile.errors import LaneError, MemoryBudgetError, OptionError
+from gs_compile.errors import OPTIMIZERS, LaneError, MemoryBudgetError, OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
@@ -92,7 +92,7 @@ class TrainerMixin(DurableTrainer):
         if self.optimizer is not None and not isinstance(self.optimizer, TieredOptimizer):
             raise OptionError(
                 f"this Trainer was given a {type(self.optimizer).__name__}, whose states stay in memory: leave the "
-                "optimizer to the arguments, or give one of gs_compile (AdamW, Adam, SGD, Lion, Muon)"
+                f"optimizer to the arguments, or give one of {OPTIMIZERS}"
             )
         equivalent = self.get_optimizer_cls_and_kwargs() if self.optimizer is None else None
         packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
@@ -238,7 +238,7 @@ class TrainerMixin(DurableTrainer):
         if kind is None:
             raise OptionError(
                 f"the create_optimizer of this Trainer has made a {type(optimizer).__name__}, which has no equivalent "
-                "here: let it return one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or AdamW, Adam or SGD of torch"
+                f"here: let it return one of {OPTIMIZERS}, or AdamW, Adam or SGD of torch"
             )
         for group in optimizer.param_groups:
             refuse_other_rules(kind.__name__, group)

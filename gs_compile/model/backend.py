@@ -35,6 +35,7 @@ from gs_compile.capture.internals import without_overrides
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
+    OPTIMIZERS,
     CaptureError,
     GreedySnakeError,
     MixedDeviceError,
@@ -249,7 +250,7 @@ def _tell_of_memory(compilation: Compilation) -> None:
     options = compilation.options
     if options.durability:
         raise OptionError(
-            "durability needs an optimizer of gs_compile (AdamW, Adam, SGD, Lion, Muon) that was made before the call: "
+            f"durability needs an optimizer of {OPTIMIZERS} that was made before the call: "
             "with others all stays in memory, so save state dicts, and leave durability out"
         )
     is_asked = options.host_memory is not None or options.as_given["storage"] is not None

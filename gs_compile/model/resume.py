@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-from gs_compile.errors import OptimizerError, OptionError, ResumeError, StepOrderError
+from gs_compile.errors import OPTIMIZERS, OptimizerError, OptionError, ResumeError, StepOrderError
 from gs_compile.model.former_run import check_parameters
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -99,7 +99,7 @@ def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, TieredOptimizer):
         raise OptimizerError(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} keeps its states in memory, so no step is "
-            "durable: make one of gs_compile (AdamW, Adam, SGD, Lion, Muon), or save state dicts"
+            f"durable: make one of {OPTIMIZERS}, or save state dicts"
         )
     if optimizer.engine is not None:
         raise StepOrderError(

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import re
 import sys
 import weakref
 from functools import partial
@@ -18,10 +19,17 @@ from tiered import adamw, loss_of, options, our_threads, step, tokens, two_group
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import gs_compile
-from gs_compile.errors import OptimizerError, ReleasedParameterError, StepOrderError
+from gs_compile.errors import OPTIMIZERS, OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.model.tiered_optimizer import TieredOptimizer
 
 KEEPS_CAPTURES = True
+
+
+def test_errors_name_all_optimizers():
+    public = ((name, getattr(gs_compile, name)) for name in gs_compile.__all__)
+    ours = [name for name, each in public if isinstance(each, type) and issubclass(each, TieredOptimizer)]
+    assert sorted(re.findall(r"[A-Z]\w+", OPTIMIZERS)) == sorted(ours)
 
 
 # A torch optimizer ----------------------------------------------------------------------------------------------------
