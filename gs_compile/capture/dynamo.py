@@ -1,4 +1,4 @@
-"""Everything this package knows of Dynamo: how a model becomes one graph whose batch dimension is free.
+"""dynamo: what Dynamo has traced of a model becomes one graph whose batch dimension is free.
 
 `frame_settings` makes the batch dimension symbolic. Where a trace is not what it has to be, the backend raises the
 exception by which it may ask Dynamo to trace the frame again.
