@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import chain
-from typing import get_args
 
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.sealing import Seals
 from gs_compile.placement.slab import conflicts, planned_memory
-from gs_compile.program.ir import Op, Program, Stage, Tier, Unit, Value, homed
+from gs_compile.program.ir import TIERS, Op, Program, Stage, Unit, Value, homed
 from gs_compile.program.values import COPIES, SHADOWED
 from gs_compile.program.verbs import MOVEMENTS
 
@@ -246,7 +245,7 @@ class Lifetimes:
         """Whether an incomplete sum is only moved, or ends where it has been moved to."""
         if op.verb != "free":
             return op.verb in MOVEMENTS and all(value._replace(tier=result.tier) == result for result in op.results)
-        others = (value._replace(tier=tier) for tier in get_args(Tier) if tier != value.tier)
+        others = (value._replace(tier=tier) for tier in TIERS if tier != value.tier)
         return any(
             other in self.defined and other not in self.freed and self.additions[other] == self.additions[value]
             for other in others

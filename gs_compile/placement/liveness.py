@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,9 +109,3 @@ def nbytes_alive(ranges: Iterable[LiveRange], tier: Tier, num_ops: int) -> NDArr
 def peak(ranges: Iterable[LiveRange], tier: Tier, num_ops: int) -> int:
     """The most bytes alive on a tier at a time; a slab of host memory may have gaps between them."""
     return int(nbytes_alive(ranges, tier, num_ops).max(initial=0))
-
-
-def peaks(ops: Sequence[Op], placement: Placement) -> dict[str, int]:
-    """The peak of each tier."""
-    ranges = live_ranges(ops, placement)
-    return {tier: peak(ranges, tier, len(ops)) for tier in get_args(Tier)}
