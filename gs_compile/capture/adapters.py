@@ -159,7 +159,7 @@ def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None
 
 
 def _another(function: Any) -> Any:
-    """The same function, which Dynamo traces where it has a substitute for that one."""
+    """A copy of a function, which Dynamo traces where it has a substitute for that one."""
     if function is None:
         return None
     copied = FunctionType(function.__code__, function.__globals__)

@@ -115,14 +115,14 @@ class TensorSpec:
 
     @property
     def of_gradient(self) -> TensorSpec:
-        """That of its gradient, which has memory for each entry, also where several share theirs here (`expand`)."""
+        """The spec of its gradient, which has memory for each entry, also where several share it here (`expand`)."""
         if all(stride != 0 or size == 1 for size, stride in zip(self.shape, self.stride, strict=True)):
             return replace(self, requires_grad=False)
         return replace(self.contiguous, requires_grad=False)
 
     @property
     def contiguous(self) -> TensorSpec:
-        """That of a copy whose entries are in order."""
+        """The spec of a copy whose entries are in order."""
         strides = tuple(accumulate(reversed(self.shape[1:]), Length.product, initial=1))
         return replace(self, stride=strides[::-1] if self.shape else ())
 
@@ -350,7 +350,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def at_line(node: fx.Node) -> str:
-    """The same for the end of a sentence: ``, at file:line: text``."""
+    """The user's line that made `node`, for the end of a sentence: ``, at file:line: text``."""
     return f", at {line}" if (line := source_line(node)) else ""
 
 

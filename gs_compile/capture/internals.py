@@ -68,7 +68,7 @@ def makes_state_dict() -> bool:
 
 
 def makes_replicas() -> bool:
-    """The same, by two functions, for a DistributedDataParallel that is made: it sends all values to all ranks."""
+    """Whether DistributedDataParallel, by two functions, asks this as it is made: it sends all values to all ranks."""
     found = getattr(torch.distributed, "utils", None)
     return found is not None and _caller(5) is found._sync_module_states.__code__
 

@@ -68,7 +68,7 @@ def _files(directory: Path | None) -> list[Path]:
 
 
 def statuses(directory: Path | None) -> dict[str, Any]:
-    """The same for programs; of one that cannot be read, why."""
+    """Statuses by file, for programs; of one that cannot be read, why."""
     found: dict[str, Any] = {}
     for path in _files(directory):
         try:

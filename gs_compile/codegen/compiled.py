@@ -90,7 +90,7 @@ class SpecializedModel:
         return codes
 
     def in_pieces(self, num_tokens: int | None) -> SpecializedModel:
-        """The same with layers that run on so many tokens at a time, as a plan says; None: as the options say."""
+        """The model with layers that run on so many tokens at a time, as a plan says; None: as the options say."""
         if num_tokens is None:
             return self
         if num_tokens not in self._in_pieces:
@@ -167,7 +167,7 @@ class SpecializedModel:
 
     @cached_property
     def dside_nbytes(self) -> BoundaryNbytes:
-        """The same of their gradients, which are summed in fp32 or wider."""
+        """The bytes of the side inputs' gradients, which are summed in fp32 or wider."""
 
         def nbytes(spec: TensorSpec) -> int:
             return spec.numel * torch.promote_types(spec.dtype, torch.float32).itemsize if spec.requires_grad else 0

@@ -60,7 +60,7 @@ class SharedCode:
     taking: dict[tuple[int, ...], SharedCode] = field(default_factory=dict)
 
     def of(self, taken: tuple[int, ...]) -> SharedCode:
-        """The same of their code whose backward takes the gradients of these results alone."""
+        """The code of these units whose backward takes the gradients of these results alone."""
         return self.taking.setdefault(taken, SharedCode())
 
 

@@ -88,7 +88,7 @@ def viewed(form: Form, samples: int, before: Sequence[int], after: Sequence[int]
 
 
 def _viewed_rows(form: Form, samples: int, before: Sequence[int], after: Sequence[int]) -> Form:
-    """The same, of tokens along one axis, or of one sample."""
+    """What a view makes of tokens along one axis, or of one sample."""
     axis, number = form.axes[-1], samples * form.length
     if (form.rows.order, form.places) != (None, None):  # rows in another order, or places of rows: whole ones alone
         found = axis_behind(before, axis, after, number * form.rows.each)

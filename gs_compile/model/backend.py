@@ -222,7 +222,7 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
 
 
 def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> TieredCall:
-    """The same of a model whose parameters an engine has; random: the state that the call has found."""
+    """The call of a model whose parameters an engine has. random: the state that the call has found."""
     models, ranks = call.models, call.ranks
     _refuse_other_layers(engine, models[0], training=call.training)
     if not call.training:

@@ -166,7 +166,7 @@ class Durable:
 
 
 def _name_of_run(tiers: Tiers) -> str:
-    """That it has on all ranks; of one process its storage has one. All ranks call it."""
+    """What all ranks call the run; "" for one process, whose storage names it. All ranks call this."""
     ranks, store = tiers.setting.ranks, tiers.setting.store
     if ranks is None or store is None:
         return ""

@@ -127,7 +127,7 @@ class Engine(ParameterStore):
 
     @property
     def num_calls(self) -> int:
-        """That memory is planned for at a time."""
+        """Calls at a time that memory is planned for."""
         return self.planning.planner.num_calls
 
     @property

@@ -337,7 +337,7 @@ def whole(values: Tensor) -> Tensor:
 
 
 def own_rows(values: Tensor) -> Tensor:
-    """The same, as torch has it; raises `RankError` for rows that a file has of another rank, or of one of another
+    """What `values` is on this rank; raises `RankError` for rows that a file has of another rank, or of one of another
     number of ranks.
     """
     if isinstance(values, DTensor) and (mesh := values.device_mesh).ndim == 1:

@@ -175,7 +175,7 @@ class FirstStep:
 
     @property
     def may_begin_again(self) -> bool:
-        """Whether it is under way, and all is there that it began with."""
+        """Whether the step is under way, and all is there that it began with."""
         if (engine := self.engine()) is None or engine.sums.has_outside or engine.closed:
             return False
         return engine.ranks is None and engine.placement.schedule == "vertical"

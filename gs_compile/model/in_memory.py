@@ -43,7 +43,7 @@ def parameters_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
 
 
 def by_name(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
-    """The same with the names that `give_names` has given, in their order, which all ranks have."""
+    """The parameters in memory by the names that `give_names` has given, in the names' order, as on all ranks."""
     named = ((residency_of(each).name or f"parameter {place}", each) for place, each in parameters_in_memory(groups))
     return sorted(named, key=itemgetter(0))
 

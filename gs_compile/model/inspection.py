@@ -213,7 +213,7 @@ class Inspection:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs: numbers and strings, fit for JSON."""
+        """What `str` of this says, for programs: numbers and strings, fit for JSON."""
         return {
             "num_layers": self.num_layers,
             "halved": self._model.split.layers_per_block > 1,
@@ -245,7 +245,7 @@ class Inspection:
 
     @property
     def _nondeterministic(self) -> list[str]:
-        """The same as text."""
+        """A line for each operator of `nondeterministic`."""
         return [
             f"{name}: {each.operator}: {ANSWERS[each.answer]}; {each.where.rpartition('site-packages/')[2]}"
             for name, found in self.nondeterministic.items()

@@ -101,7 +101,7 @@ class Muon(TieredOptimizer):
         return tuple(self.engine.moments_of(span))
 
     def matrices(self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False) -> Matrices | None:
-        """As the parameter's group says; where it says nothing, those of layers."""
+        """The matrices that Muon updates of a parameter: its group says which; where it does not, those of layers."""
         if group["use_muon"] is False or not (group["use_muon"] or of_layer):
             return None
         if group["use_muon"] and parameter.dim() == 3 and not group["cut"]:

@@ -443,5 +443,5 @@ def _read(tensor: Tensor) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The same memory as an ordinary tensor."""
+    """An ordinary tensor of the same memory."""
     return cast(Tensor, nn.Parameter.__torch_function__(Tensor.as_subclass, (), (tensor, Tensor), {}))

@@ -131,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         return record
 
     def as_set(self) -> StepRecord:
-        """The same, of no gradient so far."""
+        """`begin_step`'s record, without a look at what `state` shows."""
         for group in self.param_groups:
             self._check(group)
         check_norm(self.max_grad_norm, None if self.engine is None else self.engine.tiers.placement)

@@ -73,7 +73,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_read(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a group that JSON has kept, which has lists for tuples."""
+    """The settings of a group that JSON has kept, which has lists for tuples."""
     return {key: tuple(each) if isinstance(each, list) else each for key, each in settings_of(group).items()}
 
 
@@ -183,7 +183,7 @@ def refuse_passed_on(optimizer: Any) -> None:
 
 
 def refuse_replaced(optimizer: Any) -> None:
-    """The same of one that has trained nothing, where gradients have arrived."""
+    """Refuse an optimizer that was replaced before it trained anything, where gradients have arrived."""
     if _is_replaced(optimizer):
         raise OptimizerError(
             "another optimizer was made for these parameters after this one, and the model's calls have been for that "

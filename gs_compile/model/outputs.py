@@ -79,7 +79,7 @@ class Outputs:
     # Gradients -------------------------------------------------------------------------------------------------------
 
     def loss_gradient(self, gradients: Gradients) -> Tensor | None:
-        """That of the loss that the model computes."""
+        """The gradient that has come to the loss that the model computes."""
         return next((g for output, g in zip(self.made, gradients, strict=True) if output.kind == "loss"), None)
 
     def outside(self, gradients: Gradients, *, is_head_apart: bool) -> frozenset[Unit]:

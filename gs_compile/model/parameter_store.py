@@ -230,7 +230,7 @@ class ParameterStore:
         return (MASTER, *self.moments_of(span)) if self.tiers.has_master(span) else self.moments_of(span)
 
     def moments_of(self, span: Slice) -> Sequence[str]:
-        """The same without the master."""
+        """Names of the tensors of a parameter's state but the master."""
         return span.components or self.components
 
     def _mapped(

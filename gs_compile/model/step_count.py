@@ -39,6 +39,6 @@ class StepCount:
         return self.taken - self._missed.get(parameter, 0)
 
     def shown(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The same, as `state` shows it."""
+        """The steps that a parameter has taken part in, as `state` shows them: one tensor for all of one count."""
         taken = self.of(parameter)
         return self._shown.setdefault(self.taken - taken, as_step(taken))

@@ -53,7 +53,7 @@ class TieredCall(Call):
         return executor
 
     def _executor(self) -> TieredExecutor:
-        """That of the engine, which may be another one from now on: see `first_step`."""
+        """The engine's executor of this call. The engine may be another one from now on: see `first_step`."""
         self.engine.announce("the forward" if self.training else "an evaluation")
         self.engine = self.engine.first_step.engine_for_forward(self.engine, self)
         try:

@@ -38,7 +38,7 @@ def scaled(nbytes: BoundaryNbytes, factor: float) -> BoundaryNbytes:
 
 
 def in_parts(nbytes: BoundaryNbytes) -> BoundaryNbytes:
-    """The same in equal parts, as few as can be; one where there are no bytes."""
+    """The bytes in equal parts, as few as can be; one where there are no bytes."""
     largest = gcd(*nbytes)
     return tuple(each // largest for each in nbytes) if largest else (1,)
 

@@ -66,7 +66,7 @@ class Shares(tuple[Share, ...]):
         return Shares(share for share in self if share.stack in (None, stack))
 
     def moved(self, source: Tier, target: Tier) -> Shares:
-        """The same with what is on one tier on another."""
+        """The shares with what is on one tier on another."""
         return Shares(share._replace(tier=target) if share.tier == source else share for share in self)
 
 

@@ -178,11 +178,11 @@ class Placement:
         assert waits or not self.accumulates, "what several backwards add up is updated after the last of them"
 
     def laid_out(self, **changes: Any) -> Placement:
-        """The same with other fields of its layout."""
+        """The placement with other fields of its layout."""
         return replace(self, layout=replace(self.layout, **changes))
 
     def decided(self, **changes: Any) -> Placement:
-        """The same with other fields of its decision, of those that do not cut units."""
+        """The placement with other fields of its decision, of those that do not cut units."""
         return replace(self, decision=replace(self.decision, **changes))
 
     @property
@@ -233,11 +233,11 @@ class Placement:
         return Activations(chosen.ratios, chosen.shares, chosen.held, levels, self.stacks, number)
 
     def recomputing(self) -> Placement:
-        """The same with layers that save their inputs alone, each where its activations were."""
+        """The placement with layers that save their inputs alone, each where its activations were."""
         return self.decided(**self.activations.recomputed())
 
     def moved(self, source: Tier, target: Tier) -> Placement:
-        """The same with all activations of one tier on another, slower one."""
+        """The placement with all activations of one tier on another, slower one."""
         return self.decided(**self.activations.moved(source, target))
 
     def gradient_home(self, unit: UnitPlacement) -> Tier:
@@ -264,7 +264,7 @@ class Placement:
         return range(1 if self.by_micro_batch else len(self.x_nbytes))
 
     def piece(self, unit: UnitPlacement, number: int) -> tuple[int, int]:
-        """Where one of them starts and stops."""
+        """Where one of `pieces` starts and stops in its unit."""
         if self.world > 1:
             return unit.pieces[number]
         first, of = unit.num_resident, len(self.pieces(unit))

@@ -166,7 +166,7 @@ class Workload:
     masters: Masters | None = None
 
     def scaled(self, *, code: float = 1.0, activations: float = 1.0, workspace: float = 1.0) -> Workload:
-        """The same model; what its code computes, and the bytes that it hands on and has inside, so many times."""
+        """The workload of code that computes, hands on and has inside so many times as much."""
 
         def level(cost: LevelCost) -> LevelCost:
             return replace(cost.times(code), nbytes=int(cost.nbytes * activations))
@@ -192,7 +192,7 @@ class Workload:
         return stacks(self.num_layers, self.shape.joints)
 
     def bare(self) -> Workload:
-        """The same with layers that save their inputs alone."""
+        """The workload with layers that save their inputs alone."""
         if not self.num_levels:
             return self
         return replace(self, costs={unit: replace(cost, levels=()) for unit, cost in self.costs.items()})

@@ -85,7 +85,7 @@ class Figures:
         self.timed, self.priced = cache(self._timed), cache(self._priced)  # of this run: they go with it
 
     def again(self, profile: Profile | None = None) -> Figures:
-        """The same, whose code is timed again when that is asked for, on this machine or on that of a profile."""
+        """Figures of code that is timed again when they are asked for, on this machine or on that of a profile."""
         self.times.forget()
         figures = Figures(self.model, self.request, self.builder, self.num_threads)
         vars(figures)["profile"] = profile or self.profile
@@ -119,7 +119,7 @@ class Figures:
         return self.timed(None)
 
     def _timed(self, layer_tokens: int | None) -> Workload:
-        """The same on so many tokens at a time, timed once, with the units as they are tried first.
+        """What the code costs on so many tokens at a time, with the units as they are tried first.
 
         Raises `NoFitError` where the device has no memory for that.
         """

@@ -40,12 +40,12 @@ class StepBuilder:
         return cls(sizes=workload.sizes, layout=found, shape=shape).at(workload, number)
 
     def at(self, workload: Workload, number: int) -> StepBuilder:
-        """The same for `number` micro-batches like the workload's."""
+        """The builder for `number` micro-batches like the workload's."""
         sizes = {name: (nbytes,) * number for name, nbytes in workload.activations.items()}
         return self.laid_out(**sizes, levels=workload_levels(workload, number))
 
     def laid_out(self, **changes: Any) -> StepBuilder:
-        """The same with other fields of its layout."""
+        """The builder with other fields of its layout."""
         return replace(self, layout=replace(self.layout, **changes))
 
     def placement(self, decision: Decision) -> Placement:
@@ -66,7 +66,7 @@ class StepBuilder:
         return replace(decision, ratios=kept, shares=Shares(chain.from_iterable(whole)))
 
     def _whole_of(self, ratios: Ratios, shares: Shares, layers: range) -> tuple[Ratios, Shares]:
-        """The same of one stack."""
+        """The ratios and shares of one stack, of whole items."""
         number, of_stack = self.layout.num_items, len(layers) * self.layout.num_micro_batches
         savable = self._savable(layers)
         parts = accumulate((share.part for share in shares), initial=0.0)

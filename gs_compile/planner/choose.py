@@ -263,7 +263,7 @@ def _other_alphas(problem: Problem, best: Solution) -> Iterator[float]:
 
 
 def _of_any_alpha(problem: Problem) -> Candidate | None:
-    """Where memory is scarce: the alphas that are best with less and less of it, each with all of it."""
+    """Where memory is scarce, the first that fits of the alphas that are best with less and less of it."""
     budgets, tried = problem.budgets, set()
     for part in range(MOST_ROUNDS):
         less = replace(budgets, host_nbytes=budgets.host_nbytes - part * budgets.host_nbytes // LEAST_PART)

@@ -127,8 +127,8 @@ def _best_clipping(problem: Problem, search: Search | None = None) -> StepPlan:
 
 
 def _scarce(problem: Problem) -> StepPlan:
-    """Where the linear program finds nothing: the faster of updates in pieces, and of layers in pieces where the device
-    has no room for whole ones; or the least there is. What a refusal names is what that needs.
+    """The plan where the linear program finds none: the faster of updates in pieces, and of layers in pieces where the
+    device has no room for whole ones; or the least there is. What a refusal names is what that needs.
     """
     try:
         least = _least(problem)
@@ -211,8 +211,8 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
 
 
 def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
-    """As much stays in memory as takes next to no more of it, and needs no plan: less is moved, and nothing waits. Not
-    of a schedule as others publish it.
+    """`plain` with as much carried and retained as takes next to no more memory, which needs no plan: less is moved,
+    and nothing waits. A schedule as others publish it stays as it is.
     """
     if problem.request.spec.as_published:
         return plain
@@ -232,7 +232,7 @@ def _last_for_free(problem: Problem, plain: Placement, ladder: Ladder) -> Placem
 
 
 def _least(problem: Problem) -> Problem:
-    """That of which host memory may keep the least it can: with updates in pieces where whole ones do not fit so.
+    """The problem, if its steps fit with the least in host memory; with updates in pieces where whole ones do not fit.
 
     Raises `MemoryBudgetError` where not even that fits.
     """

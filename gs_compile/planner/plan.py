@@ -129,7 +129,7 @@ class Planner:
         return self.asked(batch_size=None, micro_batch_size=size, num_micro_batches=number).of_any_batch()
 
     def problem(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Problem:
-        """That of micro-batches of `size` samples. masters, layer_tokens: that are chosen."""
+        """The problem of micro-batches of `size` samples. masters, layer_tokens: those chosen."""
         workloads, request, profile = self.workloads, self.request, self.profile
         tokens = layer_tokens or request.layer_tokens
         workload = workloads.workload(size, masters, tokens)
@@ -160,7 +160,7 @@ class Planner:
         return self.request.or_storing_gradients(lambda request: made(self._asked(request)))
 
     def asked(self, **changes: Any) -> Planner:
-        """The same model on the same machine, asked for something else."""
+        """The planner of the same model and machine, asked for something else."""
         return self._asked(replace(self.request, **changes))
 
     def _asked(self, request: Request) -> Planner:

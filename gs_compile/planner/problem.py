@@ -113,7 +113,7 @@ class Problem:
 
     @cached_property
     def wider(self) -> Problem:
-        """The same with layers that may save more than their inputs; itself where none may, or they do already.
+        """The problem with layers that may save more than their inputs; itself where none may, or they do already.
 
         Raises `PlanError` where something is to be saved and there is nothing.
         """
@@ -133,17 +133,17 @@ class Problem:
     # Others -----------------------------------------------------------------------------------------------------------
 
     def of(self, workload: Workload | None = None, profile: Profile | None = None, **changes: Any) -> Problem:
-        """The same of another workload of this model, on another machine, or with other fields."""
+        """The problem of another workload of this model, on another machine, or with other fields."""
         workload, profile = workload or self.workload, profile or self.profile
         return replace(self, machine=lambda: profile, code=lambda: workload, **changes)
 
     def resized(self, sizes: tuple[UnitSize, ...]) -> Problem:
-        """The same code with units of other sizes."""
+        """The problem of the same code with units of other sizes."""
         builder = replace(self.builder, sizes=sizes)
         return self.of(replace(self.workload, sizes=sizes), builder=builder)
 
     def asked(self, request: Request) -> Problem:
-        """The same model and machine, asked for something else."""
+        """The problem of the same model and machine, asked for something else."""
         if request == self.request:
             return self
         return replace(self, request=request, builder=self.builder.laid_out(accumulates=request.accumulate))
@@ -161,7 +161,7 @@ class Problem:
         return self.in_pieces[size]().like(self)
 
     def at(self, number: int) -> Problem:
-        """The same for steps of so many micro-batches."""
+        """The problem of steps of so many micro-batches."""
         return self if number == self.number else replace(self, builder=self.builder.at(self.workload, number))
 
     @property
@@ -171,7 +171,7 @@ class Problem:
 
     @cached_property
     def bundled(self) -> Problem:
-        """The same with a large step's micro-batches in a few bundles, each of which stands for several.
+        """The problem with a large step's micro-batches in a few bundles, each of which stands for several.
 
         Not where each micro-batch brings in the whole model: a few would bring it in a few times.
         """

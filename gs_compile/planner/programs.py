@@ -134,8 +134,8 @@ class StepPrograms:
         return dict.fromkeys(chain.from_iterable(every))
 
     def _less_in_memory(self, planned: Placement) -> Iterator[Placement]:
-        """As planned; with layers that save their inputs alone, if the options ask for no more; with all activations
-        away from the device; with all of them on SSD, if there is any.
+        """The placement as planned; with layers that save their inputs alone, if the options ask for no more; with all
+        activations away from the device; with all of them on SSD, if there is any.
         """
         yield planned
         if planned.shares and not self.planner.request.saves:

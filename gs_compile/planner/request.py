@@ -235,7 +235,7 @@ class Request:
         return self.saves_all or bool(self.ratios.activation)
 
     def recomputing(self) -> Request:
-        """The same with nothing saved but layers' inputs."""
+        """The request with nothing saved but layers' inputs."""
         return replace(self, recompute="all", ratios=replace(self.ratios, activation=None))
 
     # Sizes and budgets ------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def _by_program(problem: Problem, plan: StepPlan) -> Iterator[StepPlan]:
 
 
 def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
-    """The same with as many of the topmost layers' items as fit where the device computes, if that is faster: their
+    """The plan with as many of the topmost layers' items as fit where the device computes, if that is faster: their
     memory is free again before the backward needs it, which the linear program does not know. Of others they take the
     place where these leave none.
     """

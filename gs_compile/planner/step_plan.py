@@ -129,12 +129,12 @@ class StepPlan:
 
     @property
     def bound_seconds(self) -> float:
-        """By the linear program, of the alpha that was chosen."""
+        """Seconds of a step by the linear program, with the alpha that was chosen."""
         return self.bound.seconds
 
     @property
     def layer_tokens(self) -> int | None:
-        """That layers run on at a time, all but their attention, where that was chosen or is asked for."""
+        """Tokens that layers run on at a time, all but their attention, where that was chosen or is asked for."""
         return self.placement.decision.layer_tokens or self.problem.request.layer_tokens
 
     @property
@@ -147,17 +147,17 @@ class StepPlan:
 
     @property
     def seconds(self) -> float:
-        """Of a step among others."""
+        """Simulated seconds of a step among others."""
         return self.simulation.seconds
 
     @property
     def ranks(self) -> int:
-        """That share the model; bytes and seconds are those of one of them, throughput is of all."""
+        """Ranks that share the model; bytes and seconds are those of one of them, throughput is of all."""
         return self.workload.world
 
     @property
     def masters(self) -> str | None:
-        """Of narrow parameters: "split" or "whole"."""
+        """The kind of masters of narrow parameters: "split" or "whole"."""
         return self.workload.masters
 
     @property

@@ -71,7 +71,7 @@ def table(placement: Placement, builder: StepBuilder) -> str:
 
 
 def as_dict(placement: Placement, builder: StepBuilder) -> dict[str, Any]:
-    """The same for JSON, by what the schedule calls it."""
+    """What `table` says, for JSON, by what the schedule calls it."""
     return dict(_variants(placement).as_dict(_program(placement, builder), placement))
 
 

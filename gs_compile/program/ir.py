@@ -234,7 +234,7 @@ def _step(stages: Stages, at: int) -> int:
 
 
 def shifted(stage: Stage, ops: Iterable[Op], by: int) -> tuple[Stage, tuple[Op, ...]]:
-    """The same stage `by` layers on."""
+    """The stage `by` layers on."""
 
     def move(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(v._replace(unit=v.unit + by) if isinstance(v.unit, int) else v for v in values)

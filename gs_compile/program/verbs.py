@@ -112,7 +112,7 @@ class Op:
         return " ".join([self.verb, *map(str, self.values[:1])])
 
     def moved(self, stage: Stage) -> Op:
-        """The same in another stage."""
+        """The operation in another stage."""
         return Op(self.verb, self.reads, stage, self.results, self.into, self.micro_batch)
 
     @cached_property

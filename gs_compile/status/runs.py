@@ -75,7 +75,7 @@ def _goes_on(path: Path) -> bool:
 
 
 def _goes_on_elsewhere(path: Path) -> bool:
-    """The same of a status from another space; one that cannot be read is shown as that."""
+    """Whether a run of another space goes on, by its status; one that cannot be read is shown as that."""
     try:
         status = read(path)
     except StatusError:

@@ -56,7 +56,7 @@ def _row(fit: Fit, tokens: float) -> tuple[str, ...]:
 
 
 def fits_dict(found: Sequence[Fit], tokens: float) -> dict[str, Any]:
-    """The same for programs."""
+    """What `_row` says of each, for programs."""
     entries = []
     for fit in found:
         entry = {**asdict(fit), "peaks": dict(fit.peaks), "drive_days": fit.drive_days}

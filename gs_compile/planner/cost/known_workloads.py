@@ -54,7 +54,7 @@ class KnownWorkloads:
         return cls(default_storage() / CACHE / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json")
 
     def get_or(self, key: tuple[Any, ...], make: Callable[[], Workload]) -> Workload:
-        """That of a key, made where it is not known."""
+        """The workload of a key, made where it is not known."""
         name = json.dumps(key)
         if name not in self._found:
             self._found[name] = make()

@@ -286,7 +286,7 @@ def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share:
 
 @contextmanager
 def _as_in_a_step(unit: UnitGraph) -> Iterator[None]:
-    """But for exchanges with other ranks, as one alone times the code."""
+    """Code runs here as in a step, but exchanges nothing: one rank alone times it."""
     with torch.no_grad(), without_autocast(), Alone() if first_exchange(unit.module) else nullcontext():
         yield
 

@@ -276,7 +276,7 @@ def _is_alike(shortened: SpecializedModel) -> bool:
 
 
 def _deepened(workload: Workload, num_layers: int, period: int) -> Workload:
-    """The same with `num_layers` layers like the first `period`."""
+    """The workload with `num_layers` layers like the first `period`."""
     if workload.num_layers == num_layers:
         return workload
     layers, size_of = range(num_layers), {size.unit: size for size in workload.sizes}

@@ -284,7 +284,7 @@ def _lengths(workload: Workload, ends: int) -> tuple[int, ...]:
 
 
 def shortened(workload: Workload, num_layers: int) -> Workload:
-    """The same with the first layers alone."""
+    """The workload of the first layers alone."""
 
     def is_left(unit: Unit) -> bool:
         return not isinstance(unit, int) or unit < num_layers

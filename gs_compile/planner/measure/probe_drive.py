@@ -124,7 +124,7 @@ def _made_directories_removed(storage: Sequence[Path]) -> Iterator[None]:
 
 
 def _request_nbytes(storage: Sequence[Path]) -> int:
-    """As large as a run's, or what leaves most of a small filesystem free."""
+    """Bytes of a request: as many as of a run's, or what leaves most of a small filesystem free."""
     room = room_nbytes(storage)
     nbytes = min(REQUEST_NBYTES, int(room * SMALL_FILE_SHARE) // (2 * NUM_REQUESTS)) // PAGE * PAGE
     if nbytes < PAGE:
