@@ -22,7 +22,7 @@ CLEAR = "\r\x1b[K"
 
 
 def bar(part: float) -> str:
-    """Of a whole, so much is done."""
+    """A bar of which so much is filled as is done of a whole."""
     filled = int(WIDTH * min(part, 1.0))
     return "━" * filled + "─" * (WIDTH - filled)
 

@@ -131,7 +131,7 @@ class _Body:
 
 
 class _Entry(_Body):
-    """Of a function of attention that makes a score, or a mask, by the numbers of a sample, a head, a query and a key.
+    """The body of a function that makes a score, or a mask, by the numbers of a sample, a head, a query and a key.
 
     A sample's number, which every micro-batch counts from 0, is for picking among what samples have, and nothing else.
     """
@@ -161,7 +161,7 @@ class _Entry(_Body):
 
 
 class _Backward(_Body):
-    """Of a function: gradients without samples are sums over them, those that it is given, too.
+    """The body of a function's backward: gradients without samples are sums over them, those that it is given, too.
 
     given: what the function takes.
     """

@@ -335,7 +335,7 @@ def _path(source: str) -> str:
 
 
 def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of the placeholders that have the batch dimension.
+    """The placeholders that have the batch dimension.
 
     The batch size is dimension 0 of the tensor that `of_batch` finds among those that the user passed; every tensor
     passed with that size in dimension 0 has the batch there.

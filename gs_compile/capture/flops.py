@@ -23,7 +23,7 @@ def count_flops(module: fx.GraphModule, number: Callable[[Any], int] = hint) -> 
 
 
 def node_flops(node: fx.Node, number: Callable[[Any], int] = hint) -> float:
-    """Those of one node; 0 of what is none of these operations."""
+    """The operations of one node; 0 of what torch does not count."""
     packet = packet_of(node)
     formula = _ATTENTION.get(str(packet)) or flop_registry.get(packet)
     if formula is None:

@@ -202,7 +202,7 @@ class Functions(set[Any]):
 
 
 class _Settings(ExitStack):
-    """Of a frame's traces; put back when Dynamo's compile of the frame ends, however it ends."""
+    """The settings of a frame's traces; put back when Dynamo's compile of the frame ends, however it ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class _Settings(ExitStack):
         callback_handler.register_end_callback(self.end)
 
     def name(self, sources: Sequence[str]) -> None:
-        """Of these sources, and of no others of ours, dimension 0 is symbolic from now on."""
+        """Have dimension 0 of these sources, and of no others of ours, symbolic from now on."""
         self.sources = set(sources)
         per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # else the whole source becomes symbolic
         entries = [f"{re.escape(source)}:0" if per_dimension else source for source in sources]

@@ -85,7 +85,7 @@ class Length(int):
 
     @staticmethod
     def product(left: int, right: int) -> int:
-        """Of two sizes; a length where one of them is."""
+        """The product of two sizes; a length where one of them is."""
         own = [each for each in (left, right) if isinstance(each, Length)]
         if not own:
             return left * right
@@ -227,7 +227,7 @@ class UnitGraph:
 
     @property
     def gradient_specs(self) -> tuple[TensorSpec, ...]:
-        """Of the gradients that the backward takes, of the results `differentiated`."""
+        """The specs of the gradients that the backward takes, those of the results `differentiated`."""
         return tuple(self.result_specs[index].of_gradient for index in self.differentiated)
 
 

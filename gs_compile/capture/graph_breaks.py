@@ -154,7 +154,7 @@ def _is_compiled(frame: FrameType | None) -> bool:
 
 
 def _given_up() -> dict[tuple[Any, Any], tuple[str, str]]:
-    """By the file and first line of each function that Dynamo has given up lately, the user's line and the reason."""
+    """The user's line and the reason, by file and first line of each function that Dynamo has given up lately."""
     found = {}
     for each in get_compilation_metrics():
         if each.fail_type and not over_limit(each):

@@ -40,7 +40,7 @@ def _hooks(module: Any) -> list[Any]:
 
 
 def _code_of(hook: Any) -> CodeType | None:
-    """Of the function that runs when a hook is called."""
+    """The code of the function that runs when a hook is called."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)

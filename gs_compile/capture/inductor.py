@@ -153,7 +153,7 @@ def check_mode(mode: str | None) -> None:
 
 
 def num_cache_misses() -> int:
-    """Of graphs that were looked for in inductor's cache by this process so far."""
+    """Misses of graphs that were looked for in inductor's cache by this process so far."""
     return int(counters["inductor"]["fxgraph_cache_miss"])
 
 

@@ -21,7 +21,7 @@ from gs_compile.capture.loops import Loops, loops
 
 
 class Lifetime(NamedTuple):
-    """Of one memory in a graph: the places of the node that makes it and of its last reader, and its bytes."""
+    """The places in a graph of the node that makes a memory and of its last reader, and its bytes."""
 
     made: int
     last: int
@@ -34,7 +34,7 @@ def peak_nbytes(module: fx.GraphModule, held: Collection[int] = ()) -> int:
 
 
 def lifetimes(module: fx.GraphModule, held: Collection[int] = (), *, compiled: bool = False) -> list[Lifetime]:
-    """Of all memory beside that of the graph's inputs and of its results of the numbers `held`."""
+    """The lifetimes of all memory beside that of the graph's inputs and of its results of the numbers `held`."""
     found = loops(module) if compiled else Loops({}, {})
     out = {
         storage: {source for each in read for source, _ in _storages(each)}

@@ -127,7 +127,7 @@ class _Lines(fx.Interpreter):
 
 
 def _name(func: Any) -> str:
-    """Of an operator, in place or not."""
+    """The name of an operator, the same in place or not."""
     return str(func.overloadpacket.__name__).rstrip("_")
 
 

@@ -138,13 +138,13 @@ def normalises_by_batch(node: fx.Node) -> bool:
 
 
 def tensor_spec(value: Any) -> TensorSpec | None:
-    """Of a node that gives one tensor; None for all others, and for what is no node."""
+    """The spec of what a node gives, if that is one tensor; None for all others, and for what is no node."""
     spec = value.meta.get("spec") if isinstance(value, fx.Node) else None
     return spec if isinstance(spec, TensorSpec) else None
 
 
 def spec_made(node: fx.Node) -> TensorSpec | None:
-    """Of what an operation makes; ``x[i] = y`` makes `x`."""
+    """The spec of what an operation makes; ``x[i] = y`` makes `x`."""
     return tensor_spec(node.args[0] if operation(node) == "setitem" else node)
 
 

@@ -44,7 +44,7 @@ def reached_from(
 
 
 def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]]) -> list[bool]:
-    """Of each placeholder, whether gradients of these results pass it; what is changed in place counts as a result."""
+    """Whether gradients of these results pass each placeholder; what is changed in place counts as a result."""
     results, found = output_values(unit.module), set[fx.Node]()
     places = [(kind, unit.results[:at].count(kind)) for at, kind in enumerate(unit.results)]
     ahead = [node for node, place in zip(results, places, strict=True) if place in wanted]

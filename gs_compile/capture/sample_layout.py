@@ -107,7 +107,7 @@ def _along(node: Any, num_samples: int) -> _Along | None:
 
 
 def _regrouped(after: TensorSpec, own: _Along, before: TensorSpec, source: _Along) -> SampleLayout:
-    """Of a tensor that is read in other rows: in memory a run has what is behind it for each of its entries."""
+    """The layout of a tensor read in other rows: in memory a run has what is behind it for each of its entries."""
     if source.run is None:  # a dimension may have others within, before the samples or behind them
         ahead = prod(before.shape[: source.dim]), prod(after.shape[: own.dim])
         common = gcd(*ahead)
@@ -143,7 +143,7 @@ def _differ(places: Iterable[_Along]) -> bool:
 
 
 def _split(node: fx.Node, source: _Along, num_samples: int) -> SampleLayout:
-    """Of the parts of a tensor, which are to have whole runs of all samples where the dimension that grows is cut."""
+    """The layout of a tensor's parts, which have to have whole runs of all samples where they cut what grows."""
     specs = [spec for spec in node.meta["spec"] if isinstance(spec, TensorSpec)]
     sizes = {spec.shape[source.dim] for spec in specs}
     if source.run is None or sizes == {source.number * num_samples}:
@@ -152,7 +152,7 @@ def _split(node: fx.Node, source: _Along, num_samples: int) -> SampleLayout:
 
 
 def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> SampleLayout:
-    """Of what an index takes along the dimension that grows: whole runs of all samples, or the same of each run."""
+    """The layout of what an index takes along the dimension that grows: whole runs of all samples, or part of each."""
     if isinstance(part, (int, list)):
         return SampleLayout(None, PART)
     if not isinstance(part, slice):

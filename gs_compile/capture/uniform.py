@@ -31,7 +31,7 @@ class Uniform:
 
     @property
     def num_kinds(self) -> int:
-        """Of blocks, all stacks together."""
+        """Kinds of blocks, all stacks together."""
         return sum(not self.joints.issuperset(layers) for layers in self.layer_classes)
 
     @property

@@ -88,7 +88,7 @@ def _broadcast(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 
 def _level(node: fx.Node) -> int:
-    """Of a beginning or an end: 1 is the outermost vmap's."""
+    """The level of a beginning or an end: 1 is the outermost vmap's."""
     level: Any = node.args[2] if node.target is BEGIN else node.args[1]
     return int(level)
 

@@ -147,7 +147,7 @@ class SpecializedModel:
 
     @property
     def num_tokens(self) -> int:
-        """Of a micro-batch, padding too; samples, where a layer's input has no dimension of tokens."""
+        """Tokens of a micro-batch, padding too; samples, where a layer's input has no dimension of tokens."""
         return prod(self.checkpoints[0].shape[:-1])
 
     @cached_property
@@ -196,7 +196,7 @@ class SpecializedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the code of all units, under the settings of now: see `Differentiated.fingerprint`."""
+        """A hash of the code of all units, under the settings of now: see `Differentiated.fingerprint`."""
         codes = dict.fromkeys(code.fingerprint for code in self.codes.values())
         return sha256(repr((__version__, global_settings(), [*codes])).encode()).hexdigest()
 
@@ -254,7 +254,7 @@ class Compilation:
         return self.models[key]
 
     def buffers(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Those among the arguments of a call, by their names in the model."""
+        """The buffers among the arguments of a call, by their names in the model."""
         pairs, root = zip(self.captured.inputs, args, strict=True), self.captured.root
         return {entry.path.removeprefix(root): arg for entry, arg in pairs if entry.role == "buffer"}
 
@@ -368,7 +368,7 @@ def _with_expert(options: Options, **changes: Any) -> Options:
 
 
 def levels_of(models: Sequence[SpecializedModel]) -> tuple[tuple[Level, ...], ...]:
-    """Of each layer what levels 1, 2 ... save, for micro-batches of these sizes; those that all sizes have alike."""
+    """What levels 1, 2 ... of each layer save, for micro-batches of these sizes; those that all sizes have alike."""
     return tuple(
         _levels([model.codes[layer].levels for model in models]) for layer in range(models[0].split.num_layers)
     )

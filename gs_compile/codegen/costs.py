@@ -20,7 +20,7 @@ from gs_compile.capture.memory import Lifetime, lifetimes, most_alive
 
 
 class Cost(NamedTuple):
-    """Of one function of a unit.
+    """The cost of one function of a unit.
 
     nbytes: the most bytes that it has alive inside, beside its inputs, the results of a forward and the gradient of x.
     """
@@ -37,7 +37,7 @@ class Counts(NamedTuple):
 
 
 def counted(graph: fx.GraphModule, held: Collection[int], *, compiled: bool = False) -> Counts:
-    """Of a graph: the operations of each node, then the bytes of each memory. held, compiled: as of `lifetimes`."""
+    """A graph's counts: operations of each node, then bytes of each memory. held, compiled: as of `lifetimes`."""
     nodes, alive = list(graph.graph.nodes), lifetimes(graph, held, compiled=compiled)
     flops = [int(node_flops(node)) if node.op == "call_function" else 0 for node in nodes]
     structure = tuple(str(node.target) for node in nodes), tuple((each.made, each.last) for each in alive)
@@ -45,7 +45,7 @@ def counted(graph: fx.GraphModule, held: Collection[int], *, compiled: bool = Fa
 
 
 def cost_of(counts: Counts) -> Cost:
-    """From what `counted` gives."""
+    """The cost of a graph, from what `counted` gives."""
     targets, spans = counts.structure
     flops, nbytes = counts.numbers[: len(targets)], counts.numbers[len(targets) :]
     alive = [Lifetime(made, last, each) for (made, last), each in zip(spans, nbytes, strict=True)]
@@ -71,13 +71,13 @@ class AllSizes:
 
 @dataclass(frozen=True)
 class Costs:
-    """Those of a unit's functions for one number of samples."""
+    """The costs of a unit's functions for one number of samples."""
 
     known: AllSizes
     samples: int
 
     def cost(self, name: str, count: Callable[[], Counts]) -> Cost:
-        """Of a function. count: what counts it on its own graph, which is traced for that."""
+        """The cost of a function. count: what counts it on its own graph, which is traced for that."""
         found = self.known.functions.setdefault(name, {})
         return cost_of(found.get(self.samples) or self._extended(found) or found.setdefault(self.samples, count()))
 
@@ -85,7 +85,7 @@ class Costs:
         return self.known.parts.setdefault((place, *_sizes(part).structure), AllSizes()).of(part, tokens)
 
     def _extended(self, counts: dict[int, Counts]) -> Counts | None:
-        """From the last two numbers of samples that were traced, if the unit itself is as they say, too."""
+        """What follows from the last two numbers of samples that were traced, if the unit is as they say, too."""
         traced, units = sorted(counts)[-2:], self.known.units
         if len(traced) < 2 or self.samples < traced[1]:
             return None

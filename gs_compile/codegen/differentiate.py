@@ -115,7 +115,7 @@ class Differentiated:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all that its speed follows from but the machine; of the same code the same in every process."""
+        """A hash of all that its speed follows from but the machine; of the same code the same in every process."""
         unit = self.unit
         graphs = [each.code for each in unit.module.modules() if isinstance(each, fx.GraphModule)]
         read = [(source.kind, spec) for source, spec in zip(unit.sources, unit.specs, strict=True)]
@@ -222,11 +222,11 @@ class Differentiated:
         return self.graphs[name]
 
     def cost(self, name: str) -> Cost:
-        """Of "forward", "backward" or "both"."""
+        """The cost of "forward", "backward" or "both"."""
         return self._known_or(name, partial(self._counted, name))
 
     def cost_with_results(self, name: str) -> Cost:
-        """Of "forward", or of "joint" as factored, with its results counted as alive inside."""
+        """The cost of "forward", or of "joint" as factored, with its results counted as alive inside."""
 
         def count() -> Counts:
             graph = self.factored(name)[0] if name == "joint" else self.graph(name)
@@ -303,7 +303,7 @@ class Differentiated:
 
     @property
     def _symbols(self) -> Collection[Any]:
-        """Those that its functions begin with."""
+        """The symbols that its functions begin with."""
         return self._sizes.symbols if self._sizes else ()
 
     def _arguments(self, name: str) -> tuple[TensorSpec, ...]:

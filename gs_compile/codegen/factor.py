@@ -78,7 +78,7 @@ def _factors(result: fx.Node) -> tuple[Form, tuple[fx.Node, fx.Node]] | None:
 
 
 def _rows(node: fx.Node) -> tuple[Form, tuple[fx.Node, fx.Node]] | None:
-    """Of an embedding whose gradient is not scaled by how often a row is used."""
+    """The rows of an embedding whose gradient is not scaled by how often a row is used."""
     rows, ids = _nodes(node, 2)
     num_rows, padding, is_scaled = node.args[2:]
     assert isinstance(num_rows, int)

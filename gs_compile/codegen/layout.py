@@ -125,7 +125,7 @@ def _runs(
 
 
 def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
-    """Of a unit's elements: its narrowest floating dtype, of several such ones a trained one.
+    """The dtype of a unit's elements: its narrowest floating dtype, of several such ones a trained one.
 
     A trained parameter has this dtype, or float32 where this is of 16 bits; a frozen one has any of so many bytes, or
     of a multiple.
@@ -151,7 +151,7 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
 
 
 def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Sequence[str] = ()) -> dict[int, str]:
-    """By input index the codec of each parameter that the option `frozen` means: frozen matrices of a layer alone, or
+    """The codec, by input index, of each parameter that the option `frozen` means: frozen matrices of a layer alone, or
     several of one shape together, as of experts; not those of modules to be skipped.
     """
     if frozen is None:
@@ -182,7 +182,7 @@ def may_be_encoded(path: str, spec: TensorSpec | torch.Tensor, skip: Sequence[st
 
 
 def _span(unit: Unit, spec: TensorSpec, types: Types, codec: str) -> Slice:
-    """Of a parameter, as if it were the first of its unit."""
+    """The span of a parameter, as if it were the first of its unit."""
     if codec:
         return encoded_slice(unit, 0, spec.shape, spec.dtype, codec, types.parameter.itemsize)
     if spec.dtype == types.parameter:
@@ -246,7 +246,7 @@ def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
 
 
 def stored_types(moments: Sequence[torch.dtype | None], *, pairs: bool) -> Callable[[torch.dtype], Types]:
-    """From a parameter's dtype to what it is stored as, with such moments of it; None: as wide as its master."""
+    """What gives the types of a parameter's dtype, with such moments of it; None: as wide as its master."""
     return partial(types_of, moments=moments, pairs=pairs)
 
 

@@ -67,7 +67,7 @@ class Cut:
         return self.forward if name == "forward" else self.backward
 
     def at(self, number: Size) -> Cut:
-        """Of other lengths, for which `number` is what a symbolic size comes to; its graphs keep their symbols."""
+        """The cut at other lengths. number: what a symbolic size comes to. The graphs keep their symbols."""
         saved = output_values(self.forward)[-len(self.level.specs) :]
         level = replace(
             self.level,
@@ -118,7 +118,7 @@ class JointGraph:
 
     @cached_property
     def bases(self) -> dict[StorageWeakRef | None, fx.Node]:
-        """By memory, the node that made it."""
+        """The node that made each memory."""
         found: dict[StorageWeakRef | None, fx.Node] = {}
         for node in self.module.graph.nodes:
             if isinstance(node.meta.get("val"), torch.Tensor):

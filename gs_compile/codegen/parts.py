@@ -95,7 +95,7 @@ class WholePart:
         return self.is_ahead and self.is_trained
 
     def compile_code(self, taken: tuple[int, ...] | None) -> None:
-        """Of a forward alone; or, where results are taken, of a backward."""
+        """Compile the code of a forward alone; or, where results are taken, of a backward."""
         if taken is None or (self.is_ahead and not taken):
             self.code.function("forward")
         elif taken and self.is_ahead:
@@ -114,12 +114,12 @@ class WholePart:
 
     @property
     def saved_nbytes(self) -> int:
-        """Of what is saved beside what it takes."""
+        """Bytes of what is saved beside what it takes."""
         return sum(self._saved.values()) if self.saves else 0
 
     @cached_property
     def made_nbytes(self) -> dict[str, int]:
-        """Of what it makes, without views of what it takes or saves."""
+        """Bytes of what it makes, without views of what it takes or saves."""
         graph = self._all.halves[0] if self.saves else self.part.graph.module
         known = self._taken_memory(graph) | (self._saved.keys() if self.saves else set())
         made = zip(self.part.outputs, output_values(graph), self.part.graph.result_specs, strict=False)
@@ -208,7 +208,7 @@ class PartInPieces:
         return self._code.cost_with_results("forward").flops * self.tokens.num_tokens / self._of_piece
 
     def compile_code(self, taken: tuple[int, ...] | None) -> None:
-        """Of a forward alone; or, where results are taken, of a backward, which may have none to take."""
+        """Compile code of a forward alone; or, where results are taken, of a backward, which may have none to take."""
         for begin, end in self._ranges:
             self._piece(end - begin, taken or None)[1].function("joint" if taken else "forward")
 
@@ -280,7 +280,7 @@ class PartInPieces:
         into.shared.add(of_all, among=[*inputs, *outputs, *(tensor for term in terms for tensor in tensors_of(term))])
 
     def _piece(self, size: int, taken: tuple[int, ...] | None = None) -> tuple[Part, Differentiated]:
-        """So many tokens, and the code; taken: of its backward, None: of all results that may have a gradient."""
+        """A piece of so many tokens, and its code. taken: by its backward; None: all that may have a gradient."""
         taken = None if taken and taken == self.part.graph.differentiated else taken
         if (size, taken) not in self._pieces:
             part = self.tokens.of(size) if taken is None else self._piece(size)[0].taking(taken)

@@ -230,7 +230,7 @@ class InPieces(Differentiated):
         return {self.chain.made[i] for i in ([unit.results.index("loss")] if name == "both" else unit.differentiated)}
 
     def _taken_by(self, seeds: Iterable[str]) -> list[tuple[int, ...]]:
-        """Of each part, the results that have a gradient where these values have one."""
+        """The results of each part that have a gradient where these values have one."""
         if (key := frozenset(seeds)) not in self._taken:
             names, found = set(key), list[tuple[int, ...]]()
             for part in reversed(self._parts):

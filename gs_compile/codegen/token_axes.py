@@ -71,12 +71,12 @@ def shifted(form: Form, by: int) -> Form:
 
 
 def without(form: Form, dims: Sequence[int]) -> Form:
-    """Where these dimensions are gone."""
+    """The form without these dimensions."""
     return at(form, tuple(axis - sum(dim < axis for dim in dims) for axis in form.axes))
 
 
 def viewed(form: Form, samples: int, before: Sequence[int], after: Sequence[int]) -> Form:
-    """Of the same elements in another shape: the tokens' sizes stand behind as many elements as before."""
+    """The form of the same elements in another shape: the tokens' sizes stand behind as many elements as before."""
     sizes = (samples, form.length)
     if len(form.axes) == 1 or samples == 1:
         return _viewed_rows(form, samples, before, after)

@@ -179,7 +179,7 @@ class Forms:
         return mix()
 
     def _aligned(self, node: fx.Node, operands: Sequence[fx.Node], rank: int) -> Form:
-        """Of values that are aligned at their last dimensions; those without a form are read as if they had it."""
+        """The form of values aligned at their last dimensions; those without a form are read as if they had it."""
         formed = [each for each in operands if each in self.forms]
         found = [shifted(self.forms[each], rank - rank_of(each)) for each in formed]
         found.sort(key=lambda form: form.start is None)
@@ -217,7 +217,7 @@ class Forms:
         return expanded
 
     def _along(self, node: fx.Node, dims: Iterable[int | None]) -> Form:
-        """Of an operation along dimensions, none of which may be the tokens'."""
+        """The form of an operation's result along dimensions, none of which may be the tokens'."""
         first = args_of(node)[0][0] if isinstance(args_of(node)[0], (list, tuple)) else args_of(node)[0]
         rank, arguments = rank_of(first), named_arguments(node)
         along = [dim % rank for dim in dims if dim is not None]
@@ -233,7 +233,7 @@ class Forms:
         return without(form, along) if goes else form
 
     def _sliced(self, node: fx.Node, form: Form, arguments: Mapping[str, Any]) -> Form:
-        """Of a part of the tokens of each sample."""
+        """The form of a part of the tokens of each sample."""
         first, last, step = slice(*(arguments[name] for name in ("start", "end", "step"))).indices(form.length)
         if step != 1 or (len(form.axes) == 1 and self.samples > 1) or form.rows != OF_TOKENS:
             return mix()
@@ -255,7 +255,7 @@ class Forms:
         return shifted(self.forms[args_of(node)[0]], rank_of(node) - rank_of(args_of(node)[0]))
 
     def _product(self, node: fx.Node) -> Form:
-        """Of the product of rows, each of a token, with a matrix."""
+        """The form of the product of rows, each of a token, with a matrix."""
         left, right = args_of(node)[-2:]
         form = self.forms.get(left)
         if form is None or form.axes != (0,) or right in self.forms:
@@ -263,7 +263,7 @@ class Forms:
         return self._aligned(node, [*args_of(node)[:-2], left], 2)
 
     def _added(self, node: fx.Node) -> Form:
-        """Of rows that are added to others, or put there, by their places."""
+        """The form of rows that are added to others, or put there, by their places."""
         base, *rest = args_of(node)
         if packet_of(node) is aten.index_put:
             rest = [0, *rest[0], rest[1]] if len(rest[0]) == 1 else mix()

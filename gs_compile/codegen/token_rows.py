@@ -62,7 +62,7 @@ def form_of_rows(node: fx.Node, forms: Forms) -> Form | None:
 
 
 def form_of_item(node: fx.Node, forms: Forms) -> Form:
-    """Of one of the results of an operation: of a sort of rows, of the places that these had."""
+    """The form of one of the results of an operation: of a sort of rows, of the places that these had."""
     source, number = args_of(node)
     form = forms[source]
     is_sort_of_rows = form.rows.order is source
@@ -93,7 +93,7 @@ def _is_permutation(form: Form) -> bool:
 
 
 def _sorted(node: fx.Node, form: Form) -> Form:
-    """Of rows in the order of the tokens; or of the places that these had, which sorted are places to go back to."""
+    """The form of rows in the tokens' order; or of the places that these had, which sorted are places to go back to."""
     if form.places is None and form.rows.order is None:
         return form._replace(rows=form.rows._replace(order=node))
     if _is_permutation(form) and not named_arguments(node)["descending"]:
@@ -102,7 +102,7 @@ def _sorted(node: fx.Node, form: Form) -> Form:
 
 
 def _divided(node: fx.Node, form: Form) -> Form:
-    """Of places of rows, by a number of them that a token has: places of what has fewer rows of each token."""
+    """The form of places of rows, by a number of them that a token has: places of what has fewer rows of each token."""
     assert form.places is not None
     by, mode = args_of(node)[1], "floor" if packet_of(node) is aten.floor_divide else node.kwargs.get("rounding_mode")
     if type(by) is not int or by < 1 or form.places.each % by or form.places.order or mode not in ("floor", "trunc"):

@@ -53,7 +53,7 @@ class Part:
         return replace(self, graph=replace(self.graph, specs=specs, taken=results))
 
     def taken_of(self, names: Set[str]) -> tuple[int, ...]:
-        """Of the results whose gradients its backward may take, those of these names."""
+        """The results of these names whose gradients its backward may take."""
         return tuple(index for index in self.graph.differentiated if self.outputs[index] in names)
 
 
@@ -214,7 +214,7 @@ class _Cut:
         return self._named(module, entries, exits, self._spec)
 
     def _spec(self, node: fx.Node) -> TensorSpec:
-        """Of a value between parts; what has tokens is [tokens, ...] in memory, as pieces make and take it."""
+        """The spec of a value between parts; what has tokens is [tokens, ...] in memory, as pieces make and take it."""
         spec, form = spec_of(node), self.staged.forms.get(node)
         if form is None or node.op == "placeholder" or any(user.op == "output" for user in node.users):
             return spec

@@ -18,7 +18,7 @@ ORDINARY = {"scales"}  # which other modules have, too
 
 
 def missing_of(found: Mapping[str, bool], needed: Sequence[str]) -> list[str]:
-    """Those of the needed tensors that a matrix is without.
+    """The needed tensors that a matrix is without.
 
     found: its tensors, and whether their elements have a byte: a weight alone that has wider ones is not quantized.
     """

@@ -148,7 +148,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
             self.prediction_step(self.model, next(iter(self.get_train_dataloader())), prediction_loss_only=True)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Of a commit that was made between two calls; others have the state that a call has found."""
+        """Load the state of a commit that was made between two calls; others have the state that a call has found."""
         if checkpoint is None or checkpoint != self._stand_in:
             super()._load_rng_state(checkpoint)
         elif self._commit is not None and not self._commit.states[_NAME]["is_under_way"]:

@@ -129,7 +129,7 @@ class EncodedFolder:
             os.close(fd)
 
     def _remove_unfinished(self) -> None:
-        """Those of processes that have ended."""
+        """Remove what processes have left unfinished that have ended."""
         for path in self._all.glob(f"{UNFINISHED}*"):
             with suppress(OSError):  # somebody is making it
                 os.close(_locked(path))

@@ -200,7 +200,7 @@ def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _tensors(batch: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Of two dimensions and more, texts first; a tokenizer's batch is no dict."""
+    """The tensors of two dimensions and more, texts first; a tokenizer's batch is no dict."""
     for name in sorted(batch, key=lambda name: name not in _TEXTS):
         if isinstance(batch[name], Mapping):
             yield from _tensors(batch[name])
@@ -209,7 +209,7 @@ def _tensors(batch: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _num_rows(batch: Mapping[str, Any]) -> int | None:
-    """Of the first tensor."""
+    """The rows of the first tensor."""
     return next((len(each) for each in batch.values() if isinstance(each, Tensor) and each.dim()), None)
 
 

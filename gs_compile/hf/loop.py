@@ -133,7 +133,7 @@ def _clip_grad_norm(
 
 
 def _size_of_batches(accelerator: Any, loader: DataLoader[Any]) -> int:
-    """Of the loader's, in each process."""
+    """Samples of each of the loader's batches, in each process."""
     if loader.batch_size is None:
         raise OptionError(
             "the loader has a batch sampler of its own, so its batches have no size: give micro_batch_size"

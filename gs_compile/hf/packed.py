@@ -100,7 +100,7 @@ def packed(config: Mapping[str, Any]) -> Packed | None:
 
 
 def _compressed(config: Mapping[str, Any]) -> Packed | None:
-    """Of compressed-tensors, where all weights are packed alike."""
+    """What a config of compressed-tensors says, where all weights are packed alike."""
     forms = set()
     for group in (config.get("config_groups") or {}).values():
         weights, form = group.get("weights") or {}, group.get("format") or config.get("format")

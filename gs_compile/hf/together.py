@@ -98,7 +98,7 @@ def _watched(kind: Any) -> Any:
 
 
 def _names(model: Any, base: Any) -> list[str]:
-    """Of the arguments of a model's forward; adapters without a task hand theirs on as ``*args``."""
+    """The names of the arguments of a model's forward; adapters without a task hand theirs on as ``*args``."""
     names = inspect.signature(model.forward).parameters
     hands_on = any(each.kind is each.VAR_POSITIONAL for each in names.values())
     return list(inspect.signature(base.forward).parameters if hands_on else names)

@@ -307,8 +307,8 @@ def _cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Spec
 
 
 def _models(compilation: Compilation, lengths: Sequence[int], sizes: Mapping[str, int]) -> list[SpecializedModel]:
-    """Those of micro-batches of these lengths. Of a single one a count over ranks is made before the head where it can
-    be, as other ranks, which may have several, make it there; where it cannot, none has several.
+    """The models of micro-batches of these lengths. Of a single one a count over ranks is made before the head where it
+    can be, as other ranks, which may have several, make it there; where it cannot, none has several.
     """
     specialized = partial(compilation.specialized, sizes=sizes, loss_alone=LOSS_ALONE.get())
     if len(lengths) == 1 and compilation.counts_over_ranks:

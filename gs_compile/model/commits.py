@@ -156,7 +156,7 @@ class Durable:
 
     @property
     def _changed_buffers(self) -> dict[str, torch.Tensor]:
-        """Those that a script changes between steps, as no forward does, by their names in `rest`."""
+        """Buffers that a script changes between steps, as no forward does, by their names in `rest`."""
         known = ((name, self.buffers[name], *first) for name, first in self._first_buffers.items())
         return {
             f"{BUFFER}{name}": each

@@ -307,7 +307,7 @@ class Engine(ParameterStore):
 
     @property
     def _predicted_seconds(self) -> float:
-        """Of the step under way, if it is one that was planned and simulated; else nan."""
+        """Seconds of the step under way, if it is one that was planned and simulated; else nan."""
         plan, is_planned = self.planning.planned.plan, self.latest[0] is self.placement
         return plan.seconds if plan and plan.is_solved and is_planned and self.num_backwards == 1 else math.nan
 
@@ -367,7 +367,7 @@ class Engine(ParameterStore):
         return [unit.unit for unit in self.placement.units]
 
     def spans_of(self, args: Sequence[Any]) -> dict[int, Slice]:
-        """Of the parameters among the arguments that are in this store, by index."""
+        """The spans of the arguments that are parameters of this store, by index."""
         homes = {i: residency_of(arg).home for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)}
         return {index: home.span for index, home in homes.items() if home is not None and home.store is self}
 

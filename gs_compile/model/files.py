@@ -308,7 +308,7 @@ def _seen(result: Tensor, used: Sequence[tuple[_Shared, Tensor]]) -> Tensor:
 
 
 def shared(values: Tensor, folder: Path, mesh: DeviceMesh) -> DTensor:
-    """Of the first rank's values each rank's rows, mapped from a file in `folder`."""
+    """Each rank's rows of the first rank's values, mapped from a file in `folder`."""
     trim()  # of what the tensor before has left
     own = distribute_tensor(values.detach(), mesh, [Shard(0)]).to_local()
     leave_memory(values.untyped_storage())

@@ -114,7 +114,7 @@ def where_of(parameters: Sequence[Tensor]) -> Where:
 
 
 def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None) -> tuple[Masters, ...]:
-    """Those that the planner chooses from, the first to be tried first."""
+    """The kinds that the planner chooses from, in the order in which it tries them."""
     asked = options.expert.masters
     narrow = (arg.dtype == torch.bfloat16 for arg in args if isinstance(arg, torch.nn.Parameter))
     return ("split", "whole") if not asked and ranks is None and any(narrow) else (asked or "split",)

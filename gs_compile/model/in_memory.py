@@ -70,7 +70,7 @@ def trained_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int
 
 
 def with_gradients(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """Those that have a gradient."""
+    """The parameters in memory that have a gradient."""
     return [each for _, each in parameters_in_memory(groups) if each.grad is not None]
 
 
@@ -139,7 +139,7 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
 
 
 def _sum_of_squares(parameters: Sequence[Tensor]) -> float:
-    """Of their gradients; infinite where an element is not finite."""
+    """Sum of the squares of their gradients; infinite where an element is not finite."""
     squares = [float(parameter.grad.double().square().sum()) for parameter in parameters if parameter.grad is not None]
     return math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
 

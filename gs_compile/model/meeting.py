@@ -33,7 +33,7 @@ OWN = ("storage", "group", "mesh", "progress", "report", "status")
 
 
 def _optimizer_of(args: Sequence[Any]) -> TieredOptimizer | None:
-    """Of the first parameter among the arguments of a call that one of ours trains; each has one at most."""
+    """The optimizer of the first parameter of a call that one of ours trains; each parameter has one at most."""
     return next(optimizers_of(arg for arg in args if isinstance(arg, torch.nn.Parameter)), None)
 
 
@@ -150,6 +150,6 @@ def _of_model(call: Call, optimizer: Optimizer) -> Facts:
 
 
 def _role(parameter: Any, group: int | None) -> str:
-    """Of a parameter, or the specification of one."""
+    """What ranks compare of a parameter, or of the specification of one."""
     role = f"in group {group}" if parameter.requires_grad else "frozen"
     return f"{parameter.dtype} {tuple(parameter.shape)} {role}"

@@ -66,7 +66,7 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class _ByWhoAsks(type(nn.Parameter)):  # type: ignore[misc]  # mypy cannot tell what the type is
-    """Of classes whose `__torch_function__` is none for Dynamo, which asks the class while it traces.
+    """The type of classes whose `__torch_function__` is none for Dynamo, which asks the class while it traces.
 
     So all functions, those that ask for overrides themselves included, are traced as of an ordinary tensor. Of a frame
     without operations Dynamo makes no code, and goes on with what it calls: it is to pass over this. C asks a tensor,
@@ -120,7 +120,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
         return values
 
     def stride(self, dim: int | None = None) -> Any:
-        """Those of the value, which is contiguous; another backend's capture guards those of the memory."""
+        """The strides of the value, which is contiguous; another backend's capture guards those of the memory."""
         if is_foreign():
             warnings.warn(
                 "a graph of another backend reads parameters on the tiers, each where it is used, as plain PyTorch "
@@ -297,7 +297,7 @@ class UnavailableGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """To be looked at, zeroed, sent somewhere and dropped is what it allows."""
+        """Allow it to be looked at, zeroed, sent somewhere and dropped, and nothing else."""
         name = getattr(function, "__name__", "")
         if sends(name, function, args):
             return args[0]

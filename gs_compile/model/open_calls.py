@@ -38,7 +38,7 @@ class OpenCalls:
         self._opened_by = threading.current_thread()
 
     def end(self, executor: TieredExecutor, call: Call) -> None:
-        """Its backward has run."""
+        """Note that the backward of a call has run."""
         del self._calls[executor]
         self._undone.discard(call)
 
@@ -62,7 +62,7 @@ class OpenCalls:
 
     @property
     def number_in_backward(self) -> int:
-        """Of the calls that the backward under way comes to, those that have not had it."""
+        """How many calls the backward under way comes to that have not had it."""
         nodes = (call.node and call.node() for call in self._undone)
         return sum(node is not None and comes_to(node) for node in nodes)
 

@@ -92,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.steps.taken
 
     def note_missed(self, parameters: Iterable[Tensor]) -> None:
-        """These are trained from the next step on, with the state that they had when they were frozen, if any."""
+        """Have these trained from the next step on, with the state that they had when they were frozen, if any."""
         taken = {p: optimizer_state.whole_step(self.state[p]) if self._has_values(p) else 0 for p in parameters}
         self.steps.missed = {**self.steps.missed, **{p: self.steps.taken - number for p, number in taken.items()}}
 
@@ -103,7 +103,7 @@ class Optimizer(torch.optim.Optimizer):
         return max(found, key=len, default=())
 
     def components_of(self, parameter: Tensor, group: Group | None = None) -> tuple[str, ...]:
-        """Those of one parameter. group: its own, before the model's first call: as far as that is known then."""
+        """The components of one parameter. group: its own, before the model's first call, as far as it is known."""
         return self.components
 
     def matrices(self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False) -> Matrices | None:

@@ -200,7 +200,7 @@ class ParameterStore:
             self.tiers.lane("net").submit(words, compare)
 
     def _agree_on(self, what: str, span: Slice) -> None:
-        """Of several ranks each writes what it has of a value: all of them have to."""
+        """Raise where not all ranks write a value: each writes what it has of it."""
         if (ranks := self.tiers.setting.ranks) is not None:
             ranks.agree_on(f"{what} of shape {tuple(span.shape)} in unit {span.unit} at {span.offset}")
 

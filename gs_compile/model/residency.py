@@ -143,7 +143,7 @@ class Residency:
         return self.stash.device_mesh if isinstance(self.stash, DTensor) else None
 
     def master_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Of `value` with `master`."""
+        """The dtype of `value` where it is asked for with `master`."""
         if (home := self.tiered) is not None:
             return home.store.tiers.dtype(home.span, master=True)
         return parameter.dtype if self.codec else self.stashed_value(parameter).dtype

@@ -29,7 +29,7 @@ class StepCount:
         self._shown = {number: shown for number, shown in self._shown.items() if number in {0, *missed.values()}}
 
     def become(self, taken: int) -> None:
-        """So many steps are taken, and shown."""
+        """Have so many steps taken, and show them."""
         self.taken = taken
         for missed, shown in self._shown.items():
             shown.fill_(taken - missed)

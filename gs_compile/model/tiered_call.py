@@ -133,7 +133,7 @@ class TieredCall(Call):
         self.backward(gradients)
 
     def _forward_again(self, gradients: Gradients) -> None:
-        """By a program whose head has its backward later than its forward: it waits for gradients from outside."""
+        """Run a program whose head has its backward later than its forward: it waits for gradients from outside."""
         self.engine.open.give_up(self.executor)
         self.engine.outside = self._outside(gradients)
         super()._forward_again(gradients)

@@ -230,6 +230,6 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
 
 
 def optimizers_of(parameters: Iterable[Tensor]) -> Iterator[TieredOptimizer]:
-    """Of each parameter the gs_compile optimizer that was made for it, and is alive."""
+    """The gs_compile optimizers that were made for these parameters, and are alive."""
     references = (residency_of(parameter).optimizer for parameter in parameters)
     return (found for reference in references if reference is not None and (found := reference()) is not None)

@@ -81,14 +81,14 @@ class Activations:
 
     @cached_property
     def _places(self) -> Sequence[Mapping[Item, int]]:
-        """Of each stack's items of level 0, the place of each among these."""
+        """The place of each item of level 0 among those of its stack, by stack."""
         every = ([(unit, j) for unit in layers for j in range(self.num_micro_batches)] for layers in self.stacks)
         return [{item: at for at, item in enumerate(x for x in of_stack if x not in self._items)} for of_stack in every]
 
     # Parts of all ----------------------------------------------------------------------------------------------------
 
     def _saved(self, stack: int, tier: Tier | None = None) -> float:
-        """Of a stack's items, how many are in a share, or in one on a tier."""
+        """The part of a stack's items that is in a share, or in one on a tier."""
         return self.shares.of(stack).part(tier) / part_of(stack, self.stacks)
 
     def are_possible(self) -> bool:
@@ -97,13 +97,13 @@ class Activations:
         return all(left >= -1e-9 for left in left_over)
 
     def checkpoints(self, tier: Tier) -> float:
-        """Of all checkpoints, how many the ratios have on a tier."""
+        """The part of all checkpoints that the ratios have on a tier."""
         parts = (_checkpoints(ratios)[tier] for ratios in self.ratios)
         return sum(part * part_of(stack, self.stacks) for stack, part in enumerate(parts))
 
     @property
     def in_memory(self) -> float:
-        """Of all activations, how many are not on SSD."""
+        """The part of all activations that is not on SSD."""
         memory: tuple[Tier, ...] = ("device", "host")
         return sum(self.checkpoints(tier) + self.shares.part(tier) for tier in memory)
 
@@ -141,7 +141,7 @@ class Activations:
 
 
 def _checkpoints(ratios: Ratios) -> dict[Tier, float]:
-    """Of the items of a stack, how many have their layers' inputs in memory, by tier."""
+    """The part of a stack's items that has its layers' inputs in memory, by tier."""
     return {"host": ratios.checkpoint or 0.0, "device": ratios.device_checkpoint or 0.0}
 
 

@@ -29,7 +29,7 @@ def at(nbytes: BoundaryNbytes, boundary: Unit | None) -> int:
 
 
 def total(nbytes: BoundaryNbytes, number: int) -> int:
-    """Of the first boundaries together."""
+    """The bytes of the first boundaries together."""
     return sum(at(nbytes, boundary) for boundary in range(number))
 
 

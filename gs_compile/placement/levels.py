@@ -58,11 +58,11 @@ class Shares(tuple[Share, ...]):
     __slots__ = ()
 
     def part(self, tier: Tier | None = None) -> float:
-        """Of all items, how many are in a share, or in one on a tier."""
+        """The part of all items that is in a share, or in one on a tier."""
         return sum(share.part for share in self if tier in (None, share.tier))
 
     def of(self, stack: int) -> Shares:
-        """Those that the layers of a stack may be in."""
+        """The shares that the layers of a stack may be in."""
         return Shares(share for share in self if share.stack in (None, stack))
 
     def moved(self, source: Tier, target: Tier) -> Shares:

@@ -223,7 +223,7 @@ class Placement:
 
     @cached_property
     def stacks(self) -> Stacks:
-        """Those that have ratios of their own."""
+        """The stacks that have ratios of their own."""
         return self.decision.stacks(self.layout)
 
     @cached_property
@@ -395,7 +395,7 @@ class Placement:
 
     @property
     def levels(self) -> Levels:
-        """Of each layer what it saves, where any does."""
+        """What each layer saves, where any does."""
         return self.layout.levels if self.shares else ()
 
     @property

@@ -65,7 +65,7 @@ class Ranges(Generic[User]):
 
     @property
     def users(self) -> list[User]:
-        """Of what has ended, who may still be at work on it."""
+        """Who may still be at work on what has ended."""
         return self._former.users
 
     def begin(self, where: Range) -> list[User]:

@@ -90,12 +90,12 @@ class CodeCost:
 
     @property
     def seconds(self) -> float | None:
-        """Of forward and backward, where both are known."""
+        """Seconds of forward and backward, where both are known."""
         forward, backward = self.forward_seconds, self.backward_seconds
         return None if forward is None or backward is None else forward + backward
 
     def times(self, factor: float) -> Self:
-        """Of code that computes so many times as much."""
+        """The cost of code that computes so many times as much."""
         return replace(
             self,
             forward_flops=self.forward_flops * factor,
@@ -105,7 +105,7 @@ class CodeCost:
         )
 
     def without_recomputation(self) -> Self:
-        """Of code whose backward does not run the forward again."""
+        """The cost of code whose backward does not run the forward again."""
         forward, backward = self.forward_seconds, self.backward_seconds
         return replace(
             self,
@@ -116,7 +116,7 @@ class CodeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class LevelCost(CodeCost):
-    """Of a layer's code where its forward saves more than its input.
+    """The cost of a layer's code where its forward saves more than its input.
 
     nbytes: of what is saved beside the input; reads_input: the backward reads that, too.
     """
@@ -127,7 +127,7 @@ class LevelCost(CodeCost):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost(CodeCost):
-    """Of a unit's code.
+    """The cost of a unit's code.
 
     levels: of a layer, what it may save instead of its input alone; () where it can save nothing else, or is not to.
     workspace_nbytes: the most bytes that its code has alive inside, beside inputs and results.
@@ -247,12 +247,12 @@ class Workload:
 
     @cached_property
     def tokens(self) -> int:
-        """Of one micro-batch of every rank."""
+        """Tokens of one micro-batch of every rank."""
         return self.world * self.micro_batch_size * self.sequence
 
     @cached_property
     def model_flops(self) -> float:
-        """Of one micro-batch of every rank, as throughput is usually stated: one forward and a backward of twice that,
-        without what is recomputed.
+        """Operations of one micro-batch of every rank, as throughput is usually stated: one forward and a backward of
+        twice that, without what is recomputed.
         """
         return self.world * sum(3 * cost.forward_flops for cost in self.costs.values())

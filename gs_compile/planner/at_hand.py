@@ -62,7 +62,7 @@ class ModelAtHand:
 
     @property
     def masters(self) -> Masters:
-        """Those that are tried first."""
+        """The kind of masters that is tried first."""
         return next(iter(self.sizes))
 
     @property
@@ -106,7 +106,7 @@ class Figures:
 
     @cached_property
     def times(self) -> KnownTimes:
-        """Of code that ran on this machine before; where figures are given nothing is kept."""
+        """The times of code that ran on this machine before; where figures are given nothing is kept."""
         model = self.model
         if named(model.options.machine):
             return KnownTimes()

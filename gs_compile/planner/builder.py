@@ -87,7 +87,7 @@ class StepBuilder:
         return replace(ratios, checkpoint=on_host, device_checkpoint=on_device), whole
 
     def _in_stacks(self, shares: Shares, stacks: Stacks) -> Shares:
-        """Those that are of the topmost layers of all stacks as shares of each."""
+        """The shares of each stack, of those that are of the topmost layers of all stacks."""
         if len(stacks) == 1:
             return shares
         in_stacks, number = list[Share](), self.layout.num_items
@@ -102,7 +102,7 @@ class StepBuilder:
         return Shares(in_stacks)
 
     def _savable(self, layers: range) -> int:
-        """Of the items of some layers, how many can save activations."""
+        """How many items of some layers can save activations."""
         return sum(map(bool, self.layout.levels[layers.start : layers.stop])) * self.layout.num_micro_batches
 
     def program(self, placement: Placement, *, redo: bool = True, planned: bool = True) -> Program:
@@ -126,8 +126,8 @@ class StepBuilder:
         return {}
 
     def programs(self, placement: Placement) -> Iterator[Program]:
-        """Those that may take the most memory of all: a step; where parameters are carried also one without rolled back
-        updates, if they may be, and an evaluation, which run beside what is carried.
+        """The programs that may take the most memory of all: a step; where parameters are carried also one without
+        rolled back updates, if they may be, and an evaluation, which run beside what is carried.
         """
         yield from self.steps(placement)
         if placement.carried_values:
@@ -173,7 +173,7 @@ class StepBuilder:
 
 
 def workload_levels(workload: Workload, number: int) -> tuple[tuple[Level, ...], ...]:
-    """Of each layer what it may save, for `number` micro-batches that are all alike; () where none may save more."""
+    """What each layer may save, for `number` micro-batches that are all alike; () where none may save more."""
     if not workload.num_levels:
         return ()
     costs = (workload.costs[layer].levels for layer in range(workload.num_layers))
@@ -186,6 +186,6 @@ def planned_peak(program: Program, tier: str) -> int:
 
 
 def waiting_nbytes(program: Program, placement: Placement) -> int:
-    """Of the device, what a call keeps between its forward and its backward, and shares with no other call."""
+    """Bytes of the device that a call keeps between its forward and its backward, and shares with no other call."""
     of_call = (live for live in live_ranges(program.ops, placement) if live.first != BEFORE)
     return int(nbytes_alive(of_call, "device", len(program.ops))[program.forward_end - 1])

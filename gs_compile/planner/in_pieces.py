@@ -30,7 +30,7 @@ WORTH = 0.95  # of the time with whole layers: what it takes to launch more, sma
 
 
 def sizes(num_tokens: int, request: Request, *, separate: bool) -> tuple[int, ...]:
-    """Those to be tried for micro-batches of so many tokens, the largest first; none where that is settled."""
+    """Tokens of a piece to be tried for micro-batches of so many, the largest first; none where that is settled."""
     is_settled = request.layer_tokens is not None or not separate
     return () if is_settled else tuple(size for size in SIZES if size < num_tokens)
 

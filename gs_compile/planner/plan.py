@@ -181,7 +181,7 @@ class Planner:
         raise refusals[-1]
 
     def _searched(self, first: Problem) -> list[SizeSearch]:
-        """Of updates and layers in such pieces."""
+        """The searches of all sizes, with updates and layers in pieces as those of the first problem."""
         searches: list[SizeSearch] = []
         for size in self.request.sizes:
             log.info("micro-batches of %d samples", size)

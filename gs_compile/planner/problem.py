@@ -42,7 +42,7 @@ class Saving(Protocol):
     """What the layers of a model may save beside their inputs."""
 
     def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
-        """Of each layer, for micro-batches whose inputs have so many bytes; () where none may save more."""
+        """The levels of each layer, for micro-batches whose inputs have so many bytes; () where none may save more."""
 
     def workload(self, workload: Workload, *, last: bool) -> Workload:
         """`workload` with what the levels cost; with `last` the last level alone counts."""
@@ -185,7 +185,7 @@ class Problem:
 
     @property
     def data(self) -> ProblemData:
-        """Of its linear programs."""
+        """What its linear programs are made from."""
         return ProblemData(self.formulas, self.budgets, self.request)
 
     def search(self) -> Search:
@@ -205,7 +205,7 @@ class Problem:
         return best_for(data, number, () if alpha is None else (alpha,))
 
     def predicted(self, placement: Placement, program: Program | None = None) -> Simulation:
-        """Of steps none of which is rolled back; the memory they are given is that of the program, if it is known."""
+        """A simulation of steps none of which is rolled back, in the memory of the program, if that is known."""
         program = program or self.builder.program(placement)
         if placement.speculative:
             program = replace(self.builder.usual(placement), peaks=program.peaks)
@@ -231,7 +231,7 @@ class Problem:
 
     @property
     def _room_nbytes(self) -> int:
-        """Of the device beside what code computes with; below 0 where that alone does not fit."""
+        """Bytes that the device has beside what code computes with; below 0 where that alone does not fit."""
         return self.budgets.device_nbytes - self.workload.workspace_nbytes
 
     def fitting(self, placement: Placement, spare: Mapping[str, int] = NOTHING) -> Program | None:
@@ -252,7 +252,7 @@ class Problem:
         return excess(program, self._most(spare))
 
     def _most(self, spare: Mapping[str, int]) -> dict[str, int]:
-        """Of SSD the store of a run says itself what there is room for, beside what it has there already."""
+        """The most that a step may take, by tier. A run's store says itself what SSD has room for."""
         most = {"host": self.budgets.host_nbytes}
         if self.profile.separate:
             most["device"] = self._room_nbytes

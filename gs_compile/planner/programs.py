@@ -126,8 +126,8 @@ class StepPrograms:
         )
 
     def _retreats(self, planned: Placement, *, training: bool) -> Iterable[Placement]:
-        """Those of `_less_in_memory`, each with less and less between two steps (`without`), which costs less than the
-        next of them does. An evaluation runs beside what is carried and reads no states.
+        """The placements of `_less_in_memory`, each with less and less between two steps (`without`), which costs less
+        than the next of them does. An evaluation runs beside what is carried and reads no states.
         """
         home_nbytes = fixed_offsets(self.placement).nbytes
         every = (without(each, home_nbytes) if training else (each,) for each in self._less_in_memory(planned))

@@ -215,7 +215,7 @@ class Request:
 
     @property
     def alphas(self) -> tuple[float, ...]:
-        """Those that may be chosen. A schedule as others publish it delays nothing that nobody asks to delay."""
+        """The alphas that may be chosen. A schedule as others publish it delays nothing that nobody asks to delay."""
         if self.late:
             return (1.0,)
         if self.alpha is not None:
@@ -256,7 +256,7 @@ class Request:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Of micro-batches, to be tried: the one that is given or follows, or those that a batch can be cut into."""
+        """Sizes of micro-batches to try: the one that is given or follows, or those that a batch can be cut into."""
         batch_size = self.own_batch_size
         if batch_size is None:
             return [self.micro_batch_size] if self.micro_batch_size else MICRO_BATCH_SIZES

@@ -39,7 +39,7 @@ SAME = 0.1  # of host memory, by which a budget that is what happens to be free 
 def fingerprint(
     options: Options, sizes: Sequence[UnitSize], layouts: Sequence[SpecializedModel], shape: StepShape, *settled: Any
 ) -> str:
-    """Of all that a plan follows from but what is measured; settled: what else it is made for, as text or numbers."""
+    """A hash of all that a plan follows from but what is measured. settled: what else that is, as text or numbers."""
     batches = activations(layouts)
     settled_options = replace(options, group=None, mesh=None, resume=None, progress=None, report=None, status=None)
     facts = settled_options, sizes, batches, shape, settled, __version__

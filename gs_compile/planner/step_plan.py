@@ -95,7 +95,7 @@ class StepPlan:
 
     @property
     def shares(self) -> Shares:
-        """Of layers' micro-batches that save activations."""
+        """The shares of layers' micro-batches that save activations."""
         return self.relaxed.shares
 
     @property

@@ -41,7 +41,7 @@ IN_A_WORKLOAD = {  # what a given one has already, and what therefore nobody can
 
 
 class CapturedWorkloads:
-    """Of a model that is captured without its weights."""
+    """The workloads of a model that is captured without its weights."""
 
     has_pieces: ClassVar = True  # what layers cost that run on some tokens at a time is known
 
@@ -56,7 +56,7 @@ class CapturedWorkloads:
         self._schedule = next(name for name, spec in SCHEDULES.items() if spec.block_cut is cut)  # it cuts blocks alike
 
     def asked(self, request: Request) -> CapturedWorkloads:
-        """Those of the same model for another request."""
+        """The workloads of this model for another request."""
         return CapturedWorkloads(self.model, request, [self], keeps=self.keeps)
 
     def _captured(self, schedule: Schedule) -> ModelSpec:
@@ -80,7 +80,7 @@ class CapturedWorkloads:
 
 
 class GivenWorkloads:
-    """Of a workload that is given: its own at other sizes."""
+    """The workloads that follow from one that is given: its own at other sizes."""
 
     has_pieces: ClassVar = False
 
@@ -92,7 +92,7 @@ class GivenWorkloads:
                 raise PlanError(f"the workload {model.name} already has {what}: leave {leave} out")
 
     def asked(self, request: Request) -> GivenWorkloads:
-        """Those of the same workload for another request."""
+        """The workloads of the given one for another request."""
         return GivenWorkloads(self.model, request)
 
     def workload(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Workload:
@@ -124,7 +124,7 @@ def workloads_of(
     *,
     keeps: bool = False,
 ) -> Workloads:
-    """Those of a model, as of `plan.plan`. known, keeps: as of `plan.planner_of`.
+    """The workloads of a model, as of `plan.plan`. known, keeps: as of `plan.planner_of`.
 
     Raises `PlanError` where the request asks for what a given workload does not tell.
     """

@@ -70,7 +70,7 @@ class UnderWay:
 
     @property
     def part(self) -> float:
-        """Of its operations, those that are issued."""
+        """The part of its operations that is issued."""
         return self.done / max(self.total, 1)
 
     @property

@@ -161,7 +161,7 @@ def _lane(row: LaneRow, predicted_seconds: float, binds: str) -> str:
 
 
 def _bytes(status: Status) -> str:
-    """Of each lane that moves, its bytes by kind, measured and as predicted."""
+    """The bytes of each lane that moves data, by kind, measured and as predicted."""
     lanes = {lane: total for lane, total in status.lanes.items() if total.nbytes}
     if not lanes:
         return '<p class="soft">Nothing has moved between tiers in a step whose length is known.</p>'

@@ -18,7 +18,7 @@ MOST_POINTS = 200  # of the history: a curve shows no more, and each is written 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of the steps whose length is known."""
+    """Sums over the steps whose length is known."""
 
     lanes: Mapping[str, Total]
     num_steps: int = 0
@@ -27,7 +27,7 @@ class _Sums:
 
 
 class RunRecord:
-    """Of one run. measure: bytes in use of each tier, and free on each drive."""
+    """The record of one run. measure: bytes in use of each tier, and free on each drive."""
 
     def __init__(
         self, about: About, trace: Trace, measure: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]]

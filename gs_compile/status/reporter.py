@@ -44,7 +44,7 @@ class Outlets(NamedTuple):
 
 
 class Reporter:
-    """Of one run, until it is closed. failure: why the run has failed, in words; "": it has not."""
+    """Reports one run, until it is closed. failure: why the run has failed, in words; "": it has not."""
 
     def __init__(self, record: RunRecord, outlets: Outlets, failure: Callable[[], str] = str) -> None:
         self.record = record

@@ -45,7 +45,7 @@ class StepInfo:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of this rank; nan of the first step."""
+        """Tokens per second of this rank; nan of the first step."""
         return self.num_tokens / self.seconds
 
     @property

@@ -106,7 +106,7 @@ class LaneRow(NamedTuple):
 
 
 def lane_rows(status: Status, lanes: Mapping[str, Total], seconds: float, num_steps: int = 1) -> Iterator[LaneRow]:
-    """Of every lane that did something, or was to, in a mean of `num_steps` steps that took `seconds` together."""
+    """A row of each lane that did something, or was to: a mean of `num_steps` steps that took `seconds` together."""
     predicted = status.about.predicted
     for lane in (each for each in LANES if each in lanes or each in predicted):
         total, plan = lanes.get(lane, Total()), predicted.get(lane)

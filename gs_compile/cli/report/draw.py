@@ -150,7 +150,7 @@ class Roofline:
 
     @classmethod
     def of(cls, workload: Workload, profile: Profile, *, host_nbytes: int = 0) -> Roofline:
-        """Of a machine with so much host memory; by default, as in the paper, all states are on SSD."""
+        """The roofline of a machine with so much host memory; by default, as in the paper, all states are on SSD."""
         seconds = sum(
             code_seconds(unit, workload, profile, backward=backward)
             for unit, backward in product(workload.costs, (False, True))
@@ -291,7 +291,7 @@ def _gaps(simulation: Simulation, since: float, until: float) -> Iterator[tuple[
 
 
 def _both_ways_seconds(nbytes: int, profile: Profile) -> float:
-    """To read so much from the SSD and write as much, at once while both last."""
+    """Seconds to read so much from the SSD and write as much, at once while both last."""
     read, write = profile.ssd_read_mixed_bytes_per_second, profile.ssd_write_mixed_bytes_per_second
     together = nbytes / max(read, write)
     rest = nbytes - together * min(read, write)

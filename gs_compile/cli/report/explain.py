@@ -166,7 +166,7 @@ def _rounded(number: str) -> float:
 
 
 def _nested(nbytes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    """By the first key, then the second."""
+    """Bytes by the first key, then by the second."""
     found: dict[str, dict[str, int]] = {}
     for (first, second), size in nbytes.items():
         found.setdefault(first, {})[second] = size

@@ -50,7 +50,7 @@ class Found:
 
     @property
     def folders(self) -> Set[Path]:
-        """Those that have a commit of the run, and this one."""
+        """The folders that have a commit of the run, and this one."""
         return dict.fromkeys([self.folder, *self.commits, *self.prepared]).keys()
 
     @property

@@ -26,7 +26,7 @@ MOST = 1000  # models, sizes and levels that are kept, the latest
 
 
 class KnownTimes:
-    """By a text that identifies code, rows of seconds. path: of the file; None: nothing is kept."""
+    """Rows of seconds, by a text that identifies code. path: of the file; None: nothing is kept."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._rows = path, _read(path)
@@ -35,7 +35,7 @@ class KnownTimes:
         return self._rows.get(key)
 
     def get_or(self, key: str, number: int, measure: Callable[[], Timings]) -> Timings:
-        """So many rows, measured where they are not known; None in a row: it is not kept."""
+        """The rows of a key, so many, measured where they are not known; None in a row: it is not kept."""
         rows = self._rows.pop(key, None)
         if rows is None or len(rows) != number:
             rows = measure()

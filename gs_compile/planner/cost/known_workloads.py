@@ -33,15 +33,16 @@ PACKAGES = ("torch", "transformers", "peft")  # that capture a named model
 
 
 class KnownWorkloads:
-    """Those of one model and request, by micro-batch size and the like. path: of the file; None: nothing is kept."""
+    """One model's workloads for a request, by micro-batch size and the like. path: of the file; None: none is kept."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
 
     @classmethod
     def of(cls, model: Any, asked: Mapping[str, Any]) -> KnownWorkloads:
-        """Of a name or a config file; nothing is kept of other models, nor of what the hub may change. asked: of its
-        code.
+        """What is known of a name or a config file; nothing is kept of other models, nor of what the hub may change.
+
+        asked: what is asked of the model's code.
         """
         if not isinstance(model, str | Path):
             return cls()
@@ -91,7 +92,7 @@ def _format() -> TypeAdapter[dict[str, Workload]]:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Of all that a workload follows from beside the model; of this package the hash of its code."""
+    """The versions of all that a workload follows from beside the model; of this package the hash of its code."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

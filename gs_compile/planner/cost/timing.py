@@ -147,7 +147,7 @@ def _each(units: Collection[UnitGraph], time_one: Callable[[UnitGraph], UnitSeco
 
 
 def _compile(layout: SpecializedModel, shape: StepShape, levels: OwnLevels) -> None:
-    """By a function of its own, which does nothing where the seconds of code are given."""
+    """Compile the code. A function of its own, which does nothing where the seconds of code are given."""
     layout.compile_code(shape, levels)
 
 
@@ -181,7 +181,7 @@ class LayerLevels:
         self._costs = cache(self._cost)
 
     def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
-        """Of each layer; of a batch that another rank has, in proportion to the inputs. () where none may."""
+        """Each layer's levels; of a batch that another rank has, in proportion to the inputs. () where none may."""
         self._asked = True
         of_batch = levels_of(self.layouts)
         if not any(of_batch):
@@ -376,7 +376,7 @@ def _smallest_table(unit: UnitGraph) -> int:
 
 
 def _median_seconds(runs: Sequence[Callable[[], None]], share: float, device: torch.device) -> list[float]:
-    """Of each in turns, at most `MOST_RUNS` times: as often as fits into `share` seconds for each, after once more."""
+    """The median of each, run in turns, at most `MOST_RUNS` times: as often as `share` seconds hold, after a first."""
     rounds: list[list[float]] = []
     while len(rounds) < 2 or (len(rounds) <= MOST_RUNS and sum(map(sum, rounds[1:])) < share * len(runs)):
         rounds.append([])

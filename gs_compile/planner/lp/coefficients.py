@@ -85,16 +85,16 @@ class Formulas:
         self._binding: dict[tuple[tuple[float, ...], bool], dict[str, Array]] = {}
 
     def columns(self, stack: int) -> Columns:
-        """Of a formula, the columns of a stack's ratios and, behind them, of what it saves."""
+        """A formula's columns of a stack's ratios and, behind them, of what it saves."""
         return np.arange(self.block) + 1 + stack * self.block
 
     def column(self, name: str) -> Columns:
-        """Of a formula, those of one ratio, stack by stack."""
+        """A formula's columns of one ratio, stack by stack."""
         return np.array([self.columns(stack)[RATIOS.index(name)] for stack in range(len(self.stacks))])
 
     @property
     def saved_columns(self) -> Columns:
-        """Of a formula, those of what is saved, `[stack, saved]`."""
+        """A formula's columns of what is saved, `[stack, saved]`."""
         return np.array([self.columns(stack)[len(RATIOS) :] for stack in range(len(self.stacks))])
 
     @property
@@ -138,11 +138,11 @@ class Formulas:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Those that may live in host memory; gradient sums move between micro-batches or backwards."""
+        """The classes that may live in host memory; gradient sums move between micro-batches or backwards."""
         return (*CLASSES, "gradient") if self.counted.builder.layout.has_sums else CLASSES
 
     def of(self, alpha: float, number: int) -> StepFormulas:
-        """Those of one alpha and one number of micro-batches."""
+        """The formulas of one alpha and one number of micro-batches."""
         readings = self.counted.readings(alpha, number)
         moved = self._formula(readings.moved)
         seconds = {

@@ -140,7 +140,7 @@ class Counted:
         return by_length[0].to(by_length[1], (self.workload.num_layers - short) / (long - short))
 
     def _lowered(self, num_layers: int, alpha: float, number: int) -> Readings:
-        """Of the model with as many layers, from a program for each corner."""
+        """The readings of the model with as many layers, from a program for each corner."""
         workload = shortened(self.workload, num_layers)
         layout = {name: (in_parts(nbytes),) * number for name, nbytes in workload.activations.items()}
         builder = replace(self.builder, sizes=workload.sizes, shape=workload.shape)

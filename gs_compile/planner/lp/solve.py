@@ -311,7 +311,7 @@ def _pair(x: Array, y: Array, a: float, b: float) -> list[Array]:
 
 
 def _bounds(formulas: Formulas, request: Request) -> tuple[Array, Array]:
-    """Of the ratios, in the order of the columns of formulas."""
+    """The bounds of the ratios, in the order of the columns of formulas."""
     lower, upper = np.zeros(formulas.width), np.ones(formulas.width)
     upper[formulas.saved_columns] = _most_saved(formulas, request)
     if not formulas.may_live_there:

@@ -116,7 +116,7 @@ class _Waits:
         self.memory: Ranges[int] = Ranges()
 
     def begin(self, row: NumberedOp) -> Sequence[int]:
-        """Those who use what was in the memory of an operation's results before."""
+        """Note an operation, and give those who use what was in the memory of its results before."""
         if not row.begins:
             return ()
         users = [user for where, is_new in row.begins for user in self.memory.begin(where) if is_new]

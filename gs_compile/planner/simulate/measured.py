@@ -22,7 +22,7 @@ Step = list[Issue]
 
 
 def measured(trace: Trace, placement: Placement, program: Program, *, inline: bool) -> Iterator[Simulation]:
-    """Of each step of `program` that has run whole behind another one, in order; the lanes have to be idle by now.
+    """Each step of `program` that has run whole behind another one, in order; the lanes have to be idle by now.
 
     inline: the thread that issues computes, too.
     """
@@ -42,7 +42,7 @@ def mean_bubbles(steps: Sequence[Simulation]) -> dict[str, float]:
 
 
 def _steps(issues: Sequence[Issue]) -> Iterator[Step]:
-    """Those of which every operation was issued and is known."""
+    """The steps of which every operation was issued and is known."""
     step: Step = []
     for issue in issues:
         if issue.op_index == 0:

@@ -70,7 +70,7 @@ def with_products(sizes: tuple[UnitSize, ...], profile: Profile) -> tuple[UnitSi
 
 
 def code_seconds(unit: Unit, workload: Workload, profile: Profile, *, backward: bool, level: int = 0) -> float:
-    """Of a unit's forward, or of its backward with what that recomputes, for one micro-batch.
+    """Seconds of a unit's forward, or of its backward with what that recomputes, for one micro-batch.
 
     level: of what the forward saves. Measured, or its FLOPs by the matrix rate of the workload's dtype.
     """
@@ -128,7 +128,7 @@ def update_nbytes(unit: UnitPlacement | UnitSize) -> float:
 
 
 def _steps(op: Op, placement: Placement) -> int:
-    """Of so many steps one has the operation."""
+    """The number of steps of which one has the operation."""
     return placement.durability if op.kind == "seal" else 1
 
 

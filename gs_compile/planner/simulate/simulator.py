@@ -128,7 +128,7 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """From when the program before was issued and computed to when this one is."""
+        """Seconds from when the program before was issued and computed to when this one is."""
         return self._until - self._since
 
     @property
@@ -143,7 +143,7 @@ class Simulation:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Of the step's operations on lanes, in the order of their starts."""
+        """The spans of the step's operations on lanes, in the order of their starts."""
         of_step = range(self.order.starts[-1], len(self.order.ops))
         spans = [self._span(index) for index in of_step if self.order.lanes[index] != MEMORY]
         return tuple(sorted(spans, key=lambda span: span.start_seconds))
