@@ -274,7 +274,7 @@ class _Activations:
                 yield Op("offload", on_host, stage, on_ssd)
 
     def _stored_on_ssd(self, values: Iterable[Value]) -> list[Value]:
-        """Those checkpoints that are stored there: one transfer moves all of a stage. Saved activations are larger: of
+        """The checkpoints that are stored on SSD: one transfer moves all of a stage. Saved activations are larger: of
         these each micro-batch's moves by itself.
         """
         return sorted(

@@ -221,7 +221,7 @@ class Alarm:
 
 @cache
 def _alarms() -> weakref.WeakSet[Alarm]:
-    """Those of this process. The end of a script is told to them from here, as Python takes no such call back.
+    """The alarms of this process. The end of a script is told to them from here, as Python takes no such call back.
 
     Before it ends the threads of pools, without which lanes would fail for another reason.
     """

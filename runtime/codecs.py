@@ -76,7 +76,7 @@ class Codec(ABC):
         """Write the values to `out`, dense, computed in float32 and rounded to its dtype."""
 
     def nbytes(self, shape: Shape) -> int:
-        """Of a stored matrix."""
+        """Bytes of a stored matrix."""
         return sum(_aligned(dtype.itemsize * math.prod(dims)) for dtype, dims in self.specs(shape).values())
 
     def tensors(self, stored: Tensor, shape: Shape) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ class FourBits(Codec):
             _scaled(values, absmax[start // BLOCK : _ceil(stop, BLOCK)], flat[start:stop])
 
     def scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Of each block, in float32."""
+        """The scale of each block, in float32."""
         if not self.nested:
             return tensors["absmax"]
         values = _dynamic(tensors["absmax"].device).index_select(0, tensors["absmax"].int())
@@ -346,7 +346,7 @@ def _table(entries: str, device: torch.device) -> Tensor:
 
 @cache
 def _pairs(entries: str, device: torch.device, *, upper_first: bool = True) -> Tensor:
-    """Of every byte both its values, the upper or the lower half's first, as one element of 8 bytes."""
+    """Both values of every byte, the upper or the lower half's first, as one element of 8 bytes."""
     codes, table = torch.arange(256, device=device), _table(entries, device)
     halves = (codes >> 4, codes & 15) if upper_first else (codes & 15, codes >> 4)
     return torch.stack([table[half] for half in halves], -1).view(torch.int64).view(-1)

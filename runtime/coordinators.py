@@ -68,11 +68,11 @@ class Setting:
         return self.placement.by_unit[value.unit]
 
     def dtype(self, unit: Unit) -> torch.dtype:
-        """Of the parameters of a unit."""
+        """The dtype of a unit's parameters."""
         return self.types[unit].parameter
 
     def wide(self, unit: Unit) -> torch.dtype:
-        """Of the gradient and the masters of a unit."""
+        """The dtype of a unit's gradient and masters."""
         return self.types[unit].wide
 
     def part(self, value: Value, memory: Tensor | None) -> Tensor:
@@ -253,7 +253,7 @@ def transfer(reads: Sequence[Activation | Extent], targets: Sequence[Activation 
 
 
 def _as_it_lies(content: Activation) -> Tensor:
-    """Its memory in one dimension: what an activation's strides make of it is not contiguous, but dense."""
+    """An activation's memory in one dimension: what an activation's strides make of it is not contiguous, but dense."""
     if isinstance(content, Saved):
         assert content.flat is not None
         return content.flat

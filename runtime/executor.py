@@ -55,7 +55,7 @@ class Executor:
             self.env.update(zip(op.results, self._call(op, reads, into), strict=True))
 
     def level(self, op: Op) -> int:
-        """Of a layer and micro-batch that saves activations: which of its levels."""
+        """The level of an operation's layer and micro-batch, if these save activations."""
         raise AssertionError(f"{op}: nothing is saved without a placement")
 
     def _call(self, op: Op, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:

@@ -61,14 +61,14 @@ StateType = torch.dtype | Literal["8bit"] | None  # that users give
 
 @dataclass(frozen=True)
 class Types:
-    """Of a unit: its parameters, and each component of its state; masters, or their rests, come first."""
+    """The types of a unit's parameters, and of each component of its state; masters, or their rests, come first."""
 
     parameter: torch.dtype
     state: tuple[torch.dtype, ...]
 
     @property
     def wide(self) -> torch.dtype:
-        """Of masters, gradients, and all that updates compute."""
+        """The type of masters, gradients, and all that updates compute."""
         return wide_of(self.parameter)
 
     @property
@@ -88,11 +88,11 @@ class Types:
 
     @property
     def conversion_nbytes(self) -> int:
-        """Of an element in an update."""
+        """What converting an element takes in an update."""
         return sum(CONVERSION_NBYTES.get(dtype, 0) for dtype in self.state)
 
     def with_one_moment(self) -> Types:
-        """The same with the first moment alone."""
+        """The types with the first moment alone."""
         return replace(self, state=self.state[: self.has_master + 1])
 
     def width(self, dtype: torch.dtype) -> int:
@@ -100,7 +100,7 @@ class Types:
         return dtype.itemsize // self.parameter.itemsize
 
     def nbytes(self, component: int | None, numel: int) -> int:
-        """Of the first elements of a component, or of parameters (None); of 8 bits whole quanta."""
+        """Bytes of the first elements of a component, or of parameters (None); of 8 bits whole quanta."""
         return _nbytes(self.parameter if component is None else self.state[component], numel)
 
     def offset(self, component: int, numel: int, start: int) -> int:
@@ -123,7 +123,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def types_of(parameter: torch.dtype, moments: Sequence[torch.dtype | None], *, pairs: bool) -> Types:
-    """Of parameters in this type: their moments in these types, None is the widest; `pairs`: masters are, if they can.
+    """The types of such parameters: their moments in these, None is the widest; `pairs`: masters are, if they can.
 
     A bfloat16 has the exponent of a float32, and can be its upper half.
     """
@@ -151,7 +151,7 @@ def _nbytes(dtype: torch.dtype, numel: int) -> int:
 
 
 def firsts(elements: Tensor) -> Tensor:
-    """Those of the elements of a wide parameter that have its gradient, its moments, or its whole master."""
+    """The elements of a wide parameter that have its gradient, its moments, or its whole master."""
     return elements[::2]
 
 

@@ -177,7 +177,7 @@ def _in_host_memory(team: Team) -> Any:
 
 
 def num_processes() -> int:
-    """Those that train together where no option says otherwise: torch's ranks, or what torchrun has started.
+    """The processes that train together where no option says otherwise: torch's ranks, or what torchrun has started.
 
     Raises `OptionError` where the environment names a rank that there is not.
     """

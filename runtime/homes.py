@@ -83,7 +83,7 @@ class Homes:
         return span.offset < self.placement.world * self.placement.by_unit[span.unit].num_trained
 
     def dtype(self, span: Slice, *, master: bool = False) -> torch.dtype:
-        """Of a parameter at home, or of its master if it has one."""
+        """The dtype of a parameter at home, or of its master if it has one."""
         wide = master and self.has_master(span)
         return self.setting.wide(span.unit) if wide else span.dtype or self.setting.dtype(span.unit)
 
@@ -190,7 +190,7 @@ class Homes:
         return span, number + first
 
     def _number(self, span: Slice, component: int) -> int:
-        """Of a component of a parameter's state: its number in its unit's, which may have masters that it has not."""
+        """A component's number in the state of its unit, which may have masters that the parameter has not."""
         return component + bool(self.setting.types[span.unit].has_master and span.dtype)
 
     def _stored_dtype(self, span: Slice, number: int | None) -> torch.dtype:
@@ -226,5 +226,5 @@ class Homes:
 
 
 def _bytes(content: Tensor, start: int, like: Tensor) -> Tensor:
-    """Those of a part in memory, as many as `like` has."""
+    """The bytes of a part in memory, as many as `like` has."""
     return content.view(torch.uint8)[start : start + len(like)]

@@ -49,7 +49,7 @@ class Matrices:
 
     @property
     def flops(self) -> float:
-        """Of a step's matrix products."""
+        """Operations of a step's matrix products."""
         return float(sum(self.num_steps * 2 * low * low * (low + 2 * high) for low, high in self._sizes))
 
     @property

@@ -14,7 +14,7 @@ from gs_compile.errors import ResumeError
 
 
 def random_state() -> dict[str, str]:
-    """By generator: "cpu" and each device in use by its name, "python", "numpy"."""
+    """The state of each generator: "cpu" and each device in use by its name, "python", "numpy"."""
     devices = {name: bytes(state.tolist()).hex() for name, state in _device_states()}
     numpy = np.random.get_state(legacy=False)
     return {

@@ -30,7 +30,7 @@ class Interruptible(Protocol):
 
 
 def end_by_exit() -> None:
-    """From now on such a signal raises SystemExit on the main thread, with the exit code that a shell shows for it.
+    """Have such a signal raise SystemExit on the main thread, with the exit code that a shell shows for it.
 
     A second one ends the process at once. Signals that somebody else handles or ignores stay with them, and all do
     where another thread than the main one calls this, which Python does not allow to handle any.

@@ -41,7 +41,7 @@ class Slice:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Of the parameter, in elements of its own type."""
+        """The stride of the parameter, in elements of its own type."""
         sizes = [max(size, 1) for size in self.shape]
         return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 

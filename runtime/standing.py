@@ -42,7 +42,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _ranks_of(frame: FrameType) -> list[int]:
-    """Those of the group that a collective was given; none where it has no such argument."""
+    """The ranks of the group that a collective was given; none where it has no such argument."""
     if "group" not in frame.f_locals or not dist.is_initialized():
         return []
     try:

@@ -105,7 +105,7 @@ class Device:
 
     @property
     def clock(self) -> Clock:
-        """By which events of now are timed."""
+        """The clock by which events of now are timed."""
         raise NotImplementedError(f"{self.name} has no streams")
 
     def set_clock(self) -> None:
@@ -327,7 +327,7 @@ def num_groups() -> int:
 
 
 def default_store() -> dist.Store:
-    """That by which the ranks of torch.distributed have met."""
+    """The store by which the ranks of torch.distributed have met."""
     return dist.distributed_c10d._get_default_store()
 
 

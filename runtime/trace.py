@@ -119,7 +119,7 @@ class Trace:
             self._add(label, *clock.seconds(start, end))
 
     def totals(self, *, reset: bool = False) -> dict[str, Total]:
-        """By lane, those that did something, in the order of `LANES`; later operations do not change it.
+        """The totals of the lanes that did something, in the order of `LANES`; later operations do not change it.
 
         `reset` begins the sums anew at once: what a lane adds meanwhile counts for later. Events stay.
         """

@@ -53,7 +53,7 @@ class UpdateRules:
     runs: Mapping[Unit, Sequence[Run]]
 
     def largest_nbytes(self, types: Mapping[Unit, Types]) -> int:
-        """Of the elements of a parameter that is orthogonalized, as wide as masters."""
+        """Bytes of the largest parameter that is orthogonalized, as wide as masters."""
         found = ((run, types[unit].wide) for unit, runs in self.runs.items() for run in runs if run.matrices)
         return max(((run.stop - run.start) * wide.itemsize for run, wide in found), default=0)
 
@@ -98,7 +98,7 @@ class Update:
                     self._elements(run, self._opened(stretch))
 
     def _runs(self) -> Iterator[Run]:
-        """Those of the unit, cut at parameters that no gradient has come to in this step, or in others before it."""
+        """The runs of the unit, cut at parameters that no gradient has come to in this step, or in others before it."""
         idle, missed = self._record.idle, self._record.missed
         spans = sorted(
             (each for each in idle.union(missed) if each.unit == self._unit.unit), key=lambda each: each.offset
@@ -209,7 +209,7 @@ class Update:
         return {**settings, "scale": self._record.factor, "place": place}
 
     def _number(self, run: Run) -> int:
-        """Of the step, among those of a parameter."""
+        """The number of the step, among those of a parameter."""
         return self._record.number - run.missed
 
     def _components(self, flats: Mapping[tuple[str, str], Tensor], piece: Stretch) -> list[Tensor]:

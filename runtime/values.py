@@ -84,7 +84,7 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """Of such a stretch."""
+        """Bytes of such a stretch."""
         return sum(aligned(tensor.nbytes) for tensor in self.tensors)
 
     def within(self, flat: torch.Tensor) -> Saved:
@@ -134,7 +134,7 @@ class Held:
             self._entries.append((content, users))
 
     def let_go(self) -> None:
-        """Of all that nobody is at work on any more."""
+        """Let go of all that nobody is at work on any more."""
         self._entries = [each for each in self._entries if not all(ticket.done for ticket in each[1])]
 
 
@@ -182,5 +182,5 @@ class ValueTable:
 
 
 def unfinished(tickets: Sequence[Ticket]) -> list[Ticket]:
-    """Those that are not done yet."""
+    """The tickets that are not done yet."""
     return [ticket for ticket in tickets if not ticket.done]

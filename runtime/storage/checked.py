@@ -88,7 +88,7 @@ def _check_unit(unit: StoredUnit) -> None:
 
 
 def _num_moments(members: Sequence[StoredParameter], in_general: int) -> int:
-    """Of each element of a unit with these parameters: as many as the one has that has most."""
+    """Moments of each element of a unit with these parameters: as many as the one has that has most."""
     trained = [each for each in members if each.trained]
     return max((1 if each.second else len(each.components) or in_general for each in trained), default=in_general)
 
@@ -113,7 +113,7 @@ def _check_state(unit: StoredUnit, num_moments: int) -> None:
 
 
 def _check_tiles(name: str, ranges: Iterable[StoredRange], numel: int) -> None:
-    """That ranges make up the elements from 0 to `numel`."""
+    """Check that ranges make up the elements from 0 to `numel`."""
     end = 0
     for each in sorted(ranges, key=lambda each: each.start):
         _demand(each.start == end < each.stop, name, f"part {each.letter} begins at {each.start}, not at {end}")
@@ -138,7 +138,7 @@ def _check_part(part: StoredPart, run: str) -> None:
 
 
 def _check_parts(manifest: Manifest) -> None:
-    """That there are the parts that the units and the rest need, and no others, as large as their elements."""
+    """Check that there are the parts that the units and the rest need, and no others, as large as their elements."""
     parts = {part.value: part.nbytes for part in manifest.parts}
     for unit in manifest.units:
         for value, nbytes, is_needed in unit.parts():
@@ -184,7 +184,7 @@ def _num_taken(parameter: StoredParameter, itemsize: int) -> int:
 
 
 def _check_spans(name: str, spans: Iterable[Span], stop: int) -> None:
-    """That no two overlap, but where one has two names, and all end in time."""
+    """Check that no two overlap, but where one has two names, and all end in time."""
     found = sorted({each[:2]: each for each in spans if each.start < each.stop}.values())
     for one, other in pairwise([*found, Span(stop, stop, "its end")]):
         _demand(one.stop <= other.start, name, one.name, "reaches into", other.name)

@@ -160,11 +160,11 @@ class Drive:
                                 other.clear()
 
     def transfer(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> Transfer:
-        """Of one file: fill `memory` from `offset` on, or write it there; `label` names it in an error."""
+        """The transfer of one file: fill `memory` from `offset` on, or write it there; `label` names it in an error."""
         return Transfer([self.part(verb, file, memory, offset, label)])
 
     def part(self, verb: Verb, file: File, memory: Memory, offset: int, label: str) -> tuple[Movers, Iterator[Move]]:
-        """Of a transfer, what is moved here, block by block."""
+        """What a transfer moves here, block by block."""
         blocks = file.grid.cut(offset, memory.nbytes)
         places = ((memory[begin - offset : end - offset], begin) for begin, end in blocks)
         return self.movers[verb], (partial(ssd.move_block, verb, file, *place, label) for place in places)

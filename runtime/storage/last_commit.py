@@ -51,7 +51,7 @@ def step_of(commit: Manifest) -> Step:
 
 
 def order(commit: Manifest) -> tuple[int, int]:
-    """Of two commits the newer has the greater: a step is committed anew where something has changed after it."""
+    """What is greater for the newer of two commits: a step is committed anew where something has changed after it."""
     return commit.step, commit.number
 
 
@@ -141,7 +141,7 @@ def is_same(one: Path, other: Path) -> bool:
 
 
 def folders_of(commit: Manifest) -> list[Path]:
-    """Those that have files of a commit."""
+    """The folders that have files of a commit."""
     return list(dict.fromkeys(Path(file.folder) for file in commit.files()))
 
 

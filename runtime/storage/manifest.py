@@ -92,7 +92,7 @@ def write(
 
 
 def encoded(manifest: Manifest) -> bytes:
-    """Its text. Raises ManifestError where it could not be read again: what is too large, or is not of JSON."""
+    """The text of a manifest. Raises ManifestError where it could not be read again: too large, or not of JSON."""
     try:
         for name in ("groups", "states", "user", "plan"):
             check_plain(getattr(manifest, name), name)
@@ -235,7 +235,7 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
 
 
 def _words(error: Exception) -> str:
-    """Of pydantic the first of its errors, with the place of its entry."""
+    """What an error says: of pydantic's the first, with the place of its entry."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):

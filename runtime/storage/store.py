@@ -258,11 +258,11 @@ class Extent:
     like: Any = None
 
     def read(self, into: torch.Tensor, offset: int = 0) -> Transfer:
-        """To fill `into` from `offset` on; it may be used when the transfer's `wait` has returned."""
+        """A transfer that fills `into` from `offset` on; it may be used when the transfer's `wait` has returned."""
         return self._transfer("read", into, offset)
 
     def write(self, source: torch.Tensor, offset: int = 0) -> Transfer:
-        """To write `source` at `offset`; it may be changed when the transfer's `wait` has returned."""
+        """A transfer that writes `source` at `offset`; it may be changed when the transfer's `wait` has returned."""
         return self._transfer("write", source, offset)
 
     def stored(self, name: str) -> StoredPart:

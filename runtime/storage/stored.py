@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class FirstError:
-    """Of a list with a million wrong entries the first is told, and the others are not looked at."""
+    """Has a list with a million wrong entries tell of the first, and not look at the others."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return {**handler(source), "fail_fast": True}
@@ -170,7 +170,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of its files."""
+        """Bytes of its files."""
         return sum(file.nbytes for file in self.files())
 
     def files(self) -> Iterator[StoredFile]:
