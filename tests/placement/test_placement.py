@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import SIDE_NBYTES, Options, options, peaks, place, tiered_steps
+from tiers import SIDE_NBYTES, Options, options, place, tiered_steps
 
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement import boundaries
+from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.shards import QUANTUM, owned, pieces, place_of
 from gs_compile.program.ir import Value

@@ -12,10 +12,11 @@ from cpu_work import work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Oracle
-from tiers import PLAIN, Options, options, peaks, place, tiered_steps
+from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower
+from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import traffic

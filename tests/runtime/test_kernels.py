@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType, joined, moment_types, pair, types_of
-from gs_compile.runtime.kernels import ADAM, ADAMW, LION, QUANTUM, SGD, Rule, sum_of_squares
+from gs_compile.runtime.kernels import ADAM, ADAMW, LION, QUANTUM, RULES, SGD, Rule, sum_of_squares
 
 ADAM_HYPER = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SGD_HYPER = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "nesterov": False, "weight_decay": 0.1}
@@ -24,7 +24,6 @@ HYPER: dict[str, dict[str, Any]] = {
     "SGD": SGD_HYPER,
     "Lion": {"lr": 1e-2, "betas": (0.9, 0.98), "weight_decay": 0.1},
 }
-RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, LION)}
 VARIANTS: list[tuple[Rule, dict[str, Any]]] = [
     (ADAMW, {}),
     (ADAMW, {"weight_decay": 0.0}),
