@@ -16,7 +16,7 @@ import pytest
 import torch
 from learner import distance
 from setups import SetUp, ids, tiny
-from tiered import adamw, options
+from tiered import options
 from torch import nn
 
 import gs_compile
@@ -66,7 +66,7 @@ LIMITS: dict[str, list[Case]] = {
         ("end_to_end/test_choice.py", "test_too_little_memory_for_clipping_says_what_would_fit_without", "the largest"),
     ],
     "Steps that read other parameters": [
-        (HERE, "test_a_call_that_reads_other_parameters", "call the model the same way")
+        ("end_to_end/test_what_calls_read.py", "test_a_call_that_reads_other_parameters", "call the model the same way")
     ],
     "In durable runs, steps in which a trained parameter gets no gradient": [
         (
@@ -112,7 +112,9 @@ LIMITS: dict[str, list[Case]] = {
         ("end_to_end/test_freezing.py", "test_what_is_trained_changes_between_steps", "change it between"),
         (HERE, "test_on_several_ranks", "settles what is trained on several ranks"),
     ],
-    "Inputs that require a gradient": [(HERE, "test_an_input_without_rows_that_requires_a_gradient", "detach it")],
+    "Inputs that require a gradient": [
+        ("end_to_end/test_what_calls_read.py", "test_an_input_without_rows_that_requires_a_gradient", "detach it")
+    ],
     "Resuming from the files of a killed run": [
         ("durable/test_resume_refusals.py", "test_what_is_of_something_else_is_refused", "it is of 2 ranks"),
         ("faults/test_processes.py", "test_what_a_killed_run_has_left_is_removed", "a run was killed and left"),
@@ -323,43 +325,3 @@ def test_the_form_of_experts_that_errors_name(tmp_path):
     assert float(losses[model].detach()) == pytest.approx(float(losses[plain].detach()), rel=1e-5)
     assert distance(dict(model.state_dict()), dict(plain.state_dict())) < 1e-3  # products in bfloat16
     optimizer.engine.tiers.close()
-
-
-class Chooses(nn.Module):
-    """Reads one of two tables, or an input that is no batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.ParameterList(torch.randn(11, 8) for _ in range(2))
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, ids, number=0, shift=None):
-        x = nn.functional.embedding(ids, self.words[number])
-        for block in self.blocks:
-            x = x + block(x).relu()
-        return x.square().mean() if shift is None else (x + shift).square().mean()
-
-
-@pytest.fixture
-def chooses(tmp_path):
-    torch.manual_seed(0)
-    model = Chooses()
-    optimizer = adamw(list(model.parameters()))
-    model.compile(backend="greedysnake", options=options(tmp_path))
-    yield model
-    optimizer.engine.tiers.close()
-
-
-def test_a_call_that_reads_other_parameters(chooses):
-    chooses(ids())
-    with torch.no_grad():  # an evaluation may
-        torch.testing.assert_close(chooses(ids(), 1), chooses.forward(ids(), 1))
-    with pytest.raises(OptimizerError, match=r"in unit e that the first call did not: call the model the same way in"):
-        chooses(ids(), 1)
-
-
-def test_an_input_without_rows_that_requires_a_gradient(chooses):
-    with pytest.raises(
-        OptimizerError, match=r"shape \(8,\) requires a gradient, and has no row .*: detach it, or use a"
-    ):
-        chooses(ids(), shift=torch.ones(8, requires_grad=True))

@@ -226,9 +226,7 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
     models, ranks = call.models, call.ranks
     _refuse_other_layers(engine, models[0], training=call.training)
     if not call.training:
-        call.args = [  # what the run does not have, a parameter in memory, is read as a buffer is
-            arg.detach() if isinstance(arg, torch.nn.Parameter) and not is_offloaded(arg) else arg for arg in call.args
-        ]
+        call.args = [_for_evaluation(arg) if isinstance(arg, torch.nn.Parameter) else arg for arg in call.args]
     elif trains_others(engine, call.args):
         engine = train_others(engine, call)
     if engine.durable is not None and random is not None:
@@ -240,6 +238,14 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
     return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine)
+
+
+def _for_evaluation(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A parameter for an evaluation: one that the run does not have, in memory or stashed, is read as a buffer is."""
+    if not is_offloaded(parameter):
+        return parameter.detach()
+    residency = residency_of(parameter)
+    return residency.shown_value(parameter, parameter.device) if residency.tiered is None else parameter
 
 
 def _tell_of_memory(compilation: Compilation) -> None:

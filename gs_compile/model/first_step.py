@@ -7,7 +7,7 @@ settings change after them. So updates run beside the first backward, and one ca
 [2] a backward of several calls, or of one that was given up for another
 [3] a gradient from outside of the model
 [4] another setting, or no gradient, at `optimizer.step()`
-[5] a call that has no room beside those that wait.
+[5] a call that has no room, as it is larger than the first, or beside those that wait.
 
 Then another engine takes the place of the one so far: updates wait for `optimizer.step()`, or as many calls have
 memory. First values and states are there until the step has ended, and the backwards so far run once more, with the
@@ -167,10 +167,10 @@ class FirstStep:
         return engine
 
     def engine_with_room(self, engine: Engine, call: Call, error: MemoryBudgetError) -> Engine:
-        """An engine with memory for one call more [5]; raises the error where that cannot be."""
-        if engine.open and self.may_begin_again and engine.open.is_of_this_thread:
+        """An engine with memory for a larger call than the first, or for one more [5]; else raises the error."""
+        if self.may_begin_again and engine.open.is_of_this_thread:
             with suppress(MemoryBudgetError):
-                return self.begin_again(engine, call, Loop(engine.accumulates, engine.num_calls + 1))
+                return self.begin_again(engine, call, Loop(engine.accumulates, engine.num_calls + bool(engine.open)))
         raise error
 
     @property
@@ -183,12 +183,15 @@ class FirstStep:
     def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None) -> Engine:
         """Another engine in the place of one, with what the step has done so far.
 
-        call: one of the step. loop: what it is for; None: updates wait, and all calls that have had no backward have
-        memory at a time. Raises `MemoryBudgetError` where there is no room for that, `StepOrderError` where other
+        call: one of the step; that which reads most parameters is planned for. What an evaluation ahead of them has
+        read besides is stashed again. loop: what it is for; None: updates wait, and all calls that have had no backward
+        have memory at a time. Raises `MemoryBudgetError` where there is no room for that, `StepOrderError` where other
         parameters are trained by now, and leaves the engine as it is.
         """
-        for each in (call, *(other for other, _ in self.done)):
+        calls = (call, *(other for other, _ in self.done))
+        for each in calls:
             _refuse_changed(each)
+        call = max(calls, key=lambda each: len(engine.spans_of(each.args)))
         optimizer = engine.optimizer
         assert optimizer is not None, "its first step is under way"
         loop = loop or Loop(True, max(len(engine.open.undone), engine.num_calls))
@@ -196,6 +199,7 @@ class FirstStep:
         optimizer.loop = loop
         words = ["updates wait for step(), as several backwards or settings come before it"] if loop.accumulates else []
         words += [f"{loop.num_calls} calls are between forward and backward at a time"] if loop.num_calls > 1 else []
+        words = words or ["a call is larger than the first"]
         log.info("in this loop %s: the first step starts again", ", and ".join(words))
         engine.end("optimizer.step() was called")  # until then its calls go where the step goes
         optimizer.state.update(optimizer.first_states)
@@ -221,7 +225,9 @@ class FirstStep:
         """First values end, once the updates of the step are known to have succeeded: nobody goes back to them."""
         if self.engine() is None and self._values:
             while self._values:
-                self._values.pop().stash = None
+                residency = self._values.pop()
+                if residency.tiered is not None:  # else an evaluation has read it, and no call of the step
+                    residency.stash = None
             trim()
 
 

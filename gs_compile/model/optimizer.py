@@ -224,10 +224,10 @@ class Optimizer(torch.optim.Optimizer):
             return self.engine.state(span, self.steps.of(parameter))
         state = self.state.get(parameter, {})
         is_shown = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
-        if is_offloaded(parameter) and not is_shown:  # it was trained; in files
-            return dict(state)
         if self.engine is not None and not state:
             return None
+        if is_offloaded(parameter) and not is_shown:  # it was trained; in files
+            return dict(state)
         return optimizer_state.zeros(parameter, state) if is_shown else optimizer_state.copied(state)
 
     def keep_state(self, parameter: Tensor) -> None:
@@ -257,9 +257,10 @@ class Optimizer(torch.optim.Optimizer):
         for parameter, state in list(self.state.items()):
             span = self.trained_span(parameter)
             if span is None:
-                if not is_offloaded(parameter) and not self._has_values(parameter):
-                    del self.state[parameter]  # the model does not read it: as with torch, until it has a gradient
-                elif not is_offloaded(parameter):
+                is_read = residency_of(parameter).tiered is not None
+                if not is_read and not self._has_values(parameter):
+                    del self.state[parameter]  # as with torch, until it has a gradient
+                elif not is_read:
                     self.state[parameter] = {
                         "step": self.steps.shown(parameter).clone(),
                         **optimizer_state.copied(state),

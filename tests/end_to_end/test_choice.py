@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from standin import fails
-from tiered import Harness, adamw, gpt2, moved, options, outcome, step, tokens
+from tiered import Harness, adamw, gpt2, loss_of, moved, options, outcome, step, tokens
 
 import gs_compile
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
@@ -253,6 +254,18 @@ def test_what_is_wrong_with_a_plan_is_told(harness, storage, budget, monkeypatch
         pytest.raises(PlanError, match="no matrix rate"),
     ):
         step(harness.model, optimizer, tokens(0))
+
+
+def test_a_first_batch_that_is_larger_than_one_evaluated_before_it(harness, storage):
+    """What the plan for the smaller one has put into the memory that a step needs, goes to SSD."""
+    losses = []
+    for evaluates in (False, True):
+        with harness.fresh(adamw, given(storage, host_memory="4700KiB", micro_batch_size=32)) as optimizer:
+            if evaluates:
+                with torch.no_grad():
+                    loss_of(harness.model, tokens(0, 1))
+            losses.append(step(harness.model, optimizer, tokens(1, 64)))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("schedule", ["horizontal", pytest.param("lifetime", marks=pytest.mark.slow)])
