@@ -67,11 +67,11 @@ def _fit_for_capture(model: nn.Module) -> None:
 
 
 def _refuse_ranks(*_: Any, **__: Any) -> NoReturn:
-    """In the place of AdaLoRA's `update_and_allocate`."""
+    """In the place of `update_and_allocate` of AdaLoRA and AdaMSS."""
     raise ReleasedParameterError(
-        "update_and_allocate: AdaLoRA chooses ranks by gradients, but those of parameters that live on the tiers are "
-        "never in p.grad. Leave this call out: all ranks stay init_r, so set init_r to the rank that you want, or use "
-        "LoRA"
+        "update_and_allocate: AdaLoRA chooses ranks by gradients, and AdaMSS subspaces, but those of parameters that "
+        "live on the tiers are never in p.grad. Leave this call out, and the AdamssAsaCallback: all ranks stay init_r, "
+        "and all subspaces are trained, so set init_r, or num_subspaces, to what you want, or use LoRA"
     )
 
 

@@ -187,7 +187,7 @@ def test_ranks_by_gradients_are_refused(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
     gs_compile.hf.attach(Trainer(model, args, train_dataset=samples()), storage=tmp_path / "storage", expert=EAGER)
     for caller in (model, model.base_model):
-        with pytest.raises(ReleasedParameterError, match=r"are never in p\.grad\. Leave this call out"):
+        with pytest.raises(ReleasedParameterError, match="Leave this call out, and the AdamssAsaCallback"):
             caller.update_and_allocate(1)
 
 
