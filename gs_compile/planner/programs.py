@@ -121,8 +121,8 @@ class StepPrograms:
                     )
                 return each
         raise MemoryBudgetError(
-            f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs {format_bytes(needed)} in "
-            "addition to what the first batch has reserved: start with the largest batch"
+            f"host_memory is {format_bytes(self.host_nbytes)}; a batch of this size needs {format_bytes(needed)} of it "
+            "with all data where the plan for the first one has put it: start with the largest batch"
         )
 
     def _retreats(self, planned: Placement, *, training: bool) -> Iterable[Placement]:
