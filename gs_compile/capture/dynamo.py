@@ -47,7 +47,7 @@ try:
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
     from torch._dynamo.exc import Unsupported as Unsupported
     from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, install_guard
-    from torch._dynamo.source import LocalSource
+    from torch._dynamo.source import AttrSource, LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import orig_code_map
     from torch._dynamo.variables import TensorVariable
@@ -72,6 +72,8 @@ except ImportError as error:  # a release of torch moved what this file rests on
         "torch==2.13.0, or a newer greedysnake"
     ) from error
 
+
+_HOOKS_ON_ALL = tuple(f"_global_{each}_hooks" for each in ("forward_pre", "forward", "backward_pre", "backward"))
 
 current_compile_id = CompileContext.current_compile_id  # of the frame that Dynamo compiles now
 
@@ -101,7 +103,7 @@ def capture(
     symbols = _symbols(shapes[node][0] for node in batch)
     others = _symbols(chain.from_iterable(shape[1:] for shape in shapes.values()))
     is_another = detach([each for entry, each in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"])
-    guard_memory()
+    complete_guards()
     sources = [_source(node) for node in batch]
     if not is_freed(sources, map(_source, nodes)):
         fixed = not symbols and any(int(shapes[node][0]) > 1 for node in batch)
@@ -200,14 +202,18 @@ def is_foreign() -> bool:
     return not is_ours(InstructionTranslator.current_tx().output.compiler_fn)
 
 
-def guard_memory() -> None:
-    """Have Dynamo guard the strides that parameters have in memory now, where it has traced them with others.
+def complete_guards() -> None:
+    """Have Dynamo guard what it leaves out: hooks on all modules, and strides.
 
-    Called by a backend.
+    Those are the strides that parameters have in memory now, where Dynamo has traced them with others. Called by a
+    backend.
     """
     if current_compile_id() is None:
         return
-    output = InstructionTranslator.current_tx().output
+    traced = InstructionTranslator.current_tx()
+    modules, output = traced.import_source("torch.nn.modules.module"), traced.output
+    for hooks in _HOOKS_ON_ALL:
+        install_guard(AttrSource(modules, hooks).make_guard(GuardBuilder.DICT_KEYS_MATCH))
     for tensor, context in output.tracing_context.tensor_to_context.items():
         source: Any = getattr(context, "tensor_source", None)
         found = output.input_source_to_sizes_strides.get(source)

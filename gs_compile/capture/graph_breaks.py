@@ -13,12 +13,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from traceback import FrameSummary
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters, orig_code_map
 from torch._dynamo.utils import get_compilation_metrics as get_compilation_metrics
 from torch._guards import CompileContext
@@ -110,7 +112,10 @@ def refuse(error: CaptureError, why: str) -> NoReturn:
     if isinstance(error, GraphBreakError):
         raise error
     if (found := _given_up_around(sys._getframe())) is not None:
-        broken = _graph_break(*found)
+        code, *words = found
+        # The next call is traced anew: what Dynamo broke at may be gone, such as a hook.
+        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+        broken = _graph_break(*words)
         broken.__notes__ = getattr(error, "__notes__", [])
         raise broken from error
     if (name := _passed_over(sys._getframe())) is not None:
@@ -124,13 +129,13 @@ def refuse(error: CaptureError, why: str) -> NoReturn:
     raise error
 
 
-def _given_up_around(frame: FrameType | None) -> tuple[str, str] | None:
-    """Where and why Dynamo gave up the innermost of this frame and those around it; None: it gave up none of them."""
+def _given_up_around(frame: FrameType | None) -> tuple[CodeType, str, str] | None:
+    """The code of the innermost of this frame and those around it that Dynamo gave up, where and why; None: of none."""
     given_up = _given_up()
     while frame is not None:
         found = given_up.get((frame.f_code.co_filename, frame.f_code.co_firstlineno))
         if found and frame.f_code not in orig_code_map:  # code of Dynamo's own is of a function that it has captured
-            return found
+            return frame.f_code, *found
         frame = frame.f_back
     return None
 

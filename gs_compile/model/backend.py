@@ -21,9 +21,9 @@ from gs_compile.capture.dynamo import (
     SkipFrame,
     absorb_libraries,
     capture,
+    complete_guards,
     current_compile_id,
     forget_code,
-    guard_memory,
     guard_model,
 )
 from gs_compile.capture.given_up import frame_of, watch
@@ -190,7 +190,7 @@ def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
 
 def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None], NoReturn]:
     """What raises the error of a capture in each call, whose parameters may be on the tiers already."""
-    guard_memory()
+    complete_guards()
     kind, message = type(error), error.message  # not the error: its traceback holds the model
 
     def begin(args: Sequence[Any], ranks: Ranks | None) -> NoReturn:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from tiered import adamw, options
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import GPT, assert_same_gradients, compile_model, gradients, loss_of, train
 
@@ -20,11 +21,15 @@ batch = partial(zoo.batch, marked=False)  # as users give it
 
 
 @pytest.mark.filterwarnings("ignore:the model.s blocks are of:gs_compile.errors.UniformityWarning")
-def test_hooks_that_come_later_are_called():
+@pytest.mark.parametrize("on_all", [False, True])
+def test_hooks_that_come_later_are_called(on_all):
+    def change(module, _, output):
+        return output + 1.0 + output.square() if module is model.blocks[-1] else None
+
     model, (ids, _) = compile_model(GPT()), batch()
     with torch.no_grad():
         before = model(ids)[0]
-        hook = model.blocks[-1].register_forward_hook(lambda _, __, output: output + 1.0 + output.square())
+        hook = (register_module_forward_hook if on_all else model.blocks[-1].register_forward_hook)(change)
         assert not torch.equal(model(ids)[0], before)
         hook.remove()
         torch.testing.assert_close(model(ids)[0], before)
@@ -61,10 +66,12 @@ def test_hooks_of_the_compiled_model_itself_run_as_they_are_written(capsys):
 
 def test_a_hook_on_the_backward_of_a_module_is_refused_by_name():
     model = compile_model(GPT())
-    model.blocks[1].register_full_backward_hook(print)
+    hook = model.blocks[1].register_full_backward_hook(print)
     with pytest.raises(GraphBreakError, match="has a hook on its backward: remove the hook") as caught:
         loss_of(model, *batch())
     assert "compiled autograd" not in str(caught.value)  # which Dynamo would have it be
+    hook.remove()
+    loss_of(model, *batch()).backward()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from zoo import GPT, TOKENS, WIDTH, Block, batch
 
 import gs_compile
-from gs_compile.capture.dynamo import guard_memory
+from gs_compile.capture.dynamo import complete_guards
 from gs_compile.model.residency import is_offloaded, stash
 
 # That they are read by others is what is tested.
@@ -79,7 +79,7 @@ def code_of(module: nn.Module, x: torch.Tensor) -> str:
     graphs: list[str] = []
 
     def greedysnake(graph: fx.GraphModule, _):
-        guard_memory()
+        complete_guards()
         graphs.append(graph.code.partition("):")[2])
         return graph.forward
 
