@@ -41,13 +41,14 @@ check_torch()
 
 try:
     from torch._dynamo import config as dynamo_config
+    from torch._dynamo.convert_frame import compile_lock as compile_lock  # held while a frame is compiled
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.exc import SkipFrame as SkipFrame  # has Dynamo run a frame as it is
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
     from torch._dynamo.exc import Unsupported as Unsupported
     from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource, LocalSource
+    from torch._dynamo.source import AttrSource, GlobalSource, LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import orig_code_map
     from torch._dynamo.variables import TensorVariable
@@ -203,10 +204,10 @@ def is_foreign() -> bool:
 
 
 def complete_guards() -> None:
-    """Have Dynamo guard what it leaves out: hooks on all modules, and strides.
+    """Have Dynamo guard what it leaves out: hooks on all modules, the code of their methods, and strides.
 
-    Those are the strides that parameters have in memory now, where Dynamo has traced them with others. Called by a
-    backend.
+    A notebook puts other code in the place of a method's. The strides are those that parameters have in memory now,
+    where Dynamo has traced them with others. Called by a backend.
     """
     if current_compile_id() is None:
         return
@@ -214,11 +215,24 @@ def complete_guards() -> None:
     modules, output = traced.import_source("torch.nn.modules.module"), traced.output
     for hooks in _HOOKS_ON_ALL:
         install_guard(AttrSource(modules, hooks).make_guard(GuardBuilder.DICT_KEYS_MATCH))
+    for kind, name in _methods(output):
+        method = AttrSource(GlobalSource(output.install_global_by_id("__greedysnake", kind)), name)
+        install_guard(AttrSource(method, "__code__").make_guard(GuardBuilder.ID_MATCH))
     for tensor, context in output.tracing_context.tensor_to_context.items():
         source: Any = getattr(context, "tensor_source", None)
         found = output.input_source_to_sizes_strides.get(source)
         if found is not None and isinstance(tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
             found["stride"] = torch._C.TensorBase.stride(tensor)
+
+
+def _methods(output: Any) -> set[tuple[type, str]]:
+    """The methods that Dynamo has traced of the models' modules, by class and name, and what they override."""
+    traced = set(output.tracing_context.traced_code)
+    models = modules_in(output.root_tx.f_locals).values()
+    kinds = {type(each) for model in models for each in model.modules()}
+    found = ((kind, base, *each) for kind in kinds for base in kind.__mro__ for each in vars(base).items())
+    named = {(kind, base, name) for kind, base, name, method in found if getattr(method, "__code__", None) in traced}
+    return {(each, name) for *both, name in named for each in both if hasattr(getattr(each, name), "__code__")}
 
 
 def guard_model(parameters: Iterable[torch.Tensor]) -> None:

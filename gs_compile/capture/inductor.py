@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.fx import _symbolic_trace
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -77,6 +78,11 @@ class Generator:
         is_symbolic = bool(sizes.symbols) or not is_sized
         in_python = enable_python_dispatcher() if is_symbolic else nullcontext()  # C++ asks for numbers
         unwritten = _use_lazy_graph_module(True)  # as of `graph_module`
+
+        def run(*given: Any) -> Any:
+            _symbolic_trace._is_fx_tracing_flag = False  # for which compiled models would be refused in other threads
+            return function(*given)
+
         with mode, in_python, one_thread, torch.enable_grad(), torch._C._DisableAutocast(), unwritten:
             inputs = [
                 torch.empty_strided(
@@ -89,7 +95,7 @@ class Generator:
                 for s in specs
             ]
             try:
-                graph = make_fx(function, decomposition_table=self.decompositions)(*sizes.symbols.values(), *inputs)
+                graph = make_fx(run, decomposition_table=self.decompositions)(*sizes.symbols.values(), *inputs)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise GraphBreakError(
                     f"a layer's code cannot be traced: {error.func} reads values of a tensor, at "

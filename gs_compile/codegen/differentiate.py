@@ -15,7 +15,6 @@ HuggingFace's mixture-of-experts layers.)
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
+from gs_compile.capture.dynamo import compile_lock
 from gs_compile.capture.exchange import first_exchange
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
@@ -43,7 +43,7 @@ Tensors = Sequence[torch.Tensor]
 Function = Callable[..., Sequence[Any]]
 T = TypeVar("T")
 
-ONE_AT_A_TIME = threading.RLock()  # threads trace and compile: torch changes the state of its process for that
+ONE_AT_A_TIME = compile_lock  # Dynamo's: torch changes the state of its process to trace and to compile
 
 
 @dataclass

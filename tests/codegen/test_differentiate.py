@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +190,27 @@ def test_autograd_stays_in_the_thread_that_traces(monkeypatch):
     Differentiated(block_unit(Block), EAGER).graph("backward")
     assert threads == [False]
     assert torch.autograd.is_multithreading_enabled()
+
+
+def test_dynamo_compiles_nothing_in_another_thread_while_code_is_traced(monkeypatch):
+    """It would take the methods of modules as they are patched for the time of a trace."""
+    pull, made, order = differentiate_module.Differentiated._pull, [], []
+
+    def backend(graph, _):
+        order.append("compiled")
+        return graph
+
+    def seen(*given):
+        made.append(pool.submit(torch.compile(Block(), backend=backend), torch.ones(2, 3, WIDTH)))
+        wait(made, 0.5)
+        order.append("traced")
+        return pull(*given)
+
+    monkeypatch.setattr(differentiate_module.Differentiated, "_pull", seen)
+    with ThreadPoolExecutor(1) as pool:
+        Differentiated(block_unit(Block), EAGER).graph("backward")
+        assert made[0].result(60).shape == (2, 3, WIDTH)
+    assert order == ["traced", "compiled"]
 
 
 def test_compiled_once_for_all_layers(monkeypatch):
