@@ -167,9 +167,10 @@ class Parameters:
             came = flat(memory, stop - start, self.setting.dtype(unit.unit)) if memory is not None else None
         tensors: dict[int, Tensor | Encoded] = {}
         for binding in bindings:
-            source = stays if binding.span.offset < first else came
+            has_come = binding.span.offset >= first and came is not None  # an empty one may be behind all that stays
+            source = came if has_come else stays
             assert source is not None
-            tensors[binding.input] = binding.view(source, 0 if binding.span.offset < first else first)
+            tensors[binding.input] = binding.view(source, first if has_come else 0)
         return tensors
 
     def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor, elements: tuple[int, int]) -> None:

@@ -22,15 +22,15 @@ OURS = {
 
 
 class Choosing(Block):
-    """A block that leaves tokens out, by a mask that all blocks share and a score of its own."""
+    """A block that leaves tokens out, by a mask that all blocks share and a score of its own; a parameter is empty."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.score = nn.Linear(WIDTH, 1)
+        self.score, self.empty = nn.Linear(WIDTH, 1), nn.Parameter(torch.empty(0))
 
     def forward(self, x_BTD: torch.Tensor, mask_BT1: torch.Tensor) -> torch.Tensor:
         mask_BT1 = mask_BT1 & (self.score(x_BTD) > 0)  # operator.and_ changes nothing in place
-        return torch.where(mask_BT1, super().forward(x_BTD), x_BTD)
+        return torch.where(mask_BT1, super().forward(x_BTD), x_BTD) + self.empty.sum()
 
 
 class Model(nn.Module):
