@@ -28,7 +28,7 @@ from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
-from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
+from gs_compile.model.gradients import forget_gradients, have_zeros, is_zeroed, mark_gradient_unavailable, take_given
 from gs_compile.model.in_memory import count
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
@@ -226,7 +226,7 @@ class Engine(ParameterStore):
             forget_gradients(optimizer.group_of)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
-        record.idle = self._may_be_idle.difference(reached)
+        record.idle = self._may_be_idle.difference(reached, map(self.trained_span, have_zeros(optimizer.group_of)))
         if self.ranks is None:  # of which none counts what a parameter has missed: it has zeros for a gradient
             missed = ((self.trained_span(parameter), number) for parameter, number in optimizer.steps.missed.items())
             record.missed = {span: number for span, number in missed if span is not None}

@@ -45,6 +45,11 @@ def forget_gradients(parameters: Iterable[Tensor]) -> None:
         mark.is_expected = False
 
 
+def have_zeros(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those whose gradient was set to zero in place: torch updates them by it, also where no other comes."""
+    return [parameter for parameter, grad, mark in _marks(parameters) if grad is mark and mark.is_zeroed]
+
+
 def take_given(parameters: Iterable[Tensor]) -> None:
     """Have what somebody has put in `.grad` of parameters on the tiers, but zeros, added to the sums of the step."""
     with without_overrides():

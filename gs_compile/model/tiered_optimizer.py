@@ -67,10 +67,10 @@ class TieredOptimizer(Optimizer):
                 optimizer_state.refuse_replaced(self)
                 raise OptimizerError(
                     "gradients have arrived in p.grad: the model did not run with the greedysnake backend, or was "
-                    'called before this optimizer was made. Compile it, model.compile(backend="greedysnake"), or by '
-                    "torch.compile where it is itself a module of torch.nn; call model(...), not model.forward(...); "
-                    "make the optimizer before the first call, or use a torch.optim optimizer"
-                    + watch().why(self._parameters)
+                    "called before this optimizer was made. Compile it, also where it is a copy of a compiled one, by "
+                    'model.compile(backend="greedysnake"), or by torch.compile if it is itself a module of torch.nn; '
+                    "call model(...), not model.forward(...); make the optimizer before the first call, or use a "
+                    "torch.optim optimizer" + watch().why(self._parameters)
                 )
             return loss
         self._close()
