@@ -222,28 +222,6 @@ def test_what_changes_of_a_parameter_where_its_dict_does_not_is_guarded():
     assert len(spy.traces) == 2
 
 
-class Replaced(Block):
-    def forward(self, x):
-        return Block.forward(self, x)
-
-
-def doubled(self, x):
-    return 2 * Block.forward(self, x)
-
-
-@pytest.mark.parametrize("name", ["forward", "__code__"])
-def test_a_method_that_is_replaced_after_the_first_call_runs(name, monkeypatch):
-    """As where a notebook loads a module anew: in its class, or the code of the function."""
-    model, (ids, _) = compile_model(GPT(Replaced), 2), batch()
-    with torch.no_grad():
-        before = model(ids)[0]
-        owner, value = (Replaced, doubled) if name == "forward" else (Replaced.forward, doubled.__code__)
-        monkeypatch.setattr(owner, name, value)
-        assert not torch.equal(model(ids)[0], before)
-        monkeypatch.undo()
-        torch.testing.assert_close(model(ids)[0], before)
-
-
 def test_what_dynamo_passes_over_is_named_in_the_log_of_its_configuration():
     ignored = dynamo_config.ignore_logging_functions
     absorb_libraries()

@@ -1,4 +1,4 @@
-"""Hooks on the forward of modules, of the compiled one and of those inside."""
+"""Hooks on the forward of modules, of the compiled one and of those inside, and what takes the place of a method."""
 
 from __future__ import annotations
 
@@ -32,6 +32,28 @@ def test_hooks_that_come_later_are_called(on_all):
         hook = (register_module_forward_hook if on_all else model.blocks[-1].register_forward_hook)(change)
         assert not torch.equal(model(ids)[0], before)
         hook.remove()
+        torch.testing.assert_close(model(ids)[0], before)
+
+
+class Replaced(zoo.Block):
+    def forward(self, x):
+        return zoo.Block.forward(self, x)
+
+
+def doubled(self, x):
+    return 2 * zoo.Block.forward(self, x)
+
+
+@pytest.mark.parametrize("name", ["forward", "__code__"])
+def test_a_method_that_is_replaced_after_the_first_call_runs(name, monkeypatch):
+    """As where a notebook loads a module anew: in its class, or the code of the function."""
+    model, (ids, _) = compile_model(GPT(Replaced), 2), batch()
+    with torch.no_grad():
+        before = model(ids)[0]
+        owner, value = (Replaced, doubled) if name == "forward" else (Replaced.forward, doubled.__code__)
+        monkeypatch.setattr(owner, name, value)
+        assert not torch.equal(model(ids)[0], before)
+        monkeypatch.undo()
         torch.testing.assert_close(model(ids)[0], before)
 
 

@@ -9,7 +9,7 @@ import torch
 from tiered import options
 from torch import nn
 from torch.nn import functional
-from zoo import VOCAB, WIDTH, Block, batch, compile_model
+from zoo import GPT, VOCAB, WIDTH, Block, batch, compile_model, loss_of
 
 import gs_compile
 
@@ -22,15 +22,15 @@ OURS = {
 
 
 class Choosing(Block):
-    """A block that leaves tokens out, by a mask that all blocks share and a score of its own; a parameter is empty."""
+    """A block that leaves tokens out, by a mask that all blocks share and a score of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.score, self.empty = nn.Linear(WIDTH, 1), nn.Parameter(torch.empty(0))
+        self.score = nn.Linear(WIDTH, 1)
 
     def forward(self, x_BTD: torch.Tensor, mask_BT1: torch.Tensor) -> torch.Tensor:
         mask_BT1 = mask_BT1 & (self.score(x_BTD) > 0)  # operator.and_ changes nothing in place
-        return torch.where(mask_BT1, super().forward(x_BTD), x_BTD) + self.empty.sum()
+        return torch.where(mask_BT1, super().forward(x_BTD), x_BTD)
 
 
 class Model(nn.Module):
@@ -95,3 +95,26 @@ def test_a_gradient_from_outside_reaches_it(tmp_path):
             optimizer.zero_grad()
         results.append({name: value.clone() for name, value in each.state_dict().items()})
     torch.testing.assert_close(*results)
+
+
+class Empty(Block):
+    """A block whose last parameter has no elements, and no place of its own in its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_BTD) + self.empty.sum()
+
+
+def test_a_parameter_without_elements(tmp_path):
+    model, in_memory = GPT(Empty), dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0)
+    plain = copy.deepcopy(model)
+    for each, kind in ((plain, torch.optim.SGD), (model, gs_compile.SGD)):
+        optimizer = kind(each.parameters(), lr=0.1)
+        if each is model:
+            model.compile(backend="greedysnake", options=options(tmp_path, ratios=in_memory))
+        loss_of(each, *batch(4)).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
