@@ -53,7 +53,7 @@ from gs_compile.model.freezing import is_passed_on, train_others, trains_others
 from gs_compile.model.materialize import evaluating, stores_of
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.outputs import LOSS_ALONE
-from gs_compile.model.residency import is_offloaded, residency_of, roll_back, stash
+from gs_compile.model.residency import for_evaluation, is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.options import Options
@@ -226,7 +226,7 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
     models, ranks = call.models, call.ranks
     _refuse_other_layers(engine, models[0], training=call.training)
     if not call.training:
-        call.args = [_for_evaluation(arg) if isinstance(arg, torch.nn.Parameter) else arg for arg in call.args]
+        call.args = [for_evaluation(arg) if isinstance(arg, torch.nn.Parameter) else arg for arg in call.args]
     elif trains_others(engine, call.args):
         engine = train_others(engine, call)
     if engine.durable is not None and random is not None:
@@ -238,14 +238,6 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
     return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine)
-
-
-def _for_evaluation(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A parameter for an evaluation: one that the run does not have, in memory or stashed, is read as a buffer is."""
-    if not is_offloaded(parameter):
-        return parameter.detach()
-    residency = residency_of(parameter)
-    return residency.shown_value(parameter, parameter.device) if residency.tiered is None else parameter
 
 
 def _tell_of_memory(compilation: Compilation) -> None:
