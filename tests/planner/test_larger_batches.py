@@ -25,7 +25,7 @@ LARGER = 32  # micro-batches; the first batch has 2
 def sized(builder: StepBuilder, first: Placement, host_nbytes: int, values_nbytes: int | None = None) -> Placement:
     """The homes of a training step with the larger batch, in these budgets."""
     planning: Any = object.__new__(StepPrograms)
-    planning.planner = SimpleNamespace(request=Request())
+    planning.planner = SimpleNamespace(request=Request(), model=SimpleNamespace(rest_nbytes=0))
     planning.builder, planning.placement, planning.host_nbytes = builder, first, host_nbytes
     planning._placements = {}
     planning.planned = SimpleNamespace(values_nbytes=values_nbytes)
