@@ -288,15 +288,15 @@ def is_offloaded(parameter: Tensor) -> bool:
     return isinstance(parameter, OffloadedParameter)
 
 
-# Changes of state -----------------------------------------------------------------------------------------------------
-
-
 def for_evaluation(parameter: Tensor) -> Tensor:
     """What an evaluation reads: one that the run does not have, in memory or stashed, is read as a buffer is."""
     if not is_offloaded(parameter):
         return parameter.detach()
     residency = residency_of(parameter)
     return residency.shown_value(parameter, parameter.device) if residency.tiered is None else parameter
+
+
+# Changes of state -----------------------------------------------------------------------------------------------------
 
 
 def stash(

@@ -15,7 +15,7 @@ memory, on the device; one more tells what goes where a layer's input is not kep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from gs_compile.placement.stacks import stack_of, stacks
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.counting import (
     ACTIVATIONS,
+    AFFINE_FROM,
     CLASSES,
     NUM_CLASSES,
     PHASES,
@@ -184,14 +185,15 @@ class Formulas:
     def _points(self, anchors: tuple[float, ...], *, several: bool) -> dict[str, Array]:
         """By tier, the points that bind for some ratios and some alpha between the anchors, for any micro-batches."""
         if (anchors, several) not in self._binding:
-            numbers = (2, 3, 4) if several else (1,)
+            numbers = range(2, AFFINE_FROM + 2) if several else (1,)
             counted = [[self.counted.readings(alpha, number) for number in numbers] for alpha in anchors]
             binding = {}
             for tier in self.tiers:
                 heights = []
                 for by_number in counted:
                     alive = [self._alive(each, tier) for each in by_number]
-                    heights += [*alive[:2], *([alive[2] - alive[1]] if several else [])]
+                    heights += alive[: AFFINE_FROM - 1]
+                    heights += [more - less for less, more in pairwise(alive[AFFINE_FROM - 2 :])]
                 binding[tier] = _highest(np.stack(heights, axis=1), _exclusive(self.homes))
             self._binding[anchors, several] = binding
         return self._binding[anchors, several]

@@ -58,6 +58,7 @@ EVERYTHING = Ratios(checkpoint=1.0, parameter=1.0, optimizer=1.0, gradient=1.0)
 ON_DEVICE = Ratios(device_checkpoint=1.0, device_parameter=1.0, optimizer=1.0, gradient=0.0)
 ENDS = 4  # layers at either end that may differ from those between: as far as `pipeline` looks ahead, and one
 MOST_PERIOD = 4  # layers
+AFFINE_FROM = 3  # micro-batches
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ class Counted:
 
     def readings(self, alpha: float, number: int) -> Readings:
         """For one alpha and a number of micro-batches."""
-        if number > 4:
-            return self.readings(alpha, 3).to(self.readings(alpha, 4), number - 3)
+        if number > AFFINE_FROM + 1:
+            first, second = (self.readings(alpha, AFFINE_FROM + more) for more in (0, 1))
+            return first.to(second, number - AFFINE_FROM)
         if (alpha, number) not in self._known:
             self._known[alpha, number] = self._made(alpha, number)
         return self._known[alpha, number]
