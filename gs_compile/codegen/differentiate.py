@@ -43,8 +43,6 @@ Tensors = Sequence[torch.Tensor]
 Function = Callable[..., Sequence[Any]]
 T = TypeVar("T")
 
-ONE_AT_A_TIME = compile_lock  # Dynamo's: torch changes the state of its process to trace and to compile
-
 
 @dataclass
 class SharedCode:
@@ -327,7 +325,7 @@ class Differentiated:
     @contextmanager
     def _making(self) -> Iterator[None]:
         """One thread is inside at a time. Counts what it takes, also where that counts parts of itself."""
-        with ONE_AT_A_TIME:
+        with compile_lock:  # torch changes the state of its process to trace and to compile
             start, before = time.perf_counter(), self.seconds
             yield
             self.seconds = before + time.perf_counter() - start

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from gs_compile.capture.dynamo import compile_lock
 from gs_compile.capture.inductor import in_this_process, num_cache_misses
-from gs_compile.codegen.differentiate import ONE_AT_A_TIME, Differentiated
+from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.machine import available_memory, num_ranks, usable_cores
 from gs_compile.progress import stage
 
@@ -40,7 +41,7 @@ class Wanted(NamedTuple):
 
 def compile_all(wanted: Sequence[Wanted]) -> None:
     """Compile these, where they are not compiled yet; a bar on the terminal says how far it is."""
-    with ONE_AT_A_TIME:  # a fork has this thread alone, and what it holds
+    with compile_lock:  # a fork has this thread alone, and what it holds
         missing = dict.fromkeys(each for each in wanted if not each.code.has_function(each.name, each.level))
         if missing:
             _compile(*missing)
