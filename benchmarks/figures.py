@@ -230,7 +230,10 @@ def workload_of(case: str, micro_batch_size: int = MICRO_BATCH_SIZE) -> Workload
 
 def shared(workload: Workload, ranks: int) -> Workload:
     """An n-th of all that is placed; every GPU computes with all of it, on samples of its own."""
-    sizes = (replace(size, trained=tuple(share(numel, ranks) for numel in size.trained)) for size in workload.sizes)
+    sizes = (
+        replace(size, trained_numels=tuple(share(numel, ranks) for numel in size.trained_numels))
+        for size in workload.sizes
+    )
     return replace(workload, sizes=tuple(sizes)) if ranks > 1 else workload
 
 

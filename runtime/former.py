@@ -61,12 +61,12 @@ def alike(
     """The names of the stored parts that can stay in their files: of units that have the same in the same places, in
     these folders.
     """
-    units = {each.unit: unit_of(each) for each in former.units if types_in(each) == types.get(each.unit)}
+    groups = {each.unit: unit_of(each).groups for each in former.units if types_in(each) == types.get(each.unit)}
     moved = {each.unit for each in {*former.parameters} ^ {*parameters}}
     named = {
         unit.value(kind, part)._replace(tier=None).name
         for unit in placement.units
-        if units.get(unit.unit) == unit and unit.unit not in moved
+        if groups.get(unit.unit) == unit.groups and unit.unit not in moved
         for kind, parts in (("w", unit.w), ("s", unit.s))
         for part in parts.values()
     }
@@ -78,8 +78,9 @@ def unit_of(stored: StoredUnit) -> UnitPlacement:
     groups = tuple(
         Group(each.letter, each.when, tuple(map(_part, each.w)), tuple(map(_part, each.s))) for each in stored.groups
     )
-    sizes = stored.itemsize, stored.gradient_itemsize, stored.state_itemsize
-    return UnitPlacement(stored.unit, groups, *sizes, has_master=stored.has_master)
+    sizes = {name: getattr(stored, name) for name in ("itemsize", "gradient_itemsize", "state_itemsize", "has_master")}
+    numels = (stored.numel("early", "late"),), (stored.numel("never"),)
+    return UnitPlacement(stored.unit, *numels, **sizes, groups=groups)
 
 
 def types_in(stored: StoredUnit) -> Types:

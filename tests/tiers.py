@@ -146,7 +146,7 @@ def place(num_layers: int, num_micro_batches: int, shape: StepShape = PLAIN, opt
             alpha=options.alpha,
             most_numel=options.most_numel,
             separate=options.separate,
-            device_numel=int(options.device_parameter * sum(size.trained + size.frozen)) if may_reside else 0,
+            device_numel=int(options.device_parameter * size.numel) if may_reside else 0,
         )
 
     levels = tuple(Level((k * SAVED_NBYTES,) * num_micro_batches, options.reads_input and k == 1) for k in (1, 2))

@@ -110,7 +110,7 @@ class SpecializedModel:
 
     def shape_of(self, sizes: Iterable[UnitSize], tied: Set[Unit], *, training: bool = True) -> StepShape:
         """The parts of a step with the parameters of `sizes` on tiers, those that the units `tied` share too."""
-        trained = {size.unit for size in sizes if size.trained}
+        trained = {size.unit for size in sizes if size.trained_numels}
         shape = self._shape(trained | (tied if TIED in trained else set()))
         frozen = frozenset({TIED, *self.split.by_unit} - trained)
         found = replace(shape, tied=frozenset(tied), frozen=frozen)

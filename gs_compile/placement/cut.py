@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import accumulate, count, pairwise
 from math import ceil
 
@@ -72,7 +73,7 @@ def cut(
     separate: the device has memory of its own.
     device_numel: the most elements that live there, as whole tensors: with what units before were short of.
     """
-    tensors = [0, *accumulate((*size.trained, *size.frozen))]
+    tensors = [0, *accumulate((*size.trained_numels, *size.frozen_numels))]
     device = max(end for end in tensors if end <= device_numel)
     limit = max(_elements(ratios["parameter"] + ratios.get("device", 0.0), size.numel), device)
     takes_tensors = size.products is not None and not size.products.shared_nbytes
@@ -94,9 +95,7 @@ def cut(
             has_state = when != "never" and size.state_itemsize
             s = tuple(Part(next(s_letters), tier, a, b) for tier, a, b in homes if a < b) if has_state else ()
             groups.append(Group(next(dw_letters), when, w, s))
-    sizes = size.itemsize, size.gradient_itemsize, size.state_itemsize
-    costs = size.conversion_nbytes, size.decoded_nbytes, size.device_nbytes
-    return UnitPlacement(size.unit, tuple(groups), *sizes, size.has_master, *costs)
+    return UnitPlacement(**{each.name: getattr(size, each.name) for each in fields(size)}, groups=tuple(groups))
 
 
 def _zones(

@@ -40,9 +40,9 @@ def sharded(size: UnitSize, world: int) -> UnitSize:
     """
     if world == 1:
         return size
-    trained, frozen = (_cut(share(sum(numels), world)) for numels in (size.trained, size.frozen))
+    trained, frozen = (_cut(share(sum(numels), world)) for numels in (size.trained_numels, size.frozen_numels))
     products = size.products and replace(size.products, shared_nbytes=2 * sum(trained) * (world - 1))
-    return replace(size, trained=trained, frozen=frozen, products=products)
+    return replace(size, trained_numels=trained, frozen_numels=frozen, products=products)
 
 
 def shared(workload: Workload, world: int) -> Workload:

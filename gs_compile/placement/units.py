@@ -21,7 +21,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from gs_compile.placement.shards import pieces
-from gs_compile.program.ir import COPIES, SHADOWS, Op, Tier, Unit, Value, homed
+from gs_compile.placement.workload import UnitSize
+from gs_compile.program.ir import COPIES, SHADOWS, Op, Tier, Value, homed
 
 When = Literal["early", "late", "never"]  # beside the backward, in the next forward, or not at all
 
@@ -65,30 +66,10 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UnitPlacement:
-    """One unit's groups.
+class UnitPlacement(UnitSize):
+    """A unit that is placed: its elements are in groups."""
 
-    state_itemsize: of all components of an element's state; not whole where moments have 8 bits. conversion_nbytes:
-        what converting them takes in an update, as in `formats`. decoded_nbytes, device_nbytes: as in `UnitSize`.
-    """
-
-    unit: Unit
-    groups: tuple[Group, ...]
-    itemsize: int
-    gradient_itemsize: int
-    state_itemsize: float
-    has_master: bool  # the parameters are narrow copies of a master in the state
-    conversion_nbytes: int = field(default=0, compare=False)  # commits do not say it
-    decoded_nbytes: int = field(default=0, compare=False)
-    device_nbytes: int = field(default=0, compare=False)
-
-    @cached_property
-    def numel(self) -> int:
-        return sum(group.numel for group in self.groups)
-
-    @cached_property
-    def num_trained(self) -> int:
-        return sum(group.numel for group in self.groups if group.when != "never")
+    groups: tuple[Group, ...] = field(kw_only=True)
 
     @cached_property
     def w(self) -> dict[str, Part]:

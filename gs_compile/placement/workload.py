@@ -36,15 +36,17 @@ class Products:
 class UnitSize:
     """What a unit has to place: elements of its tensors (multiples of the quantum), trained ones first.
 
-    state_itemsize: not whole where moments have 8 bits. conversion_nbytes: see `formats`. decoded_nbytes: of the values
-        of its encoded matrices, which its code computes with.
+    state_itemsize: of all components of an element's state; not whole where moments have 8 bits.
+    has_master: the parameters are narrow copies of a master in the state.
+    conversion_nbytes: what converting an element takes in an update.
+    decoded_nbytes: of the values of its encoded matrices, which its code computes with.
     products: of its update, where that takes whole tensors; None: it takes elements. device_nbytes: that the device
         passes over in the time of these, once it is known.
     """
 
     unit: Unit
-    trained: tuple[int, ...]
-    frozen: tuple[int, ...]
+    trained_numels: tuple[int, ...]
+    frozen_numels: tuple[int, ...]
     itemsize: int
     gradient_itemsize: int
     state_itemsize: float
@@ -54,20 +56,20 @@ class UnitSize:
     products: Products | None = None
     device_nbytes: int = 0
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        return self.num_trained + sum(self.frozen)
+        return self.num_trained + sum(self.frozen_numels)
 
-    @property
+    @cached_property
     def num_trained(self) -> int:
-        return sum(self.trained)
+        return sum(self.trained_numels)
 
     @property
     def may_reside(self) -> bool:
         """Whether its parameters may live on a device with memory of its own: the update makes them from a master in
         host memory, wholly or in part, or nothing does.
         """
-        return self.itemsize < self.gradient_itemsize or not self.trained
+        return self.itemsize < self.gradient_itemsize or not self.trained_numels
 
 
 def beside_slab(sizes: Iterable[UnitSize]) -> int:

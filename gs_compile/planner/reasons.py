@@ -137,7 +137,7 @@ def longer_life(plan: StepPlan, narrower: Narrower = ()) -> Iterator[str]:
             f"with `{flags}`{' and no given batch' if is_batch_given else ''} {life}, by the linear program: {larger} "
             f"tokens a step instead of {smaller}, {speed} tokens/s instead of {before}{exact}"
         )
-    if not any(size.frozen for size in plan.workload.sizes):
+    if not any(size.frozen_numels for size in plan.workload.sizes):
         yield ADAPTERS
 
 

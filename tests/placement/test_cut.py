@@ -64,9 +64,13 @@ def test_what_a_unit_is_short_of_the_next_ones_have(tensors, share):
     units = cut_units(sizes, Decision(ratios=(ratios,)), Layout(separate=True))
     largest, wanted, found = 0, 0.0, 0
     for size, unit in zip(sizes, units, strict=True):
-        wanted, found, largest = wanted + share * size.numel, found + unit.num_resident, max(largest, *size.trained)
+        wanted, found, largest = (
+            wanted + share * size.numel,
+            found + unit.num_resident,
+            max(largest, *size.trained_numels),
+        )
         assert found <= wanted + 1e-6
-        assert unit.num_resident in (0, *accumulate(size.trained))
+        assert unit.num_resident in (0, *accumulate(size.trained_numels))
     if len(set(tensors[0])) == 1 and all(each == tensors[0] for each in tensors):
         assert found > wanted - largest
 

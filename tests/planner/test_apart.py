@@ -35,7 +35,7 @@ def two_stacks(tower, text, *, trained=True):
     sizes["h"], costs["h"] = text.sizes[-1], text.costs["h"]
     below = () if trained else ("e", *range(JOINT))
     for unit in below:
-        sizes[unit] = replace(sizes[unit], trained=(), frozen=sizes[unit].trained)
+        sizes[unit] = replace(sizes[unit], trained_numels=(), frozen_numels=sizes[unit].trained_numels)
     shape = StepShape(joints=frozenset({JOINT}), frozen=frozenset(below), first_grad="e" if trained else JOINT)
     return replace(
         text,

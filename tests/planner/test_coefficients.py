@@ -50,8 +50,8 @@ def test_short_programs_say_the_same_where_the_backward_ends_at_the_first_layer(
     whole = gpt(16, 512, vocabulary=5000)
 
     def adapted(size):
-        own = size.trained[:1] if isinstance(size.unit, int) else ()
-        return replace(size, trained=own, frozen=size.trained[len(own) :])
+        own = size.trained_numels[:1] if isinstance(size.unit, int) else ()
+        return replace(size, trained_numels=own, frozen_numels=size.trained_numels[len(own) :])
 
     shape = replace(whole.shape, frozen=frozenset("eht"), first_grad=0)
     workload = replace(whole, sizes=tuple(map(adapted, whole.sizes)), shape=shape)

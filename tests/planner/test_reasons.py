@@ -262,7 +262,7 @@ def test_ranks_count_once():
 
 def test_what_is_frozen_has_adapters_already():
     first, *others = WORKLOAD.sizes
-    frozen = replace(first, trained=(), frozen=first.trained)
+    frozen = replace(first, trained_numels=(), frozen_numels=first.trained_numels)
     assert lives(lasting(80, workload=replace(WORKLOAD, sizes=(frozen, *others)))) == [AS_THEY_ARE]
 
 

@@ -135,8 +135,8 @@ def test_what_is_frozen_is_placed_but_not_trained():
     workload = ModelSpec.of(model, sequence=zoo.TOKENS).workload(1)
     assert workload.shape.frozen == {"e", "t"}
     assert workload.shape.first_grad == 0
-    assert size(workload, 3).trained == (QUANTUM,) * 2
-    assert sum(size(workload, 3).frozen) > sum(size(workload, 3).trained)
+    assert size(workload, 3).trained_numels == (QUANTUM,) * 2
+    assert sum(size(workload, 3).frozen_numels) > sum(size(workload, 3).trained_numels)
     assert size(workload, "e").num_trained == 0
 
 
@@ -164,7 +164,7 @@ def test_a_unit_of_two_dtypes():
     head = size(ModelSpec.of(model, sequence=zoo.TOKENS).workload(1), "h")
     norms = (2 * zoo.WIDTH + QUANTUM - 1) // QUANTUM * QUANTUM
     halved = tuple(-(-p.numel() // QUANTUM) * QUANTUM for p in model.head.parameters())
-    assert (head.itemsize, sorted(head.trained)) == (2, sorted([*halved, norms, norms]))
+    assert (head.itemsize, sorted(head.trained_numels)) == (2, sorted([*halved, norms, norms]))
 
 
 @pytest.mark.slow
@@ -317,8 +317,8 @@ def test_frozen_matrices_are_planned_in_their_bytes(adapted):
     dense = sum(-(-each.numel() // QUANTUM) * QUANTUM for each in matrices)
     for one, other in zip(plain.sizes, found.sizes, strict=True):
         is_layer = isinstance(one.unit, int)
-        assert one.trained == other.trained
-        assert sum(one.frozen) - sum(other.frozen) == (dense - stored if is_layer else 0)
+        assert one.trained_numels == other.trained_numels
+        assert sum(one.frozen_numels) - sum(other.frozen_numels) == (dense - stored if is_layer else 0)
         assert other.decoded_nbytes == (2 * sum(each.numel() for each in matrices) if is_layer else 0)
     layer = found.costs[0].workspace_nbytes + found.sizes[1].decoded_nbytes
     assert found.workspace_nbytes == max(layer, plain.workspace_nbytes)

@@ -29,7 +29,6 @@ from dataclasses import replace
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import op_nbytes
-from gs_compile.placement.units import UnitPlacement
 from gs_compile.placement.workload import CodeCost, UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
@@ -118,7 +117,7 @@ def lane_rate(lane: str, profile: Profile) -> float:
     return profile.memory_bytes_per_second if lane in ("compute", "memory") else profile.transfer_rate(lane)
 
 
-def update_nbytes(unit: UnitPlacement | UnitSize) -> float:
+def update_nbytes(unit: UnitSize) -> float:
     """The bytes that updating one element reads and writes: its state, its gradient, and its parameter.
 
     A parameter that has a master in the state is only written. What narrow moments take to convert comes on top.
