@@ -20,16 +20,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gs_compile.capture.internals import changes, tree_leaves, tree_map_only
 from gs_compile.errors import RankError, StorageError, StorageFullError
 from gs_compile.machine import format_bytes, free_storage
+from gs_compile.model.stand_in import StandIn, applied, plain
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import is_in_host_memory
 
@@ -207,41 +208,31 @@ def _identity(file: BinaryIO) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class _Shared(Tensor):
-    """A tensor that other ranks have as well: torch's functions are applied to `taken`, and do not change it.
+class _Shared(StandIn):
+    """A tensor that other ranks have as well, which no function changes.
 
     own: the same as torch has it.
     """
 
     own: Tensor
 
-    def taken(self, name: str) -> Tensor:
-        """What a function of that name takes it for."""
+    def taken(self, name: str = "") -> Tensor:
         return self.own
+
+    def seen(self, result: Tensor, taken: Tensor) -> Tensor:
+        return result.as_subclass(_View)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function.__name__, kwargs or {}
-        used: list[tuple[_Shared, Tensor]] = []
-
-        def take(each: _Shared) -> Tensor:
-            used.append((each, each.taken(name)))
-            return used[-1][1]
-
         changed = tree_leaves([args[:1] if _CHANGES.fullmatch(name) else (), kwargs.get("out")])
-        if found := [each for each in changed if isinstance(each, _Shared) and type(each.taken("")) is not DTensor]:
+        if found := [each for each in changed if isinstance(each, _Shared) and type(each.taken()) is not DTensor]:
             raise RankError(
                 f"{name}: all ranks share this value of a state dict, of shape {tuple(found[0].shape)}, and none "
                 "changes it in place: make another tensor of it, as value.clone()"
             )
-        args, kwargs = tree_map_only(_Shared, take, (args, kwargs))
-        result = function(*args, **kwargs)
-        if name in ("numpy", "__array__"):
-            result.flags.writeable = False
-        return tree_map_only(Tensor, lambda each: _seen(each, used), result)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.taken("pickle").__reduce_ex__(protocol)
+        result = applied(_Shared, function, args, kwargs)
+        return tree_map_only(DTensor, lambda each: Rows.of(each) if type(each) is DTensor else each, result)
 
 
 class Rows(_Shared, DTensor):
@@ -265,7 +256,7 @@ class Rows(_Shared, DTensor):
         assert isinstance(found, Rows)
         return found
 
-    def taken(self, name: str) -> Tensor:
+    def taken(self, name: str = "") -> Tensor:
         is_whole = self.whole is not None and self.whole[1] == changes(self.whole[0])
         if self.whole is not None and is_whole and name != "__deepcopy__":  # as large as the rows
             return self.whole[0]
@@ -286,7 +277,7 @@ class _View(_Shared):
 
     @property
     def own(self) -> Tensor:  # type: ignore[override]
-        return cast(Tensor, nn.Parameter.__torch_function__(Tensor.as_subclass, (), (self, Tensor), {}))
+        return plain(self)
 
 
 # What changes its first argument; and what asks for a tensor's own memory.
@@ -294,17 +285,6 @@ _CHANGES = re.compile(r"(?!__).*_|__setitem__|__set__|__i(add|sub|mul|truediv|fl
 _OF_MEMORY = frozenset(
     "pickle numpy __array__ tolist data_ptr storage untyped_storage share_memory_ __dlpack__".split()
 )
-
-
-def _seen(result: Tensor, used: Sequence[tuple[_Shared, Tensor]]) -> Tensor:
-    """What the caller gets of a function's result."""
-    for each, taken in used:
-        if result is taken:
-            return each
-        kinds = type(result), type(taken)
-        if DTensor not in kinds and result.layout is torch.strided and shares_memory(result, taken):
-            return result.as_subclass(_View)
-    return Rows.of(result) if type(result) is DTensor else result
 
 
 def shared(values: Tensor, folder: Path, mesh: DeviceMesh) -> DTensor:
@@ -378,8 +358,3 @@ def _bounds(num_rows: int, rank: int, number: int) -> tuple[int, int]:
     """The rows that a rank has, as DTensor shares them."""
     step = -(-num_rows // number)
     return min(num_rows, rank * step), min(num_rows, (rank + 1) * step)
-
-
-def shares_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether one is a view of the other, or both of a third tensor."""
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != 0

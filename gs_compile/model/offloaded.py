@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
-from gs_compile.capture.internals import changes, makes_replicas, makes_state_dict, tree_map_only, untraced
+from gs_compile.capture.internals import makes_replicas, makes_state_dict, untraced
 from gs_compile.errors import ReleasedParameterError, UncapturedWarning
-from gs_compile.model.files import own_rows, shares_memory
+from gs_compile.model.files import own_rows
+from gs_compile.model.stand_in import StandIn, Used, applied, plain
 
 # Names of torch's functions that do not need a tensor's values: they ask for what it is, such as its shape, or make
 # another tensor like it. Names that begin with one of `_ASKS`, or with "new_", are among them.
@@ -84,24 +86,10 @@ def _call(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     return _applied(function, args, kwargs or {})
 
 
-class _Elsewhere(Tensor, metaclass=_ByWhoAsks):
-    """A tensor that stands for values in other memory: torch's functions are applied to those."""
-
-    def in_memory(self) -> Tensor:
-        """The values, as an ordinary tensor."""
-        raise NotImplementedError
-
-    def changed(self, values: Tensor) -> None:
-        """Called when what `in_memory` has given was changed in place."""
-
-    def seen(self, result: Tensor, values: Tensor) -> Tensor:
-        """What the caller gets of a function's result that is a view of what `in_memory` has given."""
-        return result
+class _Elsewhere(StandIn, metaclass=_ByWhoAsks):
+    """A tensor that stands for values in other memory."""
 
     __torch_function__ = staticmethod(_call)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.in_memory().__reduce_ex__(protocol)
 
 
 class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
@@ -113,7 +101,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
 
     _greedysnake: Residence
 
-    def in_memory(self) -> Tensor:
+    def taken(self, name: str = "") -> Tensor:
         values = self._greedysnake.shown_value(self, self.device)
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(Tensor, _Read.apply(self, values))  # type: ignore[no-untyped-call]
@@ -134,10 +122,10 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
             strides = torch.empty(self.shape, device="meta").stride()
         return strides if dim is None else strides[dim]
 
-    def changed(self, values: Tensor) -> None:
-        self._greedysnake.write(self, values)
+    def changed(self, taken: Tensor) -> None:
+        self._greedysnake.write(self, taken)
 
-    def seen(self, result: Tensor, values: Tensor) -> Tensor:
+    def seen(self, result: Tensor, taken: Tensor) -> Tensor:
         return View.of(self, result, self._greedysnake.shown_value(self, self.device))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -204,18 +192,18 @@ class View(_Elsewhere):  # type: ignore[metaclass]
         found.parameter, found.whole = parameter, whole
         return found
 
-    def in_memory(self) -> Tensor:
+    def taken(self, name: str = "") -> Tensor:
         if not self.parameter._greedysnake.is_shown(self.whole):
             raise ReleasedParameterError(
                 f"this view of a parameter of shape {tuple(self.parameter.shape)} was taken before the parameter "
                 "changed: take it from the parameter again"
             )
-        return _plain(self)
+        return plain(self)
 
-    def changed(self, values: Tensor) -> None:
+    def changed(self, taken: Tensor) -> None:
         self.parameter._greedysnake.write(self.parameter, self.whole)
 
-    def seen(self, result: Tensor, values: Tensor) -> Tensor:
+    def seen(self, result: Tensor, taken: Tensor) -> Tensor:
         return View.of(self.parameter, result, self.whole)
 
 
@@ -245,7 +233,7 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
         tensor.parameter, tensor.strides, tensor.start = overlap.parameter, strides, overlap.start
         overlap.parameter._greedysnake.forget(tensor)  # type: ignore[attr-defined]
 
-    def in_memory(self) -> Tensor:
+    def taken(self, name: str = "") -> Tensor:
         parameter = self.parameter
         if isinstance(parameter, OffloadedParameter):
             whole = parameter._greedysnake.shown_value(parameter, parameter.device)
@@ -258,18 +246,18 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
         return self.strides if dim is None else self.strides[dim]
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        return self.in_memory().is_contiguous(*args, **kwargs)
+        return self.taken().is_contiguous(*args, **kwargs)
 
-    def changed(self, values: Tensor) -> None:
+    def changed(self, taken: Tensor) -> None:
         if isinstance(self.parameter, OffloadedParameter):
-            assert values._base is not None
-            self.parameter._greedysnake.write(self.parameter, values._base)
+            assert taken._base is not None
+            self.parameter._greedysnake.write(self.parameter, taken._base)
 
-    def seen(self, result: Tensor, values: Tensor) -> Tensor:
+    def seen(self, result: Tensor, taken: Tensor) -> Tensor:
         if not isinstance(self.parameter, OffloadedParameter):
             return result
-        assert values._base is not None
-        return View.of(self.parameter, result, values._base)
+        assert taken._base is not None
+        return View.of(self.parameter, result, taken._base)
 
 
 class Conversion(_Elsewhere):  # type: ignore[metaclass]
@@ -278,10 +266,10 @@ class Conversion(_Elsewhere):  # type: ignore[metaclass]
     parameter: OffloadedParameter
     read: Tensor | None
 
-    def in_memory(self) -> Tensor:
+    def taken(self, name: str = "") -> Tensor:
         if self.read is None:
             with torch.inference_mode(False):  # its changes are counted
-                self.read = self.parameter.in_memory().to(self.device, self.dtype)
+                self.read = self.parameter.taken().to(self.device, self.dtype)
         return self.read
 
 
@@ -379,29 +367,16 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         return nn.Parameter.__torch_function__(function, (), args, kwargs)
     if attribute == "data":
         function = Tensor.detach  # which counts changes
-    used: list[tuple[_Elsewhere, Tensor, int]] = []
-    function = _counting(function, used)
-
-    def read(each: _Elsewhere) -> Tensor:
-        values = each.in_memory()
-        used.append((each, values, changes(values)))
-        return values
-
-    args, kwargs = tree_map_only(_Elsewhere, read, (args, kwargs))
-    result = function(*args, **kwargs)
-    for each, values, before in used:
-        if changes(values) != before:
-            each.changed(values)
-    if name in ("numpy", "__array__"):
-        result.flags.writeable = False  # nobody learns of what is written to an array
-    return tree_map_only(Tensor, lambda found: _seen(found, used), result)
+    used: Used = []
+    return applied(_Elsewhere, _counting(function, used), args, kwargs, used)
 
 
-def _counting(function: Any, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Any:
+def _counting(function: Any, used: Used) -> Any:
     """The function; of collectives one that counts what has come from other ranks as changes, which torch does not."""
     if getattr(function, "__module__", "") != dist.distributed_c10d.__name__:
         return function
 
+    @wraps(function)
     def count(*args: Any, **kwargs: Any) -> Any:
         before = [values.clone() for _, values, _ in used]
         result = function(*args, **kwargs)
@@ -428,20 +403,6 @@ def _refuse(name: str, first: Any) -> None:
         )
 
 
-def _seen(result: Tensor, used: Sequence[tuple[_Elsewhere, Tensor, int]]) -> Tensor:
-    for each, values, _ in used:
-        if result is values:
-            return each
-        if result.layout is torch.strided and shares_memory(result, values):
-            return each.seen(result, values)
-    return result
-
-
 def _read(tensor: Tensor) -> Tensor:
     """The values of any tensor, without a gradient."""
-    return (tensor.in_memory() if isinstance(tensor, _Elsewhere) else own_rows(tensor)).detach()
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """An ordinary tensor of the same memory."""
-    return cast(Tensor, nn.Parameter.__torch_function__(Tensor.as_subclass, (), (tensor, Tensor), {}))
+    return (tensor.taken() if isinstance(tensor, _Elsewhere) else own_rows(tensor)).detach()

@@ -15,16 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.capture.internals import without_modes
 from gs_compile.errors import OptimizerError, RankError
-from gs_compile.model.files import (
-    CHUNK_NBYTES,
-    copied,
-    directory,
-    leave_memory,
-    mapped_rows,
-    own_rows,
-    shares_memory,
-    whole,
-)
+from gs_compile.model.files import CHUNK_NBYTES, copied, directory, leave_memory, mapped_rows, own_rows, whole
+from gs_compile.model.stand_in import shares_memory
 from gs_compile.runtime.codecs import Encoded
 from gs_compile.runtime.formats import rounds_to
 from gs_compile.runtime.spans import Slice

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 from gs_compile.capture.internals import changes
 from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError
 from gs_compile.model import files
-from gs_compile.model.files import shares_memory
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder
 from gs_compile.model.parameter_store import ParameterStore, Reader
+from gs_compile.model.stand_in import shares_memory
 from gs_compile.runtime.codecs import CODECS, Encoded, dense
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice

@@ -1,0 +1,75 @@
+"""stand_in: tensors that stand for others, which torch's functions are applied to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gs_compile.capture.internals import changes, tree_map_only
+
+
+class StandIn(Tensor):
+    """A tensor that stands for another one: `applied` gives functions that one, and their callers what it gives."""
+
+    def taken(self, name: str = "") -> Tensor:
+        """What a function of that name takes it for; "pickle": whatever pickles it."""
+        raise NotImplementedError
+
+    def changed(self, taken: Tensor) -> None:
+        """Called when what `taken` has given was changed in place."""
+
+    def seen(self, result: Tensor, taken: Tensor) -> Tensor:
+        """What the caller gets of a function's result that is a view of what `taken` has given."""
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.taken("pickle").__reduce_ex__(protocol)
+
+
+Used = list[tuple[StandIn, Tensor, int]]  # what was taken for it, and its changes until then
+
+
+def applied(
+    kind: type[StandIn], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], used: Used | None = None
+) -> Any:
+    """The function's result for what all arguments of a kind stand for; `used` is filled ahead of it."""
+    used = [] if used is None else used
+
+    def take(each: StandIn) -> Tensor:
+        taken = each.taken(function.__name__)
+        used.append((each, taken, changes(taken)))
+        return taken
+
+    args, kwargs = tree_map_only(kind, take, (args, kwargs))
+    result = function(*args, **kwargs)
+    for each, taken, before in used:
+        if changes(taken) != before:
+            each.changed(taken)
+    if function.__name__ in ("numpy", "__array__"):
+        result.flags.writeable = False  # nobody learns of what is written to an array
+    return tree_map_only(Tensor, lambda found: _seen(found, used), result)
+
+
+def _seen(result: Tensor, used: Used) -> Tensor:
+    for each, taken, _ in used:
+        if result is taken:
+            return each
+        if shares_memory(result, taken):
+            return each.seen(result, taken)
+    return result
+
+
+def shares_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether one is a view of the other, or both of a third tensor; of what has no memory of its own none is."""
+    if first.layout is not torch.strided or DTensor in (type(first), type(second)):
+        return False
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != 0
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """An ordinary tensor of the same memory."""
+    return cast(Tensor, nn.Parameter.__torch_function__(Tensor.as_subclass, (), (tensor, Tensor), {}))
