@@ -31,7 +31,7 @@ def free(
     late: gradients are left for the next step. planned: False leaves memory out.
     """
     ops = with_frees(program.ops, outputs | placement.homes(late=late, warm=program.trains), placement)
-    peaks, offsets = planned_memory(ops, placement) if placement.x_nbytes and planned else ((), {})
+    peaks, offsets = planned_memory(ops, placement) if placement.layout.x_nbytes and planned else ((), {})
     needed = dict(peaks).get("host", 0)
     return replace(program.with_ops(ops, made_by="free"), peaks=peaks, offsets=offsets, slab_nbytes=needed)
 

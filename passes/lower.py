@@ -46,7 +46,7 @@ class StepSpec:
 
     @property
     def order(self) -> ScheduleSpec:
-        schedule = self.placement.schedule if self.placement else self.schedule
+        schedule = self.placement.layout.schedule if self.placement else self.schedule
         return SCHEDULES[schedule if self.shape.training else "vertical"]
 
     @property
@@ -64,7 +64,7 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
     own_pass = (partial(step.order.own_pass, placement=placement, late=late),) if step.order.own_pass else ()
     return (
         *turns,
-        *((partial(save, placement=placement),) if placement.shares else ()),  # what is not computed again
+        *((partial(save, placement=placement),) if placement.decision.shares else ()),  # what is not computed again
         partial(overlap, placement=placement, context=step.context),  # the optimizer beside the backward
         # Every value to the tier it is stored on and back, just in time.
         partial(offload, placement=placement, context=step.context),

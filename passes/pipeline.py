@@ -210,7 +210,7 @@ class _StageAssigner:
         unit = self.placement.by_unit[value.unit]
         group = unit.group_of(value)
         groups = unit.trained(*(self.late if op.stage == FILL else (group.when,)))
-        place, updates = groups.index(group), self.placement.layer_updates
+        place, updates = groups.index(group), self.placement.decision.layer_updates
         own = self.first_stage[unit.unit] - turn(len(groups) - 1, updates) if op.stage == FILL else self.index[op.stage]
         stage += own + turn(place, updates)
         if updates > 1:

@@ -173,7 +173,7 @@ def on(known: Formulas, profile: Profile) -> Formulas:
 
 def lowered(workload: Workload, placement: Placement) -> list[Program]:
     """Every snapshot of a step in the middle of a run."""
-    number = len(placement.x_nbytes)
+    number = placement.layout.num_micro_batches
     return lower(
         StepSpec(
             workload.num_layers,

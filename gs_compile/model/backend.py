@@ -444,7 +444,7 @@ def _refuse_moved(engine: Engine, parameters: Sequence[torch.nn.Parameter]) -> N
 
 def _refuse_other_layers(engine: Engine, model: SpecializedModel, *, training: bool) -> None:
     """The engine has a plan for as many layers as the first call ran; an evaluation may run as it is written."""
-    found, planned = model.split.num_layers, engine.placement.num_layers
+    found, planned = model.split.num_layers, engine.placement.layout.num_layers
     if found == planned:
         return
     words = f"this call runs {found} layers, and the first call of the run {planned}"

@@ -178,7 +178,7 @@ class FirstStep:
         """Whether the step is under way, and all is there that it began with."""
         if (engine := self.engine()) is None or engine.sums.has_outside or engine.closed:
             return False
-        return engine.ranks is None and engine.placement.schedule == "vertical"
+        return engine.ranks is None and engine.placement.layout.schedule == "vertical"
 
     def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None) -> Engine:
         """Another engine in the place of one, with what the step has done so far.

@@ -140,7 +140,7 @@ def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
         num_cores=usable_cores(),
         memory_nbytes=usable_memory(),
         num_parameters=num_parameters,
-        num_layers=planning.placement.num_layers,
+        num_layers=planning.placement.layout.num_layers,
         plan=words(plan) if plan else "",
         binding=plan.binding if plan else (),
         homes=homes,

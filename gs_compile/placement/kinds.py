@@ -83,8 +83,8 @@ def _none(placement: Placement, value: Value) -> Slot:
 
 def _activation(placement: Placement, value: Value) -> Slot:
     assert value.micro_batch is not None
-    known = value.micro_batch < len(placement.x_nbytes)
-    return _alone(value, at(placement.x_nbytes[value.micro_batch], value.unit) if known else 0)
+    known = value.micro_batch < placement.layout.num_micro_batches
+    return _alone(value, at(placement.layout.x_nbytes[value.micro_batch], value.unit) if known else 0)
 
 
 def _saved(placement: Placement, value: Value) -> Slot:

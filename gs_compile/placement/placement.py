@@ -188,7 +188,7 @@ class Placement:
     @property
     def by_micro_batch(self) -> bool:
         """Whether a training step runs one micro-batch through all layers before the next."""
-        return self.schedule in BY_MICRO_BATCH
+        return self.layout.schedule in BY_MICRO_BATCH
 
     @cached_property
     def by_unit(self) -> Mapping[Unit | None, UnitPlacement]:
@@ -261,7 +261,7 @@ class Placement:
         """The numbers of the pieces that go to the device: one a micro-batch, or those that ranks exchange."""
         if self.world > 1:
             return [number for number, (start, _) in enumerate(unit.pieces) if start >= unit.num_resident]
-        return range(1 if self.by_micro_batch else len(self.x_nbytes))
+        return range(1 if self.by_micro_batch else self.layout.num_micro_batches)
 
     def piece(self, unit: UnitPlacement, number: int) -> tuple[int, int]:
         """Where one of `pieces` starts and stops in its unit."""
@@ -354,20 +354,8 @@ class Placement:
     # What the layout and the decision say ----
 
     @property
-    def num_layers(self) -> int:
-        return self.layout.num_layers
-
-    @property
-    def x_nbytes(self) -> tuple[BoundaryNbytes, ...]:
-        return self.layout.x_nbytes
-
-    @property
     def separate(self) -> bool:
         return self.layout.separate
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.layout.schedule
 
     @property
     def world(self) -> int:
@@ -386,17 +374,9 @@ class Placement:
         return self.decision.speculative
 
     @property
-    def layer_updates(self) -> int:
-        return self.decision.layer_updates
-
-    @property
-    def shares(self) -> Shares:
-        return self.decision.shares
-
-    @property
     def levels(self) -> Levels:
         """What each layer saves, where any does."""
-        return self.layout.levels if self.shares else ()
+        return self.layout.levels if self.decision.shares else ()
 
     @property
     def clip(self) -> bool:

@@ -88,13 +88,13 @@ def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
     """
     if placement.accumulates:
         return
-    units = sorted(placement.units, key=lambda unit: height(unit.unit))
+    units, updates = sorted(placement.units, key=lambda unit: height(unit.unit)), placement.decision.layer_updates
     for number, unit in enumerate(units):
         down = 2 * len(units) - number
         groups = unit.trained(*placement.waiting(redo=True))
-        last = turn(len(groups) - 1, placement.layer_updates)
+        last = turn(len(groups) - 1, updates)
         for place, group in enumerate(groups):
-            up = number if placement.keeps_gradient(unit) else number + turn(place, placement.layer_updates) - last
+            up = number if placement.keeps_gradient(unit) else number + turn(place, updates) - last
             is_tied = unit.unit == TIED
             gradient = slot_of(placement, unit.gradient(group))
             yield gradient, (EVER,) if is_tied else ((EVER[0], up + 1), (down, EVER[1]))

@@ -43,14 +43,14 @@ def carrying(plain: Placement) -> Ladder:
 
 def retaining(plain: Placement) -> Ladder:
     """More and more of the topmost layers retained, and after them what the head shares with the embedding."""
-    order = tuple(unit for unit in (*reversed(range(plain.num_layers)), TIED) if unit in plain.by_unit)
+    order = tuple(unit for unit in (*reversed(range(plain.layout.num_layers)), TIED) if unit in plain.by_unit)
     every = (plain.decided(retained=order[:number]) for number in range(1, len(order) + 1))
     return list({each.retained_values: each for each in every if each.retained_values}.values())
 
 
 def earlier(plain: Placement) -> Ladder:
     """With states of the updates after the last backward read earlier and earlier, one layer's worth in each stage."""
-    if plain.layer_updates > 1:
+    if plain.decision.layer_updates > 1:
         return ()
     most = min(max(len(unit.trained("early")) for unit in plain.units), 2 * len(plain.units))  # stages of a step
     return [plain.decided(ahead=ahead) for ahead in range(1, most + 1)]
@@ -58,15 +58,15 @@ def earlier(plain: Placement) -> Ladder:
 
 def deeper(plain: Placement) -> Ladder:
     """With all that is read from SSD read earlier and earlier: 1, 2, 4 stages, up to those of a step."""
-    if plain.layer_updates > 1:
+    if plain.decision.layer_updates > 1:
         return ()
-    most = 2 * plain.num_layers  # a forward and a backward
+    most = 2 * plain.layout.num_layers  # a forward and a backward
     return [plain.decided(lookahead=1 << power) for power in range(most.bit_length())]
 
 
 def holding(plain: Placement) -> Ladder:
     """More and more checkpoints of the upper half held, from the top."""
-    upper = tuple(reversed(range(plain.num_layers)))[: plain.num_layers // 2]
+    upper = tuple(reversed(range(plain.layout.num_layers)))[: plain.layout.num_layers // 2]
     every = (plain.decided(held=upper[:number]) for number in range(1, len(upper) + 1))
     return [each for each in every if each.held_values]
 

@@ -154,7 +154,7 @@ class StepBuilder:
     def step(self, placement: Placement, context: StepContext) -> StepSpec:
         """What is lowered."""
         return StepSpec(
-            placement.num_layers,
+            placement.layout.num_layers,
             placement.layout.num_micro_batches,
             shape=self.shape,
             snake=placement.layout.snake,

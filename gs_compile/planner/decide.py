@@ -191,10 +191,10 @@ def _settled(problem: Problem) -> StepPlan | None:
         return _unsimulated(problem, _boundary_for_free(steps, largest), reason)
     wider = problem.wider.steps
     chosen = _boundary_for_free(wider, _filled(wider, largest))
-    workload = wider.workload
-    if computed(workload, chosen.shares) > (1 + NOISE) * min(workload.computed):  # of the rest drives may take some
+    workload, shares = wider.workload, chosen.decision.shares
+    if computed(workload, shares) > (1 + NOISE) * min(workload.computed):  # of the rest drives may take some
         return None
-    words = saved_text(chosen.shares, problem.builder.layout.num_items)
+    words = saved_text(shares, problem.builder.layout.num_items)
     return _unsimulated(problem.wider, chosen, "; ".join([reason, *words]))
 
 
@@ -207,7 +207,8 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
 
     ladders = (list(map(placed, ladder)) for ladder in topmost(workload.worthwhile, "host"))
     fitting = (highest(ladder, partial(_fits, problem)) for ladder in ladders)
-    return min([plain, *(each for each, _ in filter(None, fitting))], key=lambda each: computed(workload, each.shares))
+    filled = [plain, *(each for each, _ in filter(None, fitting))]
+    return min(filled, key=lambda each: computed(workload, each.decision.shares))
 
 
 def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:

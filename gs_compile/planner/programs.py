@@ -73,7 +73,7 @@ class StepPrograms:
         """The late updates alone, and what the context adds to them."""
         key = "flush", context
         if key not in self._programs:
-            programs = flush(self.placement.num_layers, self.placement, context)
+            programs = flush(self.placement.layout.num_layers, self.placement, context)
             self._programs[key] = self._packed(programs, self.placement)
         return self._programs[key][-1]
 
@@ -96,7 +96,7 @@ class StepPrograms:
         Raises `MemoryBudgetError` where none does.
         """
         known = self.placement
-        levels = levels_of(layouts) if known.shares and shape.training else known.layout.levels
+        levels = levels_of(layouts) if known.decision.shares and shape.training else known.layout.levels
         layout = self.builder.laid_out(**activations(layouts), levels=levels).layout
         if layout == known.layout:
             return known
@@ -113,7 +113,7 @@ class StepPrograms:
             programs = list(replace(self.builder, shape=shape).steps(each))
             needed = max(planned_peak(program, "host") for program in programs)
             if fits(programs, most):
-                if planned.shares and not each.shares:
+                if planned.decision.shares and not each.decision.shares:
                     log.info("a batch of this size leaves no room for saved activations: layers' forwards run again")
                 if planned.decision.carried and not each.decision.carried:
                     log.info(
@@ -138,7 +138,7 @@ class StepPrograms:
         activations away from the device; with all of them on SSD, if there is any.
         """
         yield planned
-        if planned.shares and not self.planner.request.saves:
+        if planned.decision.shares and not self.planner.request.saves:
             planned = planned.recomputing()
             yield planned
         planned = planned.moved("device", "ssd" if self.uses_ssd else "host")
@@ -157,7 +157,7 @@ class StepPrograms:
         """What consecutive steps of a kind take on this machine, by the simulator."""
         planner, builder = self.planner, replace(self.builder, shape=shape) if shape.training else self.builder
         problem = planner.problem(self.planned.budgets, self.planned.masters, placement.decision.layer_tokens)
-        workload = problem.wider.workload if placement.shares else problem.workload
+        workload = problem.wider.workload if placement.decision.shares else problem.workload
         budgets = {"host_nbytes": self.host_nbytes, "device_nbytes": self.device_nbytes}
         return predict(builder.usual(placement), placement, workload, planner.figures.profile, **budgets)
 

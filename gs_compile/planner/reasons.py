@@ -106,7 +106,7 @@ def notes(plan: StepPlan) -> Iterator[str]:
         yield f"one micro-batch: the {BASELINE} order is the same step"
     if plan.placement.accumulates and plan.placement.layout.clip and plan.ratios.get("gradient", 1.0) < 1.0:
         yield STORES_GRADIENTS
-    if plan.placement.layer_updates > 1:
+    if plan.placement.decision.layer_updates > 1:
         yield "host memory is scarce: layers are updated in pieces, and less is read ahead"
     if not any(tier == "ssd" for _, tier in plan.homes):
         where = "device and host memory" if any(tier == "device" for _, tier in plan.homes) else "host memory"

@@ -54,7 +54,7 @@ def with_saved(problem: Problem, plan: StepPlan) -> StepPlan:
         return plan
     plans = [plan, *_by_program(wider, plan)]
     best = min([*plans, *(_at_the_turn(wider, each) for each in plans)], key=lambda each: each.seconds)
-    if not best.placement.shares:
+    if not best.placement.decision.shares:
         return plan
     return replace(best, history=plan.history, notes=(*best.notes, *text(best, plan.seconds)))
 
@@ -88,7 +88,7 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
     placement = simulation.placed
     plan = replace(plan, problem=problem, solved=plan.bound, simulated=simulation)
-    return replace(plan, relaxed=replace(plan.relaxed, shares=placement.shares), placement=placement)
+    return replace(plan, relaxed=replace(plan.relaxed, shares=placement.decision.shares), placement=placement)
 
 
 def topmost(levels: Sequence[int], tier: Tier) -> Iterator[list[Shares]]:
@@ -122,7 +122,7 @@ def _may_pay(problem: Problem, plan: StepPlan) -> bool:
 
 def text(plan: StepPlan, seconds: float) -> Iterator[str]:
     """What saving brings to a step that would take `seconds` without, and what would have more saved."""
-    shares, number = plan.placement.shares, plan.num_micro_batches * plan.workload.num_layers
+    shares, number = plan.placement.decision.shares, plan.num_micro_batches * plan.workload.num_layers
     words = f"{next(saved_text(shares, number))}: {seconds / plan.seconds - 1:.0%} faster"
     part, better = shares.part(), list[tuple[float, str]]()
     for what, more_of_it in richer(plan.problem).items():

@@ -139,7 +139,7 @@ class StepPlan:
 
     @property
     def schedule(self) -> Schedule:
-        return self.placement.schedule
+        return self.placement.layout.schedule
 
     @property
     def program(self) -> Program:
@@ -232,7 +232,7 @@ def time_text(days: float) -> str:
 
 def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
     """Bytes by kind and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
-    by_home: Counter[tuple[str, str]] = Counter()
+    layout, by_home = placement.layout, Counter[tuple[str, str]]()
     for unit in placement.units:
         for part in unit.w.values():
             by_home["w", part.tier] += part.numel * unit.itemsize
@@ -240,14 +240,14 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
             by_home["s", part.tier] += int(part.numel * unit.state_itemsize)
         for _, other in (pair for group in placement.speculated(unit) for pair in unit.shadows(group)):
             by_home[other.kind, other.tier or "host"] += slot_of(placement, other).nbytes
-        if placement.layout.has_sums:
+        if layout.has_sums:
             by_home["dw", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
         if not placement.accumulates:
             waiting = unit.trained(*placement.waiting(redo=True))
             by_home["dw", "host"] += sum(group.numel for group in waiting) * unit.gradient_itemsize
         by_home["seal", "ssd"] += sum(_commit_nbytes(unit, placement))
-    for layer, micro_batch in product(range(placement.num_layers), range(len(placement.x_nbytes))):
-        nbytes = at(placement.x_nbytes[micro_batch], layer)
+    for layer, micro_batch in product(range(layout.num_layers), range(layout.num_micro_batches)):
+        nbytes = at(layout.x_nbytes[micro_batch], layer)
         checkpoint, saved = Value("x", layer, micro_batch), Value("a", layer, micro_batch)
         home, level = placement.activations.home(checkpoint), placement.activations.level_of(saved)
         by_home["x", home] += nbytes if level is None or level.reads_input else 0

@@ -76,8 +76,8 @@ def as_dict(placement: Placement, builder: StepBuilder) -> dict[str, Any]:
 
 
 def _variants(placement: Placement) -> Variants:
-    variants = SCHEDULES[placement.schedule].variants
-    assert variants is not None, f"the schedule {placement.schedule} has no variants"
+    variants = SCHEDULES[placement.layout.schedule].variants
+    assert variants is not None, f"the schedule {placement.layout.schedule} has no variants"
     return variants
 
 

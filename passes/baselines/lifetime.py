@@ -197,7 +197,7 @@ def _seconds(value: Value, nbytes: int, placement: Placement) -> float:
 def _ssd_nbytes(value: Value, nbytes: int, placement: Placement) -> int:
     """How many bytes of a tensor go as far as the SSD."""
     if value.kind == "x":  # the head's input never does
-        is_far = value.unit != placement.num_layers
+        is_far = value.unit != placement.layout.num_layers
         return nbytes if is_far and placement.activations.home(value) == "ssd" else 0
     unit = placement.by_unit[value.unit]
     if value.kind == "dw":

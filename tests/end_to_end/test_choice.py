@@ -211,7 +211,7 @@ def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces_and_learns_
     with harness.fresh(make, given(storage, host_memory=budget, **changes)) as optimizer:
         losses = [step(harness.model, optimizer, tokens(number)) for number in range(3)]
         engine = optimizer.engine
-        assert engine.placement.layer_updates > 1
+        assert engine.placement.decision.layer_updates > 1
         found = outcome(harness.model, optimizer, losses, [])
         assert engine.tiers.slab.nbytes <= budget
     in_memory = options(storage, ratios=EVERYTHING, **changes)

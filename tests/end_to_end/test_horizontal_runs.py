@@ -132,7 +132,7 @@ def test_by_the_simulator(storage, caplog, separate):
     with harness.fresh(adamw, chosen) as optimizer:
         step(harness.model, optimizer, tokens(0))
         placement, programs = optimizer.engine.placement, optimizer.engine.snapshots
-        assert placement.schedule == "lifetime"
+        assert placement.layout.schedule == "lifetime"
         assert "lifetime" in [program.made_by for program in programs]
         assert programs[-1].by_micro_batch
         shown = gs_compile.inspect(harness.model).tiers

@@ -179,9 +179,9 @@ def train(task: Task, row: Mapping[str, Any], folder: Path) -> Trained:
         found = Trained(outcome(model, optimizer, losses, norms), rolled_back, warm, bool(placement.carried_values))
     assert bytes_of.traced == bytes_of.planned
     assert bytes_of.asked == {key: nbytes for key, nbytes in bytes_of.planned.items() if key[0].startswith("ssd")}
-    assert placement.schedule == task.schedule
+    assert placement.layout.schedule == task.schedule
     assert placement.speculative == (row["clip"] == "speculative")
-    assert placement.shares == tuple(SHARES[row["saved"]])
+    assert placement.decision.shares == tuple(SHARES[row["saved"]])
     assert found.keeps or not row["carried"] or row["parameter"] == 1.0 or row["alpha"] == 1.0
     return found
 

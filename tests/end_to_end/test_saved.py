@@ -80,7 +80,7 @@ def test_given_ratios_are_kept_and_what_is_saved_is_planned(
             look=lambda _, optimizer: seen.append((optimizer.engine.placement, optimizer.engine.snapshots[-1])),
         )
     placement, program = seen[-1]
-    assert sum(share.part for share in placement.shares) == 1.0
+    assert sum(share.part for share in placement.decision.shares) == 1.0
     assert {part.tier for unit in placement.units for parts in (unit.w, unit.s) for part in parts.values()} == {"ssd"}
     assert all(value.tier != "ssd" for op in program.ops for value in op.values if value.kind in ("a", "x"))
     assert "9 of 9 layer inputs keep their activations in host memory" in caplog.text

@@ -55,7 +55,7 @@ def checked(given, usual):
         come_to = outcome(harness.model, optimizer, losses, usual.norms)
         mapped_nbytes = engine.tiers.slab.nbytes
     assert come_to.differences(replace(usual, losses=usual.losses[:2])) == []
-    assert placement.schedule == given["expert"]["schedule"]
+    assert placement.layout.schedule == given["expert"]["schedule"]
     assert found.traced == found.planned
     assert found.asked == {key: n for key, n in found.planned.items() if key[0].startswith("ssd")}
     assert {lane: n for (lane, kind), n in found.planned.items() if kind == "a"} == of_saved(placement)

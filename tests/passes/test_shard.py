@@ -83,7 +83,7 @@ def collectives(program):
 
 def retreats(placement):
     """What a rank makes of its plan for a batch that is larger than those of others."""
-    less = [placement, *([placement.recomputing()] if placement.shares else [])]
+    less = [placement, *([placement.recomputing()] if placement.decision.shares else [])]
     less.append(less[-1].moved("device", "ssd"))
     less.append(less[-1].moved("host", "ssd"))
     return [each for one in less for each in without(one)]

@@ -116,7 +116,7 @@ def _memory(value, placement):
         tier = "host"
     match value.kind:
         case "x" | "dx":
-            return (tier, value), boundaries.at(placement.x_nbytes[value.micro_batch], value.unit)
+            return (tier, value), boundaries.at(placement.layout.x_nbytes[value.micro_batch], value.unit)
         case "a":
             return (tier, value), placement.activations.level_of(value).nbytes[value.micro_batch]
         case "side":

@@ -67,7 +67,7 @@ def test_updates_in_pieces_where_those_of_layers_are_slower():
     for slower, size, updates in ((1.01, 2048, 1), (3.0, None, 4)):
         given, seen = asked("260MiB", host_memory="280MiB", slower=slower)
         found = decide(given)
-        assert (found.layer_tokens, found.placement.layer_updates, seen) == (size, updates, [2048])
+        assert (found.layer_tokens, found.placement.decision.layer_updates, seen) == (size, updates, [2048])
 
 
 @pytest.mark.parametrize(("device_memory", "sizes"), [("230MiB", [None, 2048, 512]), ("160MiB", [None])])

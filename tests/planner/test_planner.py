@@ -349,7 +349,7 @@ def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces(machine, al
     least = planned_peak(whole.program(whole.placement(nothing)), "host")
     for host_memory, layer_updates in ((2 * least, 1), (3 * least // 4, SCARCE_UPDATES)):
         found = plan(words, host_memory=host_memory, **given)
-        assert found.placement.layer_updates == layer_updates
+        assert found.placement.decision.layer_updates == layer_updates
         assert found.peaks["host"] <= host_memory
         assert any("in pieces" in note for note in found.notes) == (layer_updates > 1)
 

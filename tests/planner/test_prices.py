@@ -82,7 +82,8 @@ def prices(program: Program, placement: Placement, profile: Profile = GPU, **mod
 
 
 def price(op: Op, placement: Placement, profile: Profile = GPU) -> Price:
-    ((_, found),) = prices(Program((op,), placement.num_layers, len(placement.x_nbytes), "by hand"), placement, profile)
+    sizes = placement.layout.num_layers, placement.layout.num_micro_batches
+    ((_, found),) = prices(Program((op,), *sizes, "by hand"), placement, profile)
     return found
 
 

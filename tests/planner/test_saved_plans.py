@@ -88,8 +88,8 @@ def test_a_step_is_never_slower_for_what_it_saves(alpha, number_of_machines):
         without = choose(given, given.search())
         found = with_saved(given, without)
         assert found.seconds <= without.seconds
-        assert bool(found.placement.shares) == (found.seconds < without.seconds)
-        assert bool(found.placement.shares) == any("keep their activations" in note for note in found.notes)
+        assert bool(found.placement.decision.shares) == (found.seconds < without.seconds)
+        assert bool(found.placement.decision.shares) == any("keep their activations" in note for note in found.notes)
         gains.append(without.seconds / found.seconds)
     assert len(gains) > 0.75 * number_of_machines
     assert max(gains) > 1.1
@@ -113,11 +113,11 @@ def test_what_is_given_of_activations_is_kept():
     workload = levelled(gpt(4, 512, sequence=256, vocabulary=2000), 512)
     given = {"machine": CPU, "micro_batch_size": 1, "num_micro_batches": 4}
     half = plan(workload, **given, ratios={"activation": 0.5})
-    assert sum(share.part for share in half.placement.shares) == 0.5
-    assert {share.tier for share in half.placement.shares} == {"host"}
+    assert sum(share.part for share in half.placement.decision.shares) == 0.5
+    assert {share.tier for share in half.placement.decision.shares} == {"host"}
     everything = plan(workload, **given, recompute="none")
-    assert {share.level for share in everything.placement.shares} == {2}
-    assert sum(share.part for share in everything.placement.shares) == 1.0
+    assert {share.level for share in everything.placement.decision.shares} == {2}
+    assert sum(share.part for share in everything.placement.decision.shares) == 1.0
     assert everything.homes.get(("x", "host"), 0) == 0
     least = plan(workload, **given, host_memory="150MB", recompute="all").peaks["ssd"]
     small = given | {"alpha": 0.0, "machine": replace(CPU, ssd_nbytes=least), "host_memory": "150MB"}
@@ -141,11 +141,11 @@ def test_layers_that_can_save_nothing_are_in_no_share(separate):
         assert found.saved == pytest.approx(0.5)
         saving = {value[1:3] for op in found.program.ops for value in op.results if value.kind == "a"}
         assert saving == {(unit, j) for unit in (1, 3) for j in range(4)}
-        assert sum(share.part for share in found.placement.shares) == 0.5
+        assert sum(share.part for share in found.placement.decision.shares) == 0.5
     for shares in ((Share(2, "host", 1.0),), (Share(2, "host", 0.5), Share(2, "ssd", 0.5))):
         decision = Decision(ratios=(ratios(0.25, 0.0, 0.0),), shares=Shares(shares))
         kept = StepBuilder.of(workload, 4, separate=separate).placement(decision)
-        assert (kept.shares, kept.activations.checkpoints("host")) == ((Share(2, "host", 0.5),), 0.25)
+        assert (kept.decision.shares, kept.activations.checkpoints("host")) == ((Share(2, "host", 0.5),), 0.25)
 
 
 def test_the_schedules_to_compare_with_save_too():
@@ -170,7 +170,10 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
     given = problem(workload, machine, 4, request=Request(alpha=0.0), bare=True, host_nbytes=host_nbytes)
     without = choose(given, given.search())
     found = with_saved(given, without)
-    assert {(share.tier, share.is_topmost) for share in found.placement.shares} == {("host", True), ("ssd", False)}
+    assert {(share.tier, share.is_topmost) for share in found.placement.decision.shares} == {
+        ("host", True),
+        ("ssd", False),
+    }
     assert without.seconds / found.seconds > 1.05  # copies to where it is saved take turns with the computation
     assert dict(found.program.peaks)["host"] <= host_nbytes
 
@@ -188,7 +191,7 @@ def test_a_step_that_computes_nearly_all_the_time_saves_however_slow_the_linear_
     assert without.simulation.busy["compute"] > 0.9
     found = with_saved(given, without)
     assert without.seconds / found.seconds > 1.05
-    assert found.placement.shares
+    assert found.placement.decision.shares
     monkeypatch.setattr(saved, "MOST_COMPUTED", 1.0)
     assert with_saved(given, without) is without
 
@@ -224,5 +227,5 @@ def test_a_former_plan_that_the_layers_cannot_have_is_made_anew():
     decision = Decision(ratios=(ratios(0.0, 0.0, 0.0),), shares=Shares([Share(1, "host", 0.5)])).as_dict()
     former = {"made_for": "it", "host_nbytes": 400 * GB, "values_nbytes": None, "decision": decision}
     workload = levelled(gpt(2, 512), 512)
-    assert as_before(problem(workload, CPU, 2, bare=True), former, "it", 400 * GB).shares.part() == 0.5
+    assert as_before(problem(workload, CPU, 2, bare=True), former, "it", 400 * GB).decision.shares.part() == 0.5
     assert as_before(problem(gpt(2, 512), CPU, 2, bare=True), former, "it", 400 * GB) is None

@@ -185,7 +185,7 @@ def run(info, harness, given, bound, spoiled=(), state_dtype=None, optimizer=ada
                 one.step()
                 one.zero_grad()
             losses.append(loss.item() if loss.isfinite() else math.inf)  # equal to itself
-            assert bool(one.engine.placement.shares) == (given["expert"]["recompute"] != "all")
+            assert bool(one.engine.placement.decision.shares) == (given["expert"]["recompute"] != "all")
             norms.append(one.last_step.grad_norm)
             skipped.append(one.last_step.skipped)
             words += [str(warning.message) for warning in caught]

@@ -249,9 +249,9 @@ class _Count:
 
     def _keys(self, stage: Stage) -> Iterator[tuple[str, str, bool]]:
         """The names of a stage near an end of the layers, and of the micro-batches where it is of one."""
-        unit, last = stage.unit, len(self.placement.x_nbytes) - 1
+        unit, last = stage.unit, self.placement.layout.num_micro_batches - 1
         if isinstance(unit, int):
-            above = self.placement.num_layers - unit
+            above = self.placement.layout.num_layers - unit
             if unit >= self.ends and above > self.ends:
                 return
             name = f"{unit}" if unit < self.ends else f"-{above}"
