@@ -212,7 +212,6 @@ ADAMW = Rule("AdamW", ("exp_avg", "exp_avg_sq"), partial(_adam, fused_adamw))
 ADAM = Rule("Adam", ("exp_avg", "exp_avg_sq"), partial(_adam, fused_adam))
 SGD = Rule("SGD", ("momentum_buffer",), _sgd)
 LION = Rule("Lion", ("exp_avg",), _lion, in_cache=True)
-RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, LION)}
 
 
 def _prepared(gradient: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -19,10 +19,11 @@ from gs_compile.passes.vertical import vertical
 from gs_compile.placement.boundaries import BoundaryNbytes, shortest
 from gs_compile.placement.cut import cut
 from gs_compile.placement.levels import Level, Share, Shares
+from gs_compile.placement.liveness import live_ranges, peak
 from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.shards import QUANTUM, sharded
 from gs_compile.placement.workload import UnitSize
-from gs_compile.program.ir import Program, StepShape, Unit, Value
+from gs_compile.program.ir import TIERS, Op, Program, StepShape, Unit, Value
 
 X_NBYTES, SIDE_NBYTES, SAVED_NBYTES = 1000, 10, 3000
 
@@ -271,3 +272,9 @@ def in_order(placement: Placement, gradient_ratio: float | None = None, schedule
     """The same in the horizontal order, with so many gradient sums in host memory."""
     ratios = tuple(replace(each, gradient=gradient_ratio) for each in placement.decision.ratios)
     return placement.laid_out(schedule=schedule).decided(ratios=ratios)
+
+
+def peaks_of(ops: Sequence[Op], placement: Placement) -> dict[str, int]:
+    """The most bytes alive at a time on each tier."""
+    ranges = live_ranges(ops, placement)
+    return {tier: peak(ranges, tier, len(ops)) for tier in TIERS}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gs_compile.errors import ProgramError
 from gs_compile.placement.kinds import Slot, slot_of
 from gs_compile.placement.placement import Placement
-from gs_compile.program.ir import TIERS, Op, Tier, Value
+from gs_compile.program.ir import Op, Tier, Value
 
 BEFORE = -1  # in place of an operation: there before the first
 
@@ -109,9 +109,3 @@ def nbytes_alive(ranges: Iterable[LiveRange], tier: Tier, num_ops: int) -> NDArr
 def peak(ranges: Iterable[LiveRange], tier: Tier, num_ops: int) -> int:
     """The most bytes alive on a tier at a time; a slab of host memory may have gaps between them."""
     return int(nbytes_alive(ranges, tier, num_ops).max(initial=0))
-
-
-def peaks(ops: Sequence[Op], placement: Placement) -> dict[str, int]:
-    """The peak of each tier."""
-    ranges = live_ranges(ops, placement)
-    return {tier: peak(ranges, tier, len(ops)) for tier in TIERS}

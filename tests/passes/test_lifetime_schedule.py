@@ -9,11 +9,10 @@ import torch
 from cpu_work import work
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import X_NBYTES, Options, in_order, lowered, options, place, stages, tiered_steps, train
+from tiers import X_NBYTES, Options, in_order, lowered, options, peaks_of, place, stages, tiered_steps, train
 
 from gs_compile.passes.baselines.lifetime import Room, decided_periods
 from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.placement import liveness
 from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.builder import StepBuilder
@@ -148,7 +147,7 @@ def test_within_its_room_and_no_lane_moves_more(step, chosen, gradient_ratio, sh
     placement = roomy(step, plain, share)
     *_, program = lowered(step, placement, late=late)  # verified
     base = lowered(step, plain, late=late)[-1]
-    found, before = (liveness.peaks(p.ops, of) for p, of in ((program, placement), (base, plain)))
+    found, before = (peaks_of(p.ops, of) for p, of in ((program, placement), (base, plain)))
     if plain.separate:
         assert found["device"] <= max(placement.decision.own.device_nbytes, before["device"])
     assert found["host"] <= max(placement.decision.own.host_nbytes, before["host"])

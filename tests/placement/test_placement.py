@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import SIDE_NBYTES, Options, options, place, tiered_steps
+from tiers import SIDE_NBYTES, Options, options, peaks_of, place, tiered_steps
 
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, flush, lower
 from gs_compile.placement import boundaries
-from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.shards import QUANTUM, owned, pieces, place_of
 from gs_compile.program.ir import Value
@@ -84,7 +83,7 @@ def test_peaks_of_updates_alone():
 def _check_peaks(program, placement, late):
     """In host memory there may be gaps between what is alive, and pages that are not filled."""
     alive, planned = _recount(program, placement, late), dict(program.peaks)
-    assert alive == peaks(program.ops, placement)
+    assert alive == peaks_of(program.ops, placement)
     assert {tier: planned[tier] for tier in ("device", "ssd")} == {tier: alive[tier] for tier in ("device", "ssd")}
     assert planned["host"] >= alive["host"]
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from planned import A100, GB, formulas, gpt, lowered, problem, ratios
 from test_saved_plans import levelled
+from tiers import peaks_of
 
-from gs_compile.placement import liveness
 from gs_compile.placement.boundaries import shortest
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision
@@ -67,7 +67,7 @@ def test_whole_programs_are_what_the_columns_of_each_stack_say(separate):
     program = lowered(workload, placement)[-1]
     system = System(ProblemData(formulas(workload, machine), Request().budgets(machine), Request()), 5, 0.0)
     found, written = system.needs(decision)
-    peaks = liveness.peaks(program.ops, placement)
+    peaks = peaks_of(program.ops, placement)
     for tier, needed in found.items():
         nbytes, said = peaks[tier], needed - (workload.workspace_nbytes if tier == "device" else 0)
         assert 0.99 * nbytes <= said <= 1.15 * nbytes + 1

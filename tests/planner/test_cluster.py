@@ -8,10 +8,10 @@ from math import inf
 import numpy as np
 import pytest
 from planned import A100, formulas, gpt, lowered, placed, ratios
+from tiers import peaks_of
 
 from gs_compile.cli.report.timeline import kind_of
 from gs_compile.errors import OptionError, PlanError
-from gs_compile.placement import liveness
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.shards import shared
 from gs_compile.placement.traffic import op_nbytes, traffic
@@ -71,7 +71,7 @@ def test_the_linear_program_counts_a_ranks_share(point):
     assert sum(seconds @ one for (_, lane), seconds in found.seconds.items() if lane == "net") == pytest.approx(
         moved / 20e9
     )
-    peaks = liveness.peaks(program.ops, placement)
+    peaks = peaks_of(program.ops, placement)
     assert 0.99 * peaks["host"] <= float((found.alive["host"] @ one).max()) <= 1.15 * peaks["host"]
     on_it = float((found.alive["device"] @ one).max()) - workload.workspace_nbytes
     assert 0.99 * peaks["device"] <= on_it <= 1.15 * peaks["device"]

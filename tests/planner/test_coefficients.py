@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from planned import A100, formulas, gpt, lowered, placed, problem, ratios
+from tiers import peaks_of
 
 from gs_compile.errors import NoFitError
-from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.plan import plan
 from gs_compile.planner.request import Request
@@ -37,7 +37,7 @@ def test_whole_programs_are_what_short_ones_say(separate, layer_updates, alpha, 
     homes = {"separate": separate, "layer_updates": layer_updates}
     placement = placed(workload, 7, ratios(*point), alpha, **homes)
     program = lowered(workload, placement)[-1]
-    peaks = liveness.peaks(program.ops, placement)
+    peaks = peaks_of(program.ops, placement)
     for tier, alive in found.alive.items():
         said = float((alive @ one).max()) - (workload.workspace_nbytes if tier == "device" else 0)
         assert 0.99 * peaks[tier] <= said <= 1.15 * peaks[tier] + 1

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from planned import A100, GB, formulas, gpt, lowered, placed, problem, ratios
+from tiers import peaks_of
 
 from gs_compile.cli.report.explain import report
 from gs_compile.errors import NoFitError, OptionError, PlanError
 from gs_compile.options import Options
-from gs_compile.placement import liveness
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.traffic import traffic
@@ -58,7 +58,7 @@ def test_whole_programs_are_what_the_columns_say(separate, share):
     point[WIDTH + known.saved.index((share.level, share.tier))] = 1.0
     placement = placed(workload, 24, ratios(0.0, 0.0, 0.0), 0.0, separate=separate, shares=[share])
     program = lowered(workload, placement)[-1]
-    peaks, found = liveness.peaks(program.ops, placement), known.of(0.0, 24)
+    peaks, found = peaks_of(program.ops, placement), known.of(0.0, 24)
     for tier, alive in found.alive.items():
         said = float((alive @ point).max()) - (workload.workspace_nbytes if tier == "device" else 0)
         # what goes to SSD is staged in host memory, where another class has its most at another moment
@@ -163,7 +163,7 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
     """Where all of host memory is needed later in the backward: no linear program of even shares knows of that room."""
     workload = levelled(gpt(8, 512, sequence=256, vocabulary=20000), 512)
     most = placed(workload, 4, ratios(0.0, 0.0, 0.0), 0.0, separate=False)
-    host_nbytes = int(1.08 * liveness.peaks(lowered(workload, most)[-1].ops, most)["host"])
+    host_nbytes = int(1.08 * peaks_of(lowered(workload, most)[-1].ops, most)["host"])
     names = [f"ssd_{lane}{mixed}_bytes_per_second" for lane in ("read", "write") for mixed in ("", "_mixed")]
     slow = {name: getattr(CPU, name) / 1.25 for name in names}
     machine = replace(CPU, matmul_flops_per_second={"bf16": 5e11}, **slow)

@@ -12,11 +12,10 @@ from cpu_work import work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Oracle
-from tiers import PLAIN, Options, options, place, tiered_steps
+from tiers import PLAIN, Options, options, peaks_of, place, tiered_steps
 
 from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower
-from gs_compile.placement.liveness import peaks
 from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.slab import packed
 from gs_compile.placement.traffic import traffic
@@ -129,7 +128,7 @@ def test_if_nothing_takes_time_the_planned_peaks_are_true(step, options, inline)
     programs = steady(num_layers, num_micro_batches, placement, shape)
     nothing = [[0.0] * len(program.ops) for program in programs]
     found = simulate(programs, nothing, placement=placement, inline=inline, op_seconds=1.0)
-    planned = peaks(programs[-1].ops, placement)
+    planned = peaks_of(programs[-1].ops, placement)
     assert {tier: found.peaks[tier] for tier in planned} == planned
 
 

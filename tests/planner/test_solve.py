@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planned import A100, GB, formulas, gpt, lowered, on, placed
+from tiers import peaks_of
 
-from gs_compile.placement import liveness
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import best_for
@@ -246,7 +246,7 @@ def test_the_program_of_a_plan_keeps_its_budgets(xl, host, n, alpha):
     workload, budgets = xl.workload, Budgets(host_nbytes=host * GB, device_nbytes=12 * GB, ssd_nbytes=20 * GB)
     solution = System(ProblemData(xl, budgets, ELSEWHERE), n, alpha).solution()
     placement = placed(workload, n, solution.decision.ratios[0], alpha, separate=True)
-    peaks = liveness.peaks(lowered(workload, placement)[-1].ops, placement)
+    peaks = peaks_of(lowered(workload, placement)[-1].ops, placement)
     for tier, peak in peaks.items():
         assert peak <= getattr(budgets, f"{tier}_nbytes")
     if min(on_host(solution).values()) < 1:

@@ -20,7 +20,6 @@ from gs_compile.placement.traffic import traffic
 from gs_compile.placement.verify import verify
 from gs_compile.program.ir import StepShape
 from gs_compile.program.text import parse
-from gs_compile.runtime.kernels import RULES
 
 NEVER, SOMETIMES, ALWAYS = math.inf, 30.0, 0.25
 
@@ -165,13 +164,3 @@ def test_what_breaks_a_law_is_found(old, new, complaint):
 )  # fmt: skip
 def test_nothing_is_done_twice(line, complaint):
     assert complaint in broken(line, line + line)
-
-
-def test_a_scale_of_one_changes_no_bit():
-    """So an update that held is the update that would have waited."""
-    for rule in RULES.values():
-        hyper = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": False}  # fmt: skip
-        flats = [[torch.randn(4096, generator=torch.Generator().manual_seed(n)).abs() for n in range(4)] for _ in "ab"]
-        for (master, gradient, *state), scale in zip(flats, ({}, {"scale": 1.0}), strict=True):
-            rule.update(master, gradient, state[: len(rule.states)], hyper | scale, 3)
-        assert all(map(torch.equal, *flats))

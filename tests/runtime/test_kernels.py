@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType, joined, moment_types, pair, types_of
-from gs_compile.runtime.kernels import ADAM, ADAMW, LION, QUANTUM, RULES, SGD, Rule, sum_of_squares
+from gs_compile.runtime.kernels import ADAM, ADAMW, LION, QUANTUM, SGD, Rule, sum_of_squares
 
+RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, LION)}
 ADAM_HYPER = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SGD_HYPER = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "nesterov": False, "weight_decay": 0.1}
 HYPER: dict[str, dict[str, Any]] = {
@@ -298,3 +299,12 @@ def test_scratch_is_kept(monkeypatch: pytest.MonkeyPatch, small_chunks: None):
     for step in (1, 2):
         LION.update(master, random(9, torch.bfloat16), [torch.zeros_like(master)], HYPER["Lion"], step)
     assert len(made) == 3  # gradient, direction, fresh
+
+
+def test_a_scale_of_one_changes_no_bit():
+    """So an update that held is the update that would have waited."""
+    for rule in RULES.values():
+        flats = [[torch.randn(4096, generator=torch.Generator().manual_seed(n)).abs() for n in range(4)] for _ in "ab"]
+        for (master, gradient, *state), scale in zip(flats, ({}, {"scale": 1.0}), strict=True):
+            rule.update(master, gradient, state[: len(rule.states)], HYPER[rule.name] | scale, 3)
+        assert all(map(torch.equal, *flats))
