@@ -40,7 +40,7 @@ from benchmarks.gpu_page import page
 from benchmarks.race.protocol import Case, batch, build_model, wait_for_device
 from benchmarks.race.registry import PEERS_PYTHON
 from gs_compile.model.backend import greedysnake
-from gs_compile.runtime.trace import Event
+from gs_compile.runtime.trace import TraceEvent
 
 SIZES = {
     "tiny": Case(layers=3, hidden=64, heads=2, vocabulary=256, sequence=32, micro_batch_size=2, precision="bf16"),
@@ -125,9 +125,9 @@ class Run:
         wait_for_device(self.case)
         return (time.perf_counter() - start) / count
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TraceEvent]:
         assert self.optimizer.engine is not None
-        events: list[Event] = self.optimizer.engine.tiers.trace.events()
+        events: list[TraceEvent] = self.optimizer.engine.tiers.trace.events()
         return events
 
 
@@ -246,12 +246,12 @@ PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
 # Lanes ---------------------------------------------------------------------------------------------------------------
 
 
-def lane_rates(events: Iterable[Event]) -> dict[str, dict[str, float]]:
+def lane_rates(events: Iterable[TraceEvent]) -> dict[str, dict[str, float]]:
     """Of each lane: seconds at work, bytes, bytes a second at work, and the share of its work beside the computation.
 
     Operations that overlap on one lane count their time once.
     """
-    by_lane: dict[str, list[Event]] = {}
+    by_lane: dict[str, list[TraceEvent]] = {}
     for event in events:
         by_lane.setdefault(event.label.lane, []).append(event)
     busy = {lane: _union((each.start_seconds, each.end_seconds) for each in found) for lane, found in by_lane.items()}

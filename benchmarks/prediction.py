@@ -32,7 +32,7 @@ from gs_compile.model.backend import greedysnake
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.simulator import Simulation
-from gs_compile.runtime.trace import Event
+from gs_compile.runtime.trace import TraceEvent
 
 SIZES = {"small": (4, 384), "middle": (6, 512), "large": (8, 768)}  # layers and hidden size
 PLACES = {"ssd": 0.0, "mixed": 0.5, "host": 1.0}  # what part of every class is in host memory
@@ -98,7 +98,7 @@ def predict(optimizer: Any) -> Simulation:
     return optimizer.engine.predict()
 
 
-def together(events: Sequence[Event]) -> Iterator[tuple[str, float, float]]:
+def together(events: Sequence[TraceEvent]) -> Iterator[tuple[str, float, float]]:
     """The lane, start and end of each operation; a collective starts when the last rank has come to it."""
     found = [(each.label.lane, each.start_seconds, each.end_seconds) for each in events]
     starts = [start for lane, start, _ in found if lane == "net"]

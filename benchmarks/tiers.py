@@ -41,7 +41,7 @@ from benchmarks.common import (
     step,
 )
 from gs_compile.model.backend import greedysnake
-from gs_compile.runtime.trace import Event
+from gs_compile.runtime.trace import TraceEvent
 
 COMPARED: dict[str, dict[str, dict[str, Any]]] = {  # by name: how a run differs from one with everything on SSD
     "tiers": {"ssd": {}, "host": {"ratio": 1.0}},
@@ -127,7 +127,7 @@ class Run:
         self.optimizer.engine.tiers.close()
 
 
-def busy_share(events: list[Event], lane: str, since_seconds: float, until_seconds: float) -> float:
+def busy_share(events: list[TraceEvent], lane: str, since_seconds: float, until_seconds: float) -> float:
     """The share of a period in which a lane had something under way, 0 to 1: what overlaps counts once."""
     busy, reached = 0.0, since_seconds
     for event in events:

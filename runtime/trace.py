@@ -35,7 +35,7 @@ class Label(NamedTuple):
     number: int = -1  # of the `Issue` it is of
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """One operation; seconds are those of one clock, such as `time.perf_counter`."""
 
     start_seconds: float
@@ -78,7 +78,7 @@ class Trace:
     def reset(self) -> None:
         """Forgets all."""
         with self._lock:
-            self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+            self._events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
             self._issues: deque[Issue] = deque(maxlen=MAX_EVENTS)
             self._totals = defaultdict[str, Total](Total)
             self._launched: deque[tuple[Label, stream.Clock, stream.Event, stream.Event]] = deque()  # maybe not over
@@ -110,7 +110,7 @@ class Trace:
         if label.nbytes:
             total.nbytes_by_kind[label.kind] += label.nbytes
         if self.enabled:
-            self._events.append(Event(start_seconds, end_seconds, label))
+            self._events.append(TraceEvent(start_seconds, end_seconds, label))
 
     def _take_launched(self) -> None:
         """Record what was launched and is over by now: in the order of launching, one lane's behind another's."""
@@ -130,7 +130,7 @@ class Trace:
                 self._totals = defaultdict(Total)
             return deepcopy(found)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TraceEvent]:
         """The operations in the order of their starts; none unless they were asked for."""
         with self._lock:
             self._take_launched()
@@ -161,7 +161,7 @@ def _metadata(what: str, row: int, **args: str | int) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": 1, "tid": row, "args": args}
 
 
-def _slice(event: Event, origin: float) -> dict[str, Any]:
+def _slice(event: TraceEvent, origin: float) -> dict[str, Any]:
     # Both ends are rounded to nanoseconds alike: what ends when the next starts shall not overlap it by a rounding.
     start, end = (round((seconds - origin) * 1e6, 3) for seconds in event[:2])
     label = event.label

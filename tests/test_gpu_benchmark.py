@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_page import page
-from gs_compile.runtime.trace import Event, Label
+from gs_compile.runtime.trace import Label, TraceEvent
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def setting(tmp_path, request):
 
 
 def event(lane, start, end, nbytes=0):
-    return Event(start, end, Label(lane, "", nbytes))
+    return TraceEvent(start, end, Label(lane, "", nbytes))
 
 
 def test_rates_and_overlap():

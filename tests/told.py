@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gs_compile.runtime.trace import Total
-from gs_compile.status.form import FORMAT, About, Point, Status, UnderWay
+from gs_compile.status.form import FORMAT, About, PastStep, Status, UnderWay
 from gs_compile.status.step import StepInfo
 
 GIB = 1 << 30
@@ -102,7 +102,7 @@ def status(**changes: Any) -> Status:
         about=ABOUT,
         step=UNDER_WAY,
         last=LAST,
-        history=tuple(Point(step, each, loss, 1024) for step, each, loss in points),
+        history=tuple(PastStep(step, each, loss, 1024) for step, each, loss in points),
         num_steps=number,
         seconds=number * 31.2,
         num_tokens=number * 1024,

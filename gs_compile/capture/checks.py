@@ -18,7 +18,7 @@ from gs_compile.capture.arrange import needed_by
 from gs_compile.capture.graph import TensorSpec, block_of, source_lines
 from gs_compile.capture.in_place import changed, storage_of
 from gs_compile.capture.operations import has_samples, is_free
-from gs_compile.capture.shares import Shares
+from gs_compile.capture.shares import ShareEditor
 from gs_compile.errors import CaptureError, CheckError
 
 MADE_UP = 2.0  # the fraction of a micro-batch of made-up values, of which nothing is checked
@@ -50,7 +50,7 @@ _checked.register_autograd(lambda _, gradient: (gradient, None, None, None))
 CHECKED = torch.ops.greedysnake.checked.default
 
 
-def place_checks(shares: Shares, outputs: Sequence[Any]) -> None:
+def place_checks(shares: ShareEditor, outputs: Sequence[Any]) -> None:
     """Have what `outputs` need read values through the checks of the graph.
 
     Raises `CaptureError` for a check behind which nothing is needed.

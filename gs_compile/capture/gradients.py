@@ -1,7 +1,7 @@
 """gradients: how a unit's code hands over a parameter's gradient: the tensor, or factors that are smaller.
 
     weight      dw = left @ right             Product     total += left @ right is one call of the matrix library
-    embedding   dw[ids] += rows, else zero    Rows        only the rows that a micro-batch has used are touched
+    embedding   dw[ids] += rows, else zero    SparseRows  only the rows that a micro-batch has used are touched
 
 Added to a sum as factors, a gradient is never in memory by itself: neither written nor read again for the addition.
 `codegen.factor` finds them.
@@ -32,7 +32,7 @@ class Product(NamedTuple):
             put_term(total, self.dense(), add=add)
 
 
-class Rows(NamedTuple):
+class SparseRows(NamedTuple):
     """The gradient of a table of `num_rows`: `rows` [..., width] add to the rows `ids` [...], which may repeat."""
 
     ids: Tensor
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
             total.index_put_((ids,), rows, accumulate=True)
 
 
-Factors = Product | Rows
+Factors = Product | SparseRows
 Term = Tensor | Factors
 
 

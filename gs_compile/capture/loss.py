@@ -67,7 +67,7 @@ from gs_compile.capture.samples import (
     why_sizes_mix,
     why_values_mix,
 )
-from gs_compile.capture.shares import Kind, Shares, State
+from gs_compile.capture.shares import Kind, ShareEditor, State
 from gs_compile.capture.whole_batch import is_of_samples
 from gs_compile.errors import CaptureError, SeparationError
 
@@ -96,7 +96,7 @@ def loss(
     """
     _refuse_sparse(module)
     _refuse_kernels(module)
-    dealt, shares = deal_by_index(module.graph), Shares(module.graph)
+    dealt, shares = deal_by_index(module.graph), ShareEditor(module.graph)
     place_checks(shares, _kept(module, kept))
     if alone:
         for scatter in dealt:
@@ -127,7 +127,7 @@ def _refuse_kernels(module: fx.GraphModule) -> None:
 
 
 class _Separation:
-    def __init__(self, module: fx.GraphModule, captured: Captured, shares: Shares, layer_major: bool) -> None:
+    def __init__(self, module: fx.GraphModule, captured: Captured, shares: ShareEditor, layer_major: bool) -> None:
         self.module, self.layer_major = module, layer_major
         self.batch = captured.names("batch")
         self.data = captured.names("batch", "constant", "buffer")

@@ -60,7 +60,7 @@ class Nondeterministic(NamedTuple):
     answer: Answer
 
 
-class Watch(TorchDispatchMode):
+class NondeterminismMode(TorchDispatchMode):
     """Notes what of a module is nondeterministic, as `run` runs it and autograd differentiates it in a `with`."""
 
     def __init__(self, module: fx.GraphModule) -> None:

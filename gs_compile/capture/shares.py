@@ -35,7 +35,7 @@ class State:
     why: str = ""
 
 
-class Shares:
+class ShareEditor:
     """Edits one graph; keeps the state of every node, new ones included, and what was done, for people."""
 
     def __init__(self, graph: fx.Graph) -> None:

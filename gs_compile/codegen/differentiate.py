@@ -32,7 +32,7 @@ from gs_compile.capture.dynamo import compile_lock
 from gs_compile.capture.exchange import first_exchange
 from gs_compile.capture.graph import TensorSpec, UnitGraph
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
-from gs_compile.capture.nondeterministic import Nondeterministic, Watch
+from gs_compile.capture.nondeterministic import NondeterminismMode, Nondeterministic
 from gs_compile.capture.partition import CannotSaveError
 from gs_compile.codegen.costs import Cost, Costs, Counts, cost_of, counted
 from gs_compile.codegen.factor import Form, assemble, factor
@@ -279,7 +279,7 @@ class Differentiated:
         with self._making():
             return self._generator.trace(partial(cut.graph(name), *self._lengths), inputs)
 
-    def _traced(self, name: str, watch: Watch | None = None) -> fx.GraphModule:
+    def _traced(self, name: str, watch: NondeterminismMode | None = None) -> fx.GraphModule:
         functions = {"forward": self._run, "backward": self._backward, "both": self._both, "joint": self._joint}
         run = Resized(self.unit.module, self._sizes).run if self._sizes else self.unit.module
 
@@ -292,7 +292,7 @@ class Differentiated:
     @cached_property
     def nondeterministic(self) -> tuple[Nondeterministic, ...]:
         """What of its code in a training step may give other bits in another run on a GPU."""
-        watch = Watch(self.unit.module)
+        watch = NondeterminismMode(self.unit.module)
         with self._making():
             whole = self._traced(self.last_name, watch)
         if self._generator.compiler == "inductor" and self.last_name != "forward":

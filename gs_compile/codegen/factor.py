@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gs_compile.capture.gradients import Factors, Product, Rows, Term
+from gs_compile.capture.gradients import Factors, Product, SparseRows, Term
 from gs_compile.capture.graph import graph_module, hint, output_values
 
 aten = torch.ops.aten
@@ -89,7 +89,7 @@ def _rows(node: fx.Node) -> tuple[Form, tuple[fx.Node, fx.Node]] | None:
         with node.graph.inserting_before(node):
             keeps = new(aten.unsqueeze.default, (new(aten.ne.Scalar, (ids, padding)), -1))
             rows = new(aten.where.ScalarOther, (keeps, rows, 0.0))
-    return partial(Rows, num_rows=num_rows), (ids, rows)
+    return partial(SparseRows, num_rows=num_rows), (ids, rows)
 
 
 def _is_transpose(node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ from gs_compile.capture.uniform import structure
 from gs_compile.codegen.costs import Costs
 from gs_compile.codegen.differentiate import Differentiated, Function, SharedCode
 from gs_compile.codegen.levels import subgraph
-from gs_compile.codegen.token_wise import Part, TokenPart
+from gs_compile.codegen.token_wise import Subgraph, TokenPart
 from gs_compile.runtime.units import Accumulator, laid_out
 
 AS_TRACED = Generator("eager")
@@ -47,7 +47,7 @@ class Gradients(dict[str, Tensor]):
 class _Taking:
     """A part whose backward takes the gradients of some results alone, and its code."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Subgraph) -> None:
         self.part, self.code = part, Differentiated(part.graph, AS_TRACED)
 
     @cached_property
@@ -67,7 +67,7 @@ class WholePart:
     is_ahead: it runs forward ahead of the backward, which reads what that has made, as of attention.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Subgraph) -> None:
         self.part, self.is_ahead = part, False
         self._by_taken: dict[tuple[int, ...], _Taking] = {}
         self._all = self._taking(part.graph.differentiated)
@@ -187,7 +187,7 @@ class PartInPieces:
     def __init__(self, part: TokenPart, size: int, generator: Generator, shared: dict[Hashable, SharedCode]) -> None:
         self.tokens = part
         self._generator, self._shared = generator, shared
-        self._pieces: dict[tuple[int, tuple[int, ...] | None], tuple[Part, Differentiated]] = {}
+        self._pieces: dict[tuple[int, tuple[int, ...] | None], tuple[Subgraph, Differentiated]] = {}
         self.is_ahead, self.saved_nbytes = False, 0
         number = -(-part.num_tokens // size)  # of two sizes at most, as even as can be
         bounds = [part.num_tokens * place // number for place in range(number + 1)]
@@ -279,7 +279,7 @@ class PartInPieces:
         self._write(into.rows, named.items(), begin)
         into.shared.add(of_all, among=[*inputs, *outputs, *(tensor for term in terms for tensor in tensors_of(term))])
 
-    def _piece(self, size: int, taken: tuple[int, ...] | None = None) -> tuple[Part, Differentiated]:
+    def _piece(self, size: int, taken: tuple[int, ...] | None = None) -> tuple[Subgraph, Differentiated]:
         """A piece of so many tokens, and its code. taken: by its backward; None: all that may have a gradient."""
         taken = None if taken and taken == self.part.graph.differentiated else taken
         if (size, taken) not in self._pieces:
@@ -297,7 +297,7 @@ class PartInPieces:
         forms, names = self.tokens.forms, self.part.inputs
         return {name: self.tokens.rows(name, values[name]) if name in forms else values[name] for name in names}
 
-    def _taken_of(self, part: Part, rows: Values, begin: int, end: int) -> list[Tensor]:
+    def _taken_of(self, part: Subgraph, rows: Values, begin: int, end: int) -> list[Tensor]:
         forms, piece = self.tokens.forms, self.tokens.piece
         return [
             _laid_out(piece(rows[name], begin, end) if name in forms else rows[name], spec) for name, spec in part.taken

@@ -27,7 +27,7 @@ from gs_compile.codegen.costs import Cost
 from gs_compile.codegen.differentiate import Cuts, Differentiated, Function, SharedCode
 from gs_compile.codegen.parts import Gradients, PartInPieces, Values, WholePart
 from gs_compile.codegen.token_forms import NotInPiecesError
-from gs_compile.codegen.token_wise import Chain, Part, TokenPart, chain
+from gs_compile.codegen.token_wise import Chain, Subgraph, TokenPart, chain
 from gs_compile.program.ir import EPILOGUE
 
 LEAST = 192  # tokens of a piece: with fewer, products with the weights wait for the weights
@@ -155,7 +155,7 @@ class InPieces(Differentiated):
     def _made_of(self, size: int) -> list[WholePart | PartInPieces]:
         parts = list[WholePart | PartInPieces]()
         for place, part in enumerate(self.chain.parts):
-            if isinstance(part, Part):
+            if isinstance(part, Subgraph):
                 parts.append(WholePart(part))
             else:
                 parts.append(some := PartInPieces(part, size, self._generator, self.common.parts))

@@ -30,7 +30,7 @@ SYMBOL = sympy.Symbol("tokens", integer=True, positive=True)  # of a piece
 
 
 @dataclass(frozen=True)
-class Part:
+class Subgraph:
     """A part of a unit: its graph, and the names of the values that it takes and gives."""
 
     graph: UnitGraph
@@ -42,7 +42,7 @@ class Part:
         """The values that it takes, by name."""
         return tuple(zip(self.inputs, self.graph.specs, strict=True))
 
-    def taking(self, results: tuple[int, ...]) -> Part:
+    def taking(self, results: tuple[int, ...]) -> Subgraph:
         """The part whose backward takes the gradients of these results alone, and makes those of what leads to them."""
         if results == self.graph.differentiated:
             return self
@@ -66,7 +66,7 @@ class TokenPart:
     samples, start, length: its tokens: of each sample `length` from `start` on.
     """
 
-    of: Callable[[int], Part]
+    of: Callable[[int], Subgraph]
     forms: Mapping[str, Form]
     samples: int
     start: int | None
@@ -121,7 +121,7 @@ class Chain:
     on_all: the operations that act on all tokens, by name.
     """
 
-    parts: tuple[Part | TokenPart, ...]
+    parts: tuple[Subgraph | TokenPart, ...]
     given: tuple[str, ...]
     made: tuple[Any, ...]
     x: str
@@ -196,7 +196,7 @@ class _Cut:
                 (places[node],) = readers
         return places
 
-    def _part(self, place: int) -> Part | TokenPart:
+    def _part(self, place: int) -> Subgraph | TokenPart:
         nodes = [node for node in self.module.graph.nodes if self.places.get(node) == place]
         inside = set(nodes)
         entries = [
@@ -246,7 +246,7 @@ class _Cut:
         exits: list[fx.Node],
         forms: Mapping[fx.Node, Form],
         size: int,
-    ) -> Part:
+    ) -> Subgraph:
         """A part's graph for `size` of the tokens, a number that stands for others, too."""
         number = Length.of(size, SYMBOL, {SYMBOL: size})
         graph = fx.Graph()
@@ -289,7 +289,7 @@ class _Cut:
         entries: Sequence[fx.Node],
         exits: Sequence[fx.Node],
         spec: Callable[[fx.Node], TensorSpec],
-    ) -> Part:
+    ) -> Subgraph:
         def of(node: fx.Node) -> TensorSpec:
             found = spec(node)
             return replace(found, requires_grad=node in self.staged.trained and found.dtype.is_floating_point)
@@ -303,7 +303,7 @@ class _Cut:
             specs=tuple(map(of, entries)),
             results=("side",) * len(exits),
         )
-        return Part(graph, tuple(node.name for node in entries), tuple(node.name for node in exits))
+        return Subgraph(graph, tuple(node.name for node in entries), tuple(node.name for node in exits))
 
 
 def _arranged(graph: fx.Graph, flat: fx.Node, axes: tuple[int, ...], rank: int) -> fx.Node:

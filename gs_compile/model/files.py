@@ -5,7 +5,7 @@ reserved at birth, so a full disk is an error there and not a fault later.
 
 Where ranks share a model, each has some rows of a tensor: state dicts, and values before there is an engine, are
 DTensors, Shard(0) over all ranks. So torch.distributed.checkpoint saves and loads them, onto any number of ranks. Those
-of a state dict that ranks of one machine make are rows of one file: all else gets the whole tensor (`Rows`).
+of a state dict that ranks of one machine make are rows of one file: all else gets the whole tensor (`RowShard`).
 """
 
 from __future__ import annotations
@@ -232,10 +232,10 @@ class _Shared(StandIn):
                 "changes it in place: make another tensor of it, as value.clone()"
             )
         result = applied(_Shared, function, args, kwargs)
-        return tree_map_only(DTensor, lambda each: Rows.of(each) if type(each) is DTensor else each, result)
+        return tree_map_only(DTensor, lambda each: RowShard.of(each) if type(each) is DTensor else each, result)
 
 
-class Rows(_Shared, DTensor):
+class RowShard(_Shared, DTensor):
     """Some rows of a tensor, of which other ranks have the others, and for all but DTensor's methods the whole tensor.
 
     Where that is not at hand, functions are those of DTensor, which all ranks call, and make such tensors; what would
@@ -248,12 +248,12 @@ class Rows(_Shared, DTensor):
     whole: tuple[Tensor, int] | None
 
     @classmethod
-    def of(cls, rows: DTensor, whole: Tensor | None = None) -> Rows:
+    def of(cls, rows: DTensor, whole: Tensor | None = None) -> RowShard:
         placed = (rows.device_mesh, rows.placements)
         found: Any = DTensor.from_local(rows.to_local(), *placed, shape=rows.shape, stride=rows.stride())
         found.__class__ = cls
         found.own, found.whole = rows, None if whole is None else (whole, changes(whole))
-        assert isinstance(found, Rows)
+        assert isinstance(found, RowShard)
         return found
 
     def taken(self, name: str = "") -> Tensor:
@@ -345,9 +345,9 @@ def write(target: Tensor, values: Tensor) -> None:
         leave_memory(each.untyped_storage())
 
 
-def _together(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], whole: Tensor | None = None) -> Rows:
+def _together(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], whole: Tensor | None = None) -> RowShard:
     like = torch.empty(tuple(shape), device="meta")
-    return Rows.of(DTensor.from_local(own, mesh, [Shard(0)], shape=like.shape, stride=like.stride()), whole)
+    return RowShard.of(DTensor.from_local(own, mesh, [Shard(0)], shape=like.shape, stride=like.stride()), whole)
 
 
 def _from(start: int, read: Read) -> Read:

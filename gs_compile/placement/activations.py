@@ -14,7 +14,7 @@ from gs_compile.program.ir import Tier, Unit, Value
 
 
 @dataclass(frozen=True)
-class Activations:
+class ActivationHomes:
     """The homes of the inputs of all layers, for all micro-batches, and what each layer saves with its own.
 
     ratios, shares, held: as of a decision; stacks: that the ratios are of.

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from gs_compile.options import Ratios
-from gs_compile.placement.activations import Activations
+from gs_compile.placement.activations import ActivationHomes
 from gs_compile.placement.boundaries import BoundaryNbytes
 from gs_compile.placement.levels import Levels, Share, Shares, is_chosen
 from gs_compile.placement.stacks import Stacks, stack_of, stacks
@@ -227,10 +227,10 @@ class Placement:
         return self.decision.stacks(self.layout)
 
     @cached_property
-    def activations(self) -> Activations:
+    def activations(self) -> ActivationHomes:
         chosen = self.decision
         levels, number = self.levels, self.layout.num_micro_batches
-        return Activations(chosen.ratios, chosen.shares, chosen.held, levels, self.stacks, number)
+        return ActivationHomes(chosen.ratios, chosen.shares, chosen.held, levels, self.stacks, number)
 
     def recomputing(self) -> Placement:
         """The placement with layers that save their inputs alone, each where its activations were."""

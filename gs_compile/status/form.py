@@ -81,7 +81,7 @@ class UnderWay:
         return self.seconds * (1 / self.part - 1) if self.part else math.nan
 
 
-class Point(NamedTuple):
+class PastStep(NamedTuple):
     """A step of the history."""
 
     step: int
@@ -107,7 +107,7 @@ class Status:
     about: About
     step: UnderWay | None
     last: StepInfo | None
-    history: tuple[Point, ...]
+    history: tuple[PastStep, ...]
     num_steps: int
     seconds: float
     num_tokens: int

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gs_compile.program.ir import Stage
 from gs_compile.runtime.trace import Total, Trace
-from gs_compile.status.form import FORMAT, About, Point, State, Status, UnderWay
+from gs_compile.status.form import FORMAT, About, PastStep, State, Status, UnderWay
 from gs_compile.status.step import StepInfo
 
 MOST_POINTS = 200  # of the history: a curve shows no more, and each is written every second
@@ -36,7 +36,7 @@ class RunRecord:
         self._trace, self._measure = trace, measure
         self._lock = threading.Lock()
         self._last: StepInfo | None = None
-        self._history: list[Point] = []
+        self._history: list[PastStep] = []
         self._every = 1  # of so many steps one is kept
         self._num_noted = self._num_calls = 0
         self._sums = _Sums(lanes={})
@@ -54,7 +54,7 @@ class RunRecord:
         with self._lock:
             self._last, self._num_calls = info, 0
             if self._num_noted % self._every == 0:
-                self._history.append(Point(info.number, info.seconds, info.loss, info.num_tokens))
+                self._history.append(PastStep(info.number, info.seconds, info.loss, info.num_tokens))
             self._num_noted += 1
             if len(self._history) > MOST_POINTS:
                 self._history, self._every = self._history[::2], 2 * self._every

@@ -44,7 +44,7 @@ WIDTHS = {
 ITEMSIZES = {name: nbytes for nbytes, names in WIDTHS.items() for name in names.split()}
 
 
-class Span(NamedTuple):
+class NamedRange(NamedTuple):
     start: int
     stop: int
     name: str
@@ -147,7 +147,7 @@ def _check_parts(manifest: Manifest) -> None:
     spans = []
     for each in manifest.rest:
         _demand(each.dtype in ITEMSIZES, "rest", each.name, "has an unknown dtype")
-        spans.append(Span(each.offset, each.offset + _numel(each) * ITEMSIZES[each.dtype], each.name))
+        spans.append(NamedRange(each.offset, each.offset + _numel(each) * ITEMSIZES[each.dtype], each.name))
     _check_spans(REST, spans, parts.pop(REST, 0))
     _demand(not parts, "parts that are of no unit:", *sorted(parts)[:1])
 
@@ -155,7 +155,7 @@ def _check_parts(manifest: Manifest) -> None:
 def _check_parameters(manifest: Manifest) -> None:
     units = {unit.unit: unit for unit in manifest.units}
     num_trained = {unit: manifest.world * units[unit].numel("early", "late") for unit in units}
-    spans: dict[int | str, list[Span]] = {unit: [] for unit in units}
+    spans: dict[int | str, list[NamedRange]] = {unit: [] for unit in units}
     for each in manifest.parameters:
         _demand(each.unit in units, "parameter", each.name, "is of no unit")
         stop = each.offset + _num_taken(each, units[each.unit].itemsize)
@@ -163,7 +163,7 @@ def _check_parameters(manifest: Manifest) -> None:
             stop += each.second
             _demand(each.trained and each.second % QUANTUM == 0, "parameter", each.name, "its second moments")
             _demand(stop <= each.offset + 2 * each.second, "parameter", each.name, "reaches into its second moments")
-        spans[each.unit].append(Span(each.offset, stop, each.name))
+        spans[each.unit].append(NamedRange(each.offset, stop, each.name))
         is_trained = each.offset < num_trained[each.unit]
         _demand(each.trained == is_trained or not _numel(each), "parameter", each.name, "trained?")
     for name, unit in units.items():
@@ -183,10 +183,10 @@ def _num_taken(parameter: StoredParameter, itemsize: int) -> int:
     return width * _numel(parameter)
 
 
-def _check_spans(name: str, spans: Iterable[Span], stop: int) -> None:
+def _check_spans(name: str, spans: Iterable[NamedRange], stop: int) -> None:
     """Check that no two overlap, but where one has two names, and all end in time."""
     found = sorted({each[:2]: each for each in spans if each.start < each.stop}.values())
-    for one, other in pairwise([*found, Span(stop, stop, "its end")]):
+    for one, other in pairwise([*found, NamedRange(stop, stop, "its end")]):
         _demand(one.stop <= other.start, name, one.name, "reaches into", other.name)
 
 

@@ -295,7 +295,7 @@ class Extent:
         return Transfer(parts)
 
 
-class Piece(NamedTuple):
+class DriveRange(NamedTuple):
     """A range of an extent on one drive."""
 
     drive: int
@@ -319,7 +319,7 @@ class Stripe:
         ends = [round(row_pages * sum(weights[: drive + 1]) / sum(weights)) for drive in range(len(weights))]
         return Stripe(tuple((end - begin) * PAGE for begin, end in zip([0, *ends[:-1]], ends, strict=True)), num_rows)
 
-    def pieces(self, offset: int, nbytes: int) -> Iterator[Piece]:
+    def pieces(self, offset: int, nbytes: int) -> Iterator[DriveRange]:
         """The parts of a range, in its order."""
         position = offset
         while position < offset + nbytes:
@@ -329,5 +329,5 @@ class Stripe:
                 inside -= self.chunks[drive]
                 drive += 1
             length = min(self.chunks[drive] - inside, offset + nbytes - position)
-            yield Piece(drive, row * self.chunks[drive] + inside, position - offset, length)
+            yield DriveRange(drive, row * self.chunks[drive] + inside, position - offset, length)
             position += length

@@ -8,7 +8,7 @@ from torch import fx
 from torch.nn import functional
 
 from gs_compile.capture import nondeterministic
-from gs_compile.capture.nondeterministic import Watch
+from gs_compile.capture.nondeterministic import NondeterminismMode
 
 IDS = torch.tensor([[0, 1, 1, 0]])
 
@@ -56,7 +56,7 @@ def test_what_torch_documents_is_found(case):
     graph = tracer.trace(function)
     for node in graph.nodes:
         node.stack_trace = f'  File "model.py", line 1, in forward\n    {node.name}'
-    with Watch(fx.GraphModule(tracer.root, graph)) as watch:
+    with NondeterminismMode(fx.GraphModule(tracer.root, graph)) as watch:
         torch.autograd.grad(watch.run(x).sum(), x)
     found = [(each.operator, each.answer, each.where.removeprefix("model.py:1: ")) for each in watch.found]
     assert found == expected

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gs_compile.capture.gradients import Product, Rows, put_term, put_terms, tensors_of
+from gs_compile.capture.gradients import Product, SparseRows, put_term, put_terms, tensors_of
 from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.program.ir import EPILOGUE, PROLOGUE
@@ -124,7 +124,7 @@ def assert_adds_up(term, right):
 @pytest.mark.parametrize("inner", [linear, Columns])
 def test_weights_and_tables_come_as_factors(inner, generator):
     results = found(inner, generator=generator)
-    for unit, form in ((PROLOGUE, Rows), (0, Product), (1, Product), (EPILOGUE, Product)):
+    for unit, form in ((PROLOGUE, SparseRows), (0, Product), (1, Product), (EPILOGUE, Product)):
         ((term, right),) = weights(results, unit)
         assert isinstance(term, form)
         assert sum(tensor.numel() for tensor in tensors_of(term)) < right.numel()
@@ -149,7 +149,7 @@ def test_what_is_no_smaller_in_factors_comes_as_it_is(chosen, generator):
 @pytest.mark.parametrize("generator", COMPILERS)
 def test_the_row_that_is_padding_gets_nothing(generator):
     ((term, right),) = weights(found(embedding=table(padding_idx=7), generator=generator), PROLOGUE)
-    assert isinstance(term, Rows)
+    assert isinstance(term, SparseRows)
     assert 7 in term.ids
     assert not right[7].any()
     assert_adds_up(term, right)
@@ -157,14 +157,14 @@ def test_the_row_that_is_padding_gets_nothing(generator):
 
 def test_rows_of_bf16_are_summed_in_fp32():
     ((term, right),) = weights(found(dtype=torch.bfloat16), PROLOGUE)
-    assert isinstance(term, Rows)
+    assert isinstance(term, SparseRows)
     assert term.dense().dtype == torch.float32
     torch.testing.assert_close(term.dense(), right.float(), rtol=2e-2, atol=2e-2)
 
 
 def test_repeated_rows_are_added_in_one_order():
     ids = torch.randint(0, 4, (512,), generator=torch.Generator().manual_seed(0))
-    term = Rows(ids, torch.randn(512, 768, generator=torch.Generator().manual_seed(1)), 4)
+    term = SparseRows(ids, torch.randn(512, 768, generator=torch.Generator().manual_seed(1)), 4)
     threads = torch.get_num_threads()
     sums = []
     for number in (1, 2, 4, 2):

@@ -38,7 +38,7 @@ from gs_compile.capture.graph import UnitGraph
 from gs_compile.capture.inductor import Generator
 from gs_compile.codegen.parts import PartInPieces
 from gs_compile.codegen.pieces import LEAST, InPieces
-from gs_compile.codegen.token_wise import Part
+from gs_compile.codegen.token_wise import Subgraph
 from gs_compile.hf.fused_head import log_probabilities
 
 
@@ -353,7 +353,7 @@ def test_threads_make_code_one_after_the_other(monkeypatch):
 
 
 def test_a_second_thread_sees_which_results_all_parts_take(monkeypatch):
-    code, found, taken_of = in_pieces(layer_of(Attention, 2)), [], Part.taken_of
+    code, found, taken_of = in_pieces(layer_of(Attention, 2)), [], Subgraph.taken_of
 
     def meanwhile(part, names):
         if not found:
@@ -362,7 +362,7 @@ def test_a_second_thread_sees_which_results_all_parts_take(monkeypatch):
                 found[0] = pool.submit(code._taken_by, code._seeds("backward")).result()
         return taken_of(part, names)
 
-    monkeypatch.setattr(Part, "taken_of", meanwhile)
+    monkeypatch.setattr(Subgraph, "taken_of", meanwhile)
     assert code._taken_by(code._seeds("backward")) == found[0]
     assert len(found[0]) == len(code._parts)
 

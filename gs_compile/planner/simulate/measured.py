@@ -16,7 +16,7 @@ from gs_compile.planner.simulate.dependencies import MEMORY, dependencies
 from gs_compile.planner.simulate.event_loop import Times
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program
-from gs_compile.runtime.trace import Event, Issue, Trace
+from gs_compile.runtime.trace import Issue, Trace, TraceEvent
 
 Step = list[Issue]
 
@@ -53,7 +53,7 @@ def _steps(issues: Sequence[Issue]) -> Iterator[Step]:
 
 
 def _simulation(
-    steps: Sequence[Step], events: Mapping[int, Event], placement: Placement, *, inline: bool
+    steps: Sequence[Step], events: Mapping[int, TraceEvent], placement: Placement, *, inline: bool
 ) -> Simulation:
     programs = [step[0].program for step in steps]
     order = dependencies(programs, placement)
