@@ -19,6 +19,7 @@ from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.optimizer_state import has_values
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.saving import gather_when_saved
+from gs_compile.model.settings import OF_PARAMETERS
 from gs_compile.model.tiered_optimizer import TieredOptimizer, optimizers_of
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -109,8 +110,6 @@ def refuse_uneven(ranks: Ranks, schedule: Schedule, models: Sequence[Specialized
         facts = {"the number of micro-batches": len(models), **sizes}
         ranks.require_same(f'expert.schedule "{schedule}"', facts)
 
-
-OF_PARAMETERS = ("params", "param_names")  # of a param group, in an order that may be each rank's own
 
 Facts = Iterator[tuple[str, Any]]
 

@@ -16,6 +16,7 @@ from gs_compile.model.files import mapped_rows
 from gs_compile.model.offloaded import LOOKS, sends
 from gs_compile.model.parameter_store import MASTER, ParameterStore, component
 from gs_compile.model.residency import residency_of
+from gs_compile.model.settings import HOW_TORCH_COMPUTES, OF_PARAMETERS, OTHER_RULES
 
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, which has numbers for parameters
 
@@ -25,10 +26,7 @@ OTHER_STEPS = (
     "model's first call"
 )
 
-# What param groups of torch's state dicts have beside settings, such as how torch computes.
-_NOT_SETTINGS = {
-    *("params", "param_names", "foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
-}
+_NOT_SETTINGS = {*OF_PARAMETERS, *HOW_TORCH_COMPUTES, *OTHER_RULES}  # what torch's state dicts have in groups beside
 
 
 def parts_of(state_dict: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:

@@ -13,6 +13,7 @@ from gs_compile.errors import ABSENT, OptimizerError
 from gs_compile.placement.placement import Placement
 from gs_compile.runtime.formats import StateType
 
+OF_PARAMETERS = ("params", "param_names")  # of a param group, in an order that may be each rank's own
 HOW_TORCH_COMPUTES = ("foreach", "fused", "capturable")
 OTHER_RULES = ("amsgrad", "differentiable", "decoupled_weight_decay")  # of torch's optimizers, where they are true
 FOLLOWED = {("AdamW", "decoupled_weight_decay")}  # param groups of torch's AdamW have it
