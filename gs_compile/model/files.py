@@ -280,8 +280,11 @@ class _View(_Shared):
         return plain(self)
 
 
-# What changes its first argument; and what asks for a tensor's own memory.
-_CHANGES = re.compile(r"(?!__).*_|__setitem__|__set__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|[lr]shift)__")
+# What changes its first argument, as collectives do; and what asks for a tensor's own memory.
+_CHANGES = re.compile(
+    r"(?!__).*_|__setitem__|__set__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|[lr]shift)__|"
+    r"all_(gather|reduce|to_all)(_\w+)?|reduce(_\w+)?|i?recv"
+)
 _OF_MEMORY = frozenset(
     "pickle numpy __array__ tolist data_ptr storage untyped_storage share_memory_ __dlpack__".split()
 )

@@ -162,6 +162,8 @@ def reads(info, tmp_path):
         if value.dim():
             assert value.placements == (Shard(0),)
             assert value.to_local().shape[0] <= -(-value.shape[0] // info.number)
+    with pytest.raises(RankError, match="all_reduce: all ranks share this value of a state dict"):
+        dist.all_reduce(max(model.values(), key=Tensor.numel))
     weight = one.model.transformer.h[1].attn.c_attn.weight
     assert weight.norm() == wanted["transformer.h.1.attn.c_attn.weight"].norm()
     assert torch.equal(weight.detach(), wanted["transformer.h.1.attn.c_attn.weight"])
