@@ -109,6 +109,7 @@ class TieredExecutor(Executor):
         """Let go of a step that will not be finished."""
         for value in list(self.env):
             self.values.free(value)
+        self._segment.waits = False
         self._segment = self.tiers.slab.empty
 
     # Issuing ---------------------------------------------------------------------------------------------------------
@@ -126,6 +127,7 @@ class TieredExecutor(Executor):
                     self.tiers.failure.check()
                     self._wait_for_memory(at)
                     self._issue_at(at)
+            self._segment.waits = self.program.trains and stop == self._half
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 error = self._out_of_memory(self.program.ops[at], error)

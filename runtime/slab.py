@@ -47,11 +47,17 @@ class Segment:
         self._start = start
         self._memory = map_memory(nbytes, device)
         self.ranges: Ranges[Ticket] = Ranges()
+        self.waits = False  # for the backward of a step, which may have nothing in it meanwhile
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a value in it is alive, or will be before its step ends."""
+        return bool(self.ranges) or self.waits
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing in it is alive, or still worked on."""
-        return not self.ranges and all(ticket.done for ticket in self.ranges.users)
+        """Whether nothing in it is in use, or still worked on."""
+        return not self.is_in_use and all(ticket.done for ticket in self.ranges.users)
 
     def begin(self, where: Range, offset: int = 0) -> tuple[Allocation, list[Ticket]]:
         """The allocation of a value at an offset in its slot, and who has to be done before it is written."""
@@ -110,7 +116,7 @@ class Slab:
             for segment in idle[: max(0, len(self._steps) - self._num_calls)]:
                 self._steps.remove(segment)
             return found
-        self._steps = [segment for segment in self._steps if segment.ranges]  # what is mapped goes before more is
+        self._steps = [segment for segment in self._steps if segment.is_in_use]  # what is mapped goes before more is
         nbytes = max(program.slab_nbytes - self.fixed.nbytes, 0)
         needed = self.nbytes + nbytes
         if self.budget_nbytes is not None and needed > self.budget_nbytes:
@@ -125,8 +131,8 @@ class Slab:
         return self._steps[-1]
 
     def _idle(self, program: Program) -> Segment | None:
-        """A segment that nobody uses, large enough for a program."""
-        segments = (segment for segment in self._steps if not segment.ranges)
+        """A segment that nobody uses, large enough for a program; what does not train has left it before a backward."""
+        segments = (each for each in self._steps if not (each.is_in_use if program.trains else each.ranges))
         return next((each for each in segments if program.slab_nbytes <= self.fixed.nbytes + each.nbytes), None)
 
 

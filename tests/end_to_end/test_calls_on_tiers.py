@@ -76,6 +76,17 @@ def test_batches_of_any_size_in_any_order(pair, separate, monkeypatch):
     assert len(both.optimizer.engine.planning._programs) == 4
 
 
+def test_a_call_that_waits_with_nothing_in_host_memory_has_it_for_itself(pair):
+    """Its checkpoints, and their gradient, are on the device. A larger call comes before its backward."""
+    ratios = {"parameter": 1.0, "optimizer": 1.0, "gradient": 0.0, "checkpoint": 0.3, "device_checkpoint": 0.7}
+    both = pair(separate_device=True, accumulate=True, alpha=1.0, ratios=ratios)
+    for model, optimizer in ((both.plain, both.plain_optimizer), (both.ours, both.optimizer)):
+        for loss in [model(input_ids=ids, labels=ids).loss for ids in (tokens(0, 1), tokens(1, 4))]:
+            loss.backward()
+        optimizer.step()
+    assert distance(dict(both.ours.state_dict()), dict(both.plain.state_dict())) < 2e-6
+
+
 @pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_call_that_fails_in_the_model_costs_nothing(pair, separate):
     both = pair(separate_device=separate)
