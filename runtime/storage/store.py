@@ -124,7 +124,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
     def allocate(self, label: str, nbytes: int) -> Extent:
         """An extent that reads as zeros until it is written.
 
-        Raises StorageFullError if it does not fit; then nothing of it is left.
+        Nothing of it is left where that fails: StorageFullError if it does not fit.
         """
         assert nbytes > 0, f"{label}: an extent of {nbytes} bytes"
         stripe = Stripe.of(nbytes, self.weights)
@@ -132,7 +132,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         try:
             for drive, chunk, length in zip(self.drives, stripe.chunks, lengths(nbytes, stripe.chunks), strict=True):
                 files.append(drive.create(f"{self._prefix}{label}", length, chunk))
-        except OSError:
+        except BaseException:  # also where the user interrupts it
             for drive, file in zip(self.drives, files, strict=False):
                 drive.remove(file)
             raise

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -92,6 +93,16 @@ def test_a_label_is_given_once(store):
     store.allocate("w3", 10)
     with pytest.raises(StorageError, match="creation of w3 failed: File exists"):
         store.allocate("w3", 10)
+
+
+def test_an_extent_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    """In a notebook the next cell makes it again."""
+    with Store([tmp_path / "a", tmp_path / "b"], weights=[1, 1]) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(store.drives[1], "create", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                store.allocate("w3", MIB)
+        store.allocate("w3", MIB)
 
 
 def test_traffic_is_counted(store):
