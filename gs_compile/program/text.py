@@ -14,8 +14,8 @@ import ast
 import re
 
 from gs_compile.errors import ProgramError
-from gs_compile.program.ir import DRAIN, FILL, KINDS, TIERS, VERBS, Op, Program, Stage, Tier, Unit, Value, shifted
-from gs_compile.program.verbs import SIGNATURES
+from gs_compile.program.ir import DRAIN, FILL, KINDS, TIERS, VERSION, Op, Program, Stage, Tier, Unit, Value, shifted
+from gs_compile.program.verbs import SIGNATURES, VERBS
 
 _TIERS: dict[str, Tier] = {tier: tier for tier in TIERS}
 _HEADER = re.compile(
@@ -36,6 +36,9 @@ def parse(text: str) -> Program:
     header = _HEADER.fullmatch(lines[0][1]) if lines else None
     if not header:
         raise ProgramError("line 1: a program starts with: # gs_compile program 0.1   after vertical   3 layers x ...")
+    version, made_by, num_layers, num_micro_batches, peaks = header.groups()
+    if version != VERSION:
+        raise ProgramError(f"line 1: a program of version {version}, and this GreedySnake reads version {VERSION}")
     stages: list[tuple[Stage, list[Op]]] = []
     for number, line in lines[1:]:
         try:
@@ -43,7 +46,6 @@ def parse(text: str) -> Program:
         except (ProgramError, SyntaxError) as error:
             reason = error.message if isinstance(error, ProgramError) else error
             raise ProgramError(f"line {number}: {line}: {reason}") from error
-    _, made_by, num_layers, num_micro_batches, peaks = header.groups()
     planned = tuple((tier, int(nbytes)) for tier, nbytes in (peak.split() for peak in (peaks or "").split(",") if peak))
     ops = tuple(op for _, ops in stages for op in ops)
     return Program(ops, int(num_layers), int(num_micro_batches), made_by, planned)

@@ -92,6 +92,11 @@ def test_text_without_a_header():
         parse("x1_0.device = forward(x0_0.device, w0.device)")
 
 
+def test_text_of_another_version():
+    with pytest.raises(ProgramError, match=r"program of version 0\.2, and this GreedySnake reads version 0\.1"):
+        parse(HEADER.replace("0.1", "0.2"))
+
+
 @given(tiered_steps(), options(), st.booleans(), st.sampled_from(("vertical", "horizontal")))
 def test_parse_is_the_inverse(step, options, late, schedule):
     placement = place(*step, options).laid_out(schedule=schedule)
