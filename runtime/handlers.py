@@ -106,8 +106,15 @@ class Handlers:
         assert commits is not None, "no step is committed"
         homes = [home for home, _ in commits.stale()]
         after = table.users.awaited(homes, ())
-        label = {"nbytes": sum(table.contents[home].nbytes for home in homes), "kind": op.kind, "stage": str(op.stage)}
-        ticket = commits.under_way = self.tiers.lane(op.lane).submit(op.name, commits.seal(), after, **label)
+        ticket = commits.under_way = self.tiers.lane(op.lane).submit(
+            op.name,
+            commits.seal(),
+            after,
+            nbytes=sum(table.contents[home].nbytes for home in homes),
+            kind=op.kind,
+            stage=str(op.stage),
+            number=self.tiers.trace.number,
+        )
         for home in homes:
             table.users.use(home, ticket)
 

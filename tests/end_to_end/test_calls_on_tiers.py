@@ -214,6 +214,17 @@ def test_a_trace_says_what_the_computation_waited_for(pair):
     assert lanes <= set(LANES)
 
 
+def test_a_commit_is_measured_with_its_step(pair):
+    both = pair(trace=True, durability="step")
+    both.step(2)
+    both.step(2, seed=1)
+    both.optimizer.synchronize()
+    trace = both.optimizer.engine.tiers.trace
+    issued = {issue.number: issue.program.ops[issue.op_index].verb for issue in trace.issues()}
+    found = [event.label.number for event in trace.events() if event.label.name == "seal"]
+    assert {issued.get(number) for number in found} == {"seal"}
+
+
 def test_without_a_trace(pair, tmp_path):
     both = pair()
     both.step(2)
