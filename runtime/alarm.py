@@ -221,9 +221,8 @@ class Alarm:
 
 @cache
 def _alarms() -> weakref.WeakSet[Alarm]:
-    """The alarms of this process. The end of a script is told to them from here, as Python takes no such call back.
-
-    Before it ends the threads of pools, without which lanes would fail for another reason.
+    """The alarms of this process. The end of a script is told to them from here, as Python takes no such call back, and
+    before `atexit` ends runs: their lanes would fail for another reason.
     """
     alarms: weakref.WeakSet[Alarm] = weakref.WeakSet()
 

@@ -89,17 +89,17 @@ def _in_new_thread(function: Callable[[], None]) -> None:
     thread.join()
 
 
-def refuse_without_threads(pid: int, *, uses_pools: bool) -> None:
-    """Raise `ForkError` in a child of the process that has the threads of a run, `pid`, and `StepOrderError` where
-    these have ended: `uses_pools` of concurrent.futures, which end with the main thread.
+def refuse_without_threads(pid: int, *, uses_storage: bool) -> None:
+    """Raise `ForkError` in a child of the process that has the threads of a run, `pid`, and `StepOrderError` where the
+    interpreter is ending: those that move data of storage are started as they are needed, and then none are.
     """
     if os.getpid() != pid:
         raise ForkError(
             f"this process was forked from {pid}, which trains this model, and has none of its threads: use the model "
             "in that process, or give this process the tensors of a state_dict()"
         )
-    if uses_pools and not threading.main_thread().is_alive():
+    if uses_storage and not threading.main_thread().is_alive():
         raise StepOrderError(
-            "the interpreter is ending, and the threads that move data have ended: make state dicts and steps before "
+            "the interpreter is ending, and starts no more threads, which move data: make state dicts and steps before "
             "the script ends, for example in try ... finally, not in atexit"
         )

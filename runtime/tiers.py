@@ -215,7 +215,7 @@ class Tiers(Homes):
 
         Raises also as `refuse_without_threads` does.
         """
-        refuse_without_threads(self._pid, uses_pools=self.setting.store is not None)
+        refuse_without_threads(self._pid, uses_storage=self.setting.store is not None)
         try:
             self.failure.check()
         except (LaneError, RankError):
