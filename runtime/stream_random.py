@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gs_compile.capture.internals import TorchDispatchMode
 from gs_compile.runtime.stream import shared_generator
 
 aten = torch.ops.aten

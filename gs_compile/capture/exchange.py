@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gs_compile.capture.in_place import in_memory_of
-from gs_compile.capture.internals import tree_leaves, tree_map_only
+from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
 from gs_compile.capture.operations import is_free, operation, tensor_spec
+from gs_compile.capture.reached import made_of
 
 NAMESPACE = "_c10d_functional"  # how that of the functional ones begins
 
@@ -32,10 +32,7 @@ def first_exchange(module: fx.GraphModule, known: Collection[str] = ()) -> fx.No
 
 
 def _is_made_of(node: fx.Node, known: Collection[str]) -> bool:
-    sources = [node, *node.all_input_nodes]
-    for source in sources:
-        sources += [each for each in source.all_input_nodes if each not in sources]
-    inputs = [each for each in sources if each.op == "placeholder"]
+    inputs = [each for each in made_of([node]) if each.op == "placeholder"]
     return bool(inputs) and all(each.name in known for each in inputs)
 
 

@@ -25,7 +25,7 @@ def count_flops(module: fx.GraphModule, number: Callable[[Any], int] = hint) -> 
 def node_flops(node: fx.Node, number: Callable[[Any], int] = hint) -> float:
     """The operations of one node; 0 of what torch does not count."""
     packet = packet_of(node)
-    formula = _ATTENTION.get(str(packet)) or flop_registry.get(packet)
+    formula = _UNCOUNTED.get(str(packet)) or flop_registry.get(packet)
     if formula is None:
         return 0.0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
@@ -47,7 +47,7 @@ def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> Any:
 
 
 # What torch's counter leaves out.
-_ATTENTION: Mapping[str, Callable[..., Any]] = {
+_UNCOUNTED: Mapping[str, Callable[..., Any]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten._grouped_mm": _grouped,

@@ -13,10 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gs_compile.capture.graph import source_line
+from gs_compile.capture.internals import TorchDispatchMode, tree_leaves
 from gs_compile.capture.operations import named, operation
 
 Answer = Literal["replaced", "refused", "unknown"]  # with deterministic=True, by another kernel; of another's operator
