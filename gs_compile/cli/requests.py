@@ -53,7 +53,7 @@ Json = Annotated[bool, option("Print one JSON object.", ..., "--json")]
 Storage = Annotated[
     list[Path] | None, option("A storage directory; repeat for each drive.", metavar="DIR", unset="in the user's cache")
 ]
-Directory = Annotated[Path, typer.Argument(help="A storage directory.", metavar="DIR", show_default=False)]
+Directory = Annotated[Path, typer.Argument(help="A directory of a run.", metavar="DIR", show_default=False)]
 File = Path | None
 
 
