@@ -59,9 +59,9 @@ class Drive:
             }
             self.is_direct = True
             self.is_direct = self._takes_direct()
+            if self.drawback:
+                warnings.warn(f"{directory} {self.drawback}", SlowStorageWarning, stacklevel=4)
             self._opened = opened.pop_all()
-        if self.drawback:
-            warnings.warn(f"{directory} {self.drawback}", SlowStorageWarning, stacklevel=4)
 
     @property
     def drawback(self) -> str:

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+import warnings
 from itertools import count
 
 import pytest
@@ -270,3 +271,6 @@ def test_refused_direct_io_is_said_once_and_works(tmp_path, monkeypatch, refusal
         assert moved(opened_store.allocate("w4", 100))
     assert len(warned) == 1
     assert not list(tmp_path.iterdir())
+    with pytest.raises(SlowStorageWarning), warnings.catch_warnings(action="error"):
+        Store([tmp_path])
+    assert not list(tmp_path.iterdir())  # also where warnings are errors
