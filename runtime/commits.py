@@ -97,19 +97,25 @@ class Commits:
         elif now is self._issued.get(part_of(value)):
             if self.takes_up:
                 return None
-            before, now = now, self.writable(value)
+            before, now = now, self._uncommitted(value)
             for start in range(0, now.nbytes, BLOCK):
                 block = map_memory(min(BLOCK, now.nbytes - start))
                 before.read(block, start).wait()
                 now.write(block, start).wait()
+            self.values.contents[value] = now  # and not before, as the copy may fail
         return now
 
     def writable(self, value: Value) -> Extent:
         """The file for a new content of a value; it is the value's from now on."""
+        now = self.values.contents[value] = self._uncommitted(value)
+        return now
+
+    def _uncommitted(self, value: Value) -> Extent:
+        """A value's file, or where a commit has that, another one of its part."""
         part, now = part_of(value), self.values.contents[value]
         if now is self._issued.get(part):
             taken = [now, *(self.values.contents.get(holder) for holder in _holders(part))]
-            now = self.values.contents[value] = next(each for each in self._files[part] if each not in taken)
+            now = next(each for each in self._files[part] if each not in taken)
         assert isinstance(now, Extent)
         return now
 

@@ -6,14 +6,16 @@ import errno
 import os
 
 import pytest
+import torch
 from tiered import adamw, options, outcome, step, tokens
 
-from gs_compile.errors import LaneError, ReleasedParameterError
+from gs_compile.errors import LaneError, ReleasedParameterError, StorageError
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.manifest import NAME, read
 from gs_compile.runtime.storage.stored import FOLDER
 
 KEEPS_CAPTURES = True
+CHANGED = "transformer.h.0.ln_1.weight"
 
 
 def fail_rename(monkeypatch, folder):
@@ -58,6 +60,24 @@ def test_no_commit_names_files_that_somebody_has_removed(harness, tmp_path):
             path.unlink()
         with pytest.raises(LaneError, match=r"another program has removed this file of the run: .*-s0-"):
             optimizer.commit()
+
+
+def test_a_change_between_steps_that_fails_costs_no_other_values(harness, monkeypatch, tmp_path):
+    """The part that has it is copied first, as a commit has its file."""
+
+    def pwritev(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with harness.fresh(adamw, {**options(tmp_path), "durability": "step"}) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        optimizer.commit()
+        before = {name: values.clone() for name, values in harness.model.state_dict().items()}
+        with monkeypatch.context() as patched:
+            patched.setattr(system, "pwritev", pwritev)
+            with pytest.raises(StorageError, match="write of"), torch.no_grad():
+                harness.model.get_parameter(CHANGED).fill_(3.0)
+        after = harness.model.state_dict()
+        assert [name for name in before if not torch.equal(before[name], after[name])] in ([], [CHANGED])
 
 
 def test_without_commits_a_fault_says_how_there_would_have_been_one(harness, monkeypatch, tmp_path):
