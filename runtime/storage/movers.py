@@ -42,8 +42,12 @@ class Movers:
                 raise RuntimeError(f"{self._name}: a transfer after the end of its run")
             while len(self._threads) < number:
                 name = f"{self._name}_{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
+                self._threads.append(thread := threading.Thread(target=self._work, name=name, daemon=True))
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more of them
+                    self._threads.remove(thread)
+                    raise
             for _ in range(number):
                 self._asked.put(take_part)
 

@@ -172,6 +172,18 @@ def test_a_lane_that_waits_moves_a_transfer_of_one_block_itself(movers):
     assert found[1] not in (lane, threading.main_thread())
 
 
+def test_a_thread_that_the_system_refuses_is_not_waited_for(movers, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="new thread"):
+                movers.ask(1, print)
+    movers.close()
+
+
 @given(st.integers(1, 100 << 20), st.none() | st.integers(100, 5000).map(PAGE.__mul__), st.data())
 def test_a_range_is_cut_at_the_blocks_of_its_file(nbytes, chunk, data):
     grid = Grid.of(nbytes, chunk)
