@@ -224,6 +224,8 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
 def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> TieredCall:
     """The call of a model whose parameters an engine has. random: the state that the call has found."""
     models, ranks = call.models, call.ranks
+    if call.training:
+        engine = engine.first_step.engine_that_reads(engine, call)
     _refuse_other_layers(engine, models[0], training=call.training)
     if not call.training:
         call.args = [for_evaluation(arg) if isinstance(arg, torch.nn.Parameter) else arg for arg in call.args]

@@ -192,7 +192,7 @@ def rest_nbytes(optimizer: Optimizer) -> int:
 @torch.no_grad()
 def give_back_rest(optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor]) -> None:
     """The inverse; buffers: by name, get what a script has made of them."""
-    beside = dict(trained_in_memory(optimizer.param_groups))
+    beside = list(optimizer.group_of)
     for name, values in rest.items():
         number, _, component = name.partition(".")
         if name.startswith(BUFFER):

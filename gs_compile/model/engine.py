@@ -56,6 +56,7 @@ KEPT = (
 class Beginning(Protocol):
     """What an engine and its calls ask of the step that a run begins with (`first_step.FirstStep`)."""
 
+    def engine_that_reads(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_forward(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_backward(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_gradient(self, engine: Engine, *, zeroed: bool) -> Engine: ...
@@ -91,7 +92,7 @@ class Engine(ParameterStore):
         buffers = call.compilation.buffers(call.args)
         self.durable = Durable(self._optimizer, tiers, stored, plan, buffers) if tiers.commits else None
         spans = {call.args[index]: span for index, span in layout.spans.items()}
-        self.num_parameters = len(spans)
+        self._parameters = [weakref.ref(each) for each in spans]
         never = call.models[0].split.idle  # get a gradient
         trained = (span for i, span in layout.spans.items() if call.args[i].requires_grad and i not in never)
         self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
@@ -365,6 +366,12 @@ class Engine(ParameterStore):
     @property
     def _units(self) -> list[Unit]:
         return [unit.unit for unit in self.placement.units]
+
+    @property
+    def spans(self) -> dict[torch.nn.Parameter, Slice]:
+        """The spans of all parameters of this store that somebody still has."""
+        alive = [each for reference in self._parameters if (each := reference()) is not None]
+        return {alive[index]: span for index, span in self.spans_of(alive).items()}
 
     def spans_of(self, args: Sequence[Any]) -> dict[int, Slice]:
         """The spans of the arguments that are parameters of this store, by index."""

@@ -65,7 +65,7 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None,
     layouts = {masters: laid_out(types[masters]) for masters in kinds}
     first = layouts[kinds[0]]
     stored = stored_parameters(call, first, optimizer)
-    former = {} if ranks else former_plan(options, stored, optimizer)
+    former = {} if ranks else former_plan(options, stored, optimizer, training=call.training)
     planner = RunPlanner(
         ModelAtHand(
             options=options,

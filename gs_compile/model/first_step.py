@@ -1,17 +1,19 @@
 """first_step: the first step of a run shows how its steps are to be planned, and begins again where they were not so.
 
 Nobody says how many backwards come before `optimizer.step()`, how many calls wait for theirs at a time, or that
-settings change after them. So updates run beside the first backward, and one call has memory, until there is
+settings change after them. Nor does an evaluation before the first step say what steps read. So the parameters of the
+first call are planned for, updates run beside the first backward, and one call has memory, until there is
 
+[0] a first training call that reads parameters which an evaluation before it did not; in a durable run, or fewer
 [1] a call after a backward
 [2] a backward of several calls, or of one that was given up for another
 [3] a gradient from outside of the model
 [4] another setting, or no gradient, at `optimizer.step()`
 [5] a call that has no room, as it is larger than the first, or beside those that wait.
 
-Then another engine takes the place of the one so far: updates wait for `optimizer.step()`, or as many calls have
-memory. First values and states are there until the step has ended, and the backwards so far run once more, with the
-same inputs, random numbers and gradients. What the first step has settled holds from then on.
+Then another engine takes the place of the one so far: it has other parameters, updates wait for `optimizer.step()`, or
+as many calls have memory. First values and states are there until the step has ended, and the backwards so far run once
+more, with the same inputs, random numbers and gradients. What the first step has settled holds from then on.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from gs_compile.model.gradients import forget_gradients, is_zeroed
 from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
 from gs_compile.model.optimizer import Loop, Optimizer
-from gs_compile.model.residency import Residency, is_offloaded, residency_of
+from gs_compile.model.residency import Residency, is_offloaded, residency_of, roll_back
 from gs_compile.runtime.step_record import StepRecord
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,16 @@ class FirstStep:
         return engine
 
     # Where it shows another plan -------------------------------------------------------------------------------------
+
+    def engine_that_reads(self, engine: Engine, call: Call) -> Engine:
+        """The engine that has what a training call reads [0]: commits name all that steps read, and nothing else."""
+        if not self.may_begin_again or engine.open or engine.record is not None or self.done:
+            return engine
+        captured, had = call.compilation.captured, engine.spans_of(call.args)
+        read = {index for graph in call.models[0].split.units for index in graph.parameters(captured)}
+        if read <= had.keys() and (engine.durable is None or len(had) == len(engine.spans)):
+            return engine
+        return self.begin_again(engine, call, Loop(engine.accumulates, engine.num_calls))
 
     def engine_for_forward(self, engine: Engine, call: Call) -> Engine:
         """The engine that runs the forward of a call [1]."""
@@ -183,10 +195,10 @@ class FirstStep:
     def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None) -> Engine:
         """Another engine in the place of one, with what the step has done so far.
 
-        call: one of the step; that which reads most parameters is planned for. What an evaluation ahead of them has
-        read besides is stashed again. loop: what it is for; None: updates wait, and all calls that have had no backward
-        have memory at a time. Raises `MemoryBudgetError` where there is no room for that, `StepOrderError` where other
-        parameters are trained by now, and leaves the engine as it is.
+        call: one of the step; that which reads most parameters is planned for. What was read besides, as by an
+        evaluation ahead of them, is again where it was. loop: what it is for; None: updates wait, and all calls that
+        have had no backward have memory at a time. Raises `MemoryBudgetError` where there is no room for that,
+        `StepOrderError` where other parameters are trained by now, and leaves the engine as it is.
         """
         calls = (call, *(other for other, _ in self.done))
         for each in calls:
@@ -199,12 +211,14 @@ class FirstStep:
         optimizer.loop = loop
         words = ["updates wait for step(), as several backwards or settings come before it"] if loop.accumulates else []
         words += [f"{loop.num_calls} calls are between forward and backward at a time"] if loop.num_calls > 1 else []
-        words = words or ["a call is larger than the first"]
+        words = words or ["a call is larger than the first, or reads other parameters"]
         log.info("in this loop %s: the first step starts again", ", and ".join(words))
+        had = engine.spans
         engine.end("optimizer.step() was called")  # until then its calls go where the step goes
         optimizer.state.update(optimizer.first_states)
         done, self.done = self.done, []
         successor = self.begin(optimizer, call, prepared)
+        roll_back(had)  # what it has not taken
         if successor.durable is not None:
             successor.durable.take_random_state()  # random numbers go on already
         for _, repeat in done:
@@ -237,6 +251,9 @@ def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
     optimizer.kept.values_have_come()
     if former is None:
         optimizer.load_into_engine()
+        for parameter in filter(engine.trained_span, optimizer.group_of):
+            if parameter not in optimizer.state:  # as the engine before had no use for it
+                optimizer.show_state(parameter)
         return
     for parameter in filter(engine.trained_span, optimizer.group_of):
         optimizer.show_state(parameter)  # in place of one that was loaded: the run has its own

@@ -12,8 +12,8 @@ from typing import Any
 from gs_compile.capture.internals import has_scheduler
 from gs_compile.codegen.layout import ParameterLayout
 from gs_compile.errors import LeftoverError, ResumeError, StepOrderError, StorageError
-from gs_compile.model.in_memory import trained_in_memory
 from gs_compile.model.optimizer import Optimizer
+from gs_compile.model.residency import is_offloaded
 from gs_compile.options import Options
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.runtime.former import alike
@@ -26,8 +26,11 @@ from gs_compile.runtime.storage.stored import Manifest, StoredParameter
 log = logging.getLogger(__name__)
 
 
-def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: Optimizer) -> Mapping[str, Any]:
-    """What the newest commit that is to go on, if there is one, has kept of its plan.
+def former_plan(
+    options: Options, stored: Sequence[StoredParameter], optimizer: Optimizer, *, training: bool
+) -> Mapping[str, Any]:
+    """What the newest commit that is to go on, if there is one, has kept of its plan; training: of a step, not of an
+    evaluation, which may read parameters besides.
 
     Raises ResumeError where it is of something else, before time is lost with a plan; what else is wrong with it is
     raised where the storage is opened.
@@ -37,7 +40,7 @@ def former_plan(options: Options, stored: Sequence[StoredParameter], optimizer: 
     with suppress(StorageError):
         newest = newest_of(commits_in(map(folder_in, looks_in)))
         if newest is not None:
-            check_alike(newest, optimizer, stored, world=1)
+            check_alike(newest, optimizer, stored, world=1, may_have_more=not training)
             return newest.plan
     return {}
 
@@ -72,7 +75,8 @@ def open_store(
             log.info("no durable run has left a commit in %s: a new run starts", words)
         if store.former is not None:
             log.info("run %s goes on from step %d (%s)", store.run, store.former.step, store.former.written)
-            check_alike(store.former, optimizer, stored, planning.placement.world, ranks.rank if ranks else 0)
+            place = planning.placement.world, ranks.rank if ranks else 0
+            check_alike(store.former, optimizer, stored, *place, may_have_more=ranks is None)  # as the plan was made
             _refuse_what_is_lost(store.former, optimizer)
             folders = [drive.folder for drive in store.drives]
             same = alike(store.former, planning.placement, layout.types, stored, folders)
@@ -121,10 +125,19 @@ def _refuse_misplaced(store: Store, ranks: Ranks) -> None:
 
 
 def check_alike(
-    former: Manifest, optimizer: Optimizer, parameters: Sequence[StoredParameter], world: int, rank: int = 0
+    former: Manifest,
+    optimizer: Optimizer,
+    parameters: Sequence[StoredParameter],
+    world: int,
+    rank: int = 0,
+    *,
+    may_have_more: bool = False,
 ) -> None:
-    """Raise ResumeError where a commit is of another model, optimizer, number of ranks or place among them."""
-    check_parameters(former, {each.name: each.shape for each in parameters}, is_all=True)
+    """Raise ResumeError where a commit is of another model, optimizer, number of ranks or place among them.
+
+    may_have_more: parameters than the commit has.
+    """
+    check_parameters(former, {each.name: each.shape for each in parameters}, is_all=not may_have_more)
     for what in _differences(former, optimizer, {each.name: each for each in parameters}, world, rank):
         raise _other(former, what)
 
@@ -144,8 +157,9 @@ def _differences(
             yield f"{ours.name} was {'no' if ours.components else 'a'} matrix that updates orthogonalize there"
     if len(former.groups) != len(optimizer.param_groups):
         yield f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
-    beside = {str(number): tuple(each.shape) for number, each in trained_in_memory(optimizer.param_groups)}
-    if beside != {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()}:
+    beside = {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()}
+    trained = ((str(number), each) for number, each in enumerate(optimizer.group_of) if each.requires_grad)
+    if beside != {name: tuple(each.shape) for name, each in trained if name in beside or not is_offloaded(each)}:
         yield "it has other parameters beside the compiled model"
     for there, ours in pairs:
         if there.group != ours.group:
@@ -170,6 +184,8 @@ def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *,
     if differ:
         found, wanted = (each.get(differ[0], "absent") for each in (stored, shapes))
         what = f"{len(differ)} of {len(names)} parameters differ: {differ[0]} is {found} there, and {wanted} here"
+        if wanted == "absent":
+            what += " (an evaluation that does not read it can come after the first step)"
         raise _other(former, what)
 
 

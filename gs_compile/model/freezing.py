@@ -47,17 +47,20 @@ def train_others(engine: Engine, call: Call) -> Engine:
     Raises `StepOrderError` within a step, `OptimizerError` where the run cannot change or nothing would be trained, and
     `MemoryBudgetError` where the new one does not fit; then the engine is as it was.
     """
-    if not any(call.args[index].requires_grad for index in engine.spans_of(call.args)):
+    read = [call.args[index] for index in engine.spans_of(call.args)]
+    if not any(each.requires_grad for each in read):
         raise OptimizerError(
             "this call asks for gradients of the model's inputs, but all parameters that were trained are frozen: "
             "leave them trained, and drop their gradients after the backward, with zero_grad() and without step()"
         )
-    spans = _spans_to_move(engine, call.args)
-    optimizer, reason = next(optimizers_of(spans), None), _reason(engine, spans)
+    what = "the optimizer of the parameters" if is_passed_on(engine, read) else "requires_grad of a parameter"
+    reason = f"{what} has changed"
+    spans = _spans_to_move(engine, reason)
+    optimizer = next(optimizers_of(read), None)
     if optimizer is None:
         raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
     missed = optimizer.steps.missed
-    optimizer.note_missed(each for each in spans if each.requires_grad and not residency_of(each).is_trained)
+    optimizer.note_missed(each for each in read if each.requires_grad and not residency_of(each).is_trained)
     try:
         prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes)
     except BaseException:
@@ -66,7 +69,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
     log.info(
         "%s: %d parameters are trained in the place of %d. The run is planned anew%s",
         reason,
-        sum(each.requires_grad for each in spans),
+        sum(each.requires_grad for each in read),
         sum(residency_of(each).is_trained for each in spans),
         "" if optimizer is not engine.optimizer else "; parameters that stay trained keep their states",
     )
@@ -81,16 +84,10 @@ def train_others(engine: Engine, call: Call) -> Engine:
     return FirstStep().begin(optimizer, call, prepared)
 
 
-def _reason(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> str:
-    passed_on = is_passed_on(engine, parameters)
-    return "the optimizer of the parameters has changed" if passed_on else "requires_grad of a parameter has changed"
-
-
-def _spans_to_move(engine: Engine, args: Sequence[Any]) -> dict[torch.nn.Parameter, Slice]:
+def _spans_to_move(engine: Engine, reason: str) -> dict[torch.nn.Parameter, Slice]:
     """All parameters of an engine, all updates made, between two steps."""
-    spans = {args[index]: span for index, span in engine.spans_of(args).items()}
     words = (
-        f"{_reason(engine, spans)} since the first call, which settles what is trained "
+        f"{reason} since the first call, which settles what is trained "
         f"{'on several ranks' if engine.ranks else 'in a durable run' if engine.durable else 'in this step'}"
     )
     if engine.ranks is not None or engine.durable is not None:
@@ -99,10 +96,7 @@ def _spans_to_move(engine: Engine, args: Sequence[Any]) -> dict[torch.nn.Paramet
             "the parameters that are to be trained"
         )
     engine.open.refuse_other_threads(has_gradients=engine.record is not None)
-    if engine.record is not None or len(spans) < engine.num_parameters:
-        raise StepOrderError(
-            f"{words}: change it between optimizer.step() and the next call, and call the model with all of its "
-            "parameters then"
-        )
+    if engine.record is not None:
+        raise StepOrderError(f"{words}: change it between optimizer.step() and the next call")
     engine.synchronize()
-    return spans
+    return engine.spans

@@ -62,8 +62,9 @@ def take_up(
 ) -> dict[str, Tensor]:
     """Bring values and states from the commit that the run goes on from to the tiers, by the names of `stored`.
 
-    Gives what the commit has beside the tiers; `find` raises where there is no place for that. What fails midway leaves
-    the commit as it is, and the parameters the values that they had before.
+    Gives what the commit has beside the tiers; `find` raises where there is no place for that. What an evaluation reads
+    besides has its own value. What fails midway leaves the commit as it is, and the parameters the values that they had
+    before.
     """
     tiers, entries = store.tiers, dict(zip(spans, stored, strict=True))
     assert tiers.setting.store is not None, "a commit is on storage"
@@ -77,7 +78,10 @@ def take_up(
 
     def bring(parameter: nn.Parameter, span: Slice) -> Tensor | None:
         entry = entries[parameter]
-        source = former.spans[entry.name]
+        if (source := former.spans.get(entry.name)) is None:
+            stashed = residency_of(parameter).stashed_value(parameter)
+            tiers.fill(span, residency_of(parameter).as_stashed(parameter, whole(stashed).cpu()))
+            return stashed
         is_whole = bool(span.codec or source.codec)
         pairs = [(span, source)] if is_whole else zip(pieces_of(span, 4), pieces_of(source, 4), strict=True)
         for piece, source in pairs:
@@ -87,7 +91,8 @@ def take_up(
     _move(store, spans, "taking up parameters", bring)
     store.has_loaded_state = True
     for parameter in spans:  # what they were before is over: from now on the commit is what there is
-        residency_of(parameter).stash = None
+        if entries[parameter].name in former.spans:
+            residency_of(parameter).stash = None
     tiers.commits.takes_up = False
     trim()
     return rest

@@ -260,7 +260,7 @@ class Optimizer(torch.optim.Optimizer):
                 is_read = residency_of(parameter).tiered is not None
                 if not is_read and not self._has_values(parameter):
                     del self.state[parameter]  # as with torch, until it has a gradient
-                elif not is_read:
+                elif not is_offloaded(parameter):
                     self.state[parameter] = {
                         "step": self.steps.shown(parameter).clone(),
                         **optimizer_state.copied(state),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from learner import distance
@@ -9,6 +11,7 @@ from setups import ids
 from tiered import adamw, options
 from torch import nn
 
+import gs_compile
 from gs_compile.errors import OptimizerError
 from gs_compile.model.tiered_optimizer import optimizers_of
 
@@ -46,8 +49,8 @@ def test_a_call_that_reads_other_parameters(chooses):
         chooses(ids(), 1)
 
 
-@pytest.mark.parametrize(("evaluated", "trained"), [([None], [0, 0]), ([], [None, 0])])
-def test_a_first_step_that_begins_again_and_reads_less(evaluated, trained, chooses):
+@pytest.mark.parametrize(("evaluated", "trained"), [([None], [0, 0]), ([], [None, 0]), ([0], [1])])
+def test_a_first_step_that_begins_again_and_reads_others(evaluated, trained, chooses):
     """Than an evaluation before it, or than its own first call; what it does not read keeps its value."""
     plain = Chooses()
     plain.load_state_dict(chooses.state_dict())
@@ -66,6 +69,61 @@ def test_a_first_step_that_begins_again_and_reads_less(evaluated, trained, choos
     torch.testing.assert_close(losses[chooses], losses[plain])
     assert distance(dict(chooses.state_dict()), dict(plain.state_dict())) < 1e-5
     assert states[chooses].keys() == states[plain].keys()
+
+
+def learn(model, update, numbers, *, evaluates=False):
+    """Steps of two backwards each, that read one table; ahead of them an evaluation may read both."""
+    if evaluates:
+        with torch.no_grad():
+            model(ids(), None)
+    for number in numbers:
+        for each in range(2):
+            model((ids() + 2 * number + each) % 11, 0).backward()
+        update.step()
+        update.zero_grad()
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_durable_run_that_begins_with_an_evaluation_is_resumed(is_trained, tmp_path):
+    """Its commits have what steps read, whatever an evaluation ahead of them reads besides, in memory before and then.
+
+    Fault: they had what the first call had read, or all but that, and a run that began otherwise was refused.
+    """
+    torch.manual_seed(0)
+    plain = Chooses()
+    theirs, initial = torch.optim.AdamW(plain.parameters(), lr=1e-2), copy.deepcopy(plain.state_dict())
+    for numbers, evaluates in (((0, 1), True), ((2,), False), ((3,), True)):
+        learn(plain, theirs, numbers)
+        ours = Chooses()
+        ours.words[1].requires_grad_(is_trained)
+        if numbers[0] == 0 or not is_trained:  # what is frozen is the script's own
+            ours.load_state_dict(initial)
+        optimizer = adamw(list(ours.parameters()))
+        ours.compile(backend="greedysnake", options=options(tmp_path, durability="step"))
+        assert gs_compile.resume(ours, optimizer, storage=tmp_path).step == numbers[0]
+        learn(ours, optimizer, numbers, evaluates=evaluates)
+        optimizer.commit()
+        assert distance(dict(ours.state_dict()), dict(plain.state_dict())) < 1e-6
+        optimizer.engine.tiers.close()
+
+
+def test_layers_are_unfrozen_where_an_evaluation_has_read_more(chooses):
+    """Fault: a call with all parameters was asked for, which no step is."""
+    plain = Chooses()
+    plain.load_state_dict(chooses.state_dict())
+    (optimizer,) = optimizers_of(chooses.words[:1])
+    for model, update in ((chooses, optimizer), (plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))):
+        model.blocks.requires_grad_(False)
+        with torch.no_grad():
+            model(ids(), None)
+        for _ in range(2):
+            model(ids(), 0).backward()
+            update.step()
+            update.zero_grad()
+            model.blocks.requires_grad_(True)
+    assert distance(dict(chooses.state_dict()), dict(plain.state_dict())) < 1e-6
+    with torch.no_grad():
+        torch.testing.assert_close(chooses(ids(), None), plain(ids(), None))
 
 
 def test_an_input_without_rows_that_requires_a_gradient(chooses):
