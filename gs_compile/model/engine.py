@@ -379,14 +379,23 @@ class Engine(ParameterStore):
         return {index: home.span for index, home in homes.items() if home is not None and home.store is self}
 
     def _refuse_unfinished(self) -> None:
+        """Raise `StepOrderError` where a step is still to be closed; one whose gradients were dropped is closed."""
         self.tiers.check()
-        if self.record is not None and not self.accumulates:
-            raise StepOrderError(
-                "a backward has run and optimizer.step() has not: some parameters are updated and some are not. Call "
-                "step() of the gs_compile optimizer first. The first step of this run had one backward, so updates run "
-                'beside it: pass the model the whole batch in one call, or give options={"accumulate": True}, with '
-                "which updates wait for optimizer.step(), and start the run again"
-            )
+        if self.record is None or self.accumulates:
+            return
+        if self.num_steps and self.optimizer is not None and is_zeroed(self.optimizer.group_of):
+            self.optimizer.close_step()  # without its gradients
+            return
+        early = self.placement.has_early and not self.placement.speculative
+        if early and (self.record.updated or not self.record.skipped):
+            found = "some parameters are updated and some are not. Call step() of the gs_compile optimizer first"
+        else:
+            found = "nothing is updated yet. Call step() of the gs_compile optimizer first, or drop all gradients"
+        raise StepOrderError(
+            f"a backward has run and optimizer.step() has not: {found}. The first step of this run had one backward, "
+            "so updates run beside it: pass the model the whole batch in one call, or give "
+            'options={"accumulate": True}, with which updates wait for optimizer.step(), and start the run again'
+        )
 
 
 def _after(pending: StepRecord | None, placement: Placement, **marks: bool) -> StepContext:

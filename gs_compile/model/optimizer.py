@@ -144,6 +144,10 @@ class Optimizer(torch.optim.Optimizer):
         record.loss_scale = self.loss_scale()
         return record
 
+    def close_step(self) -> None:
+        """Close the step whose backward has run."""
+        raise NotImplementedError
+
     @property
     def group_of(self) -> Mapping[Tensor, int]:
         """The number of each parameter's param group."""

@@ -73,11 +73,11 @@ class TieredOptimizer(Optimizer):
                     "torch.optim optimizer" + watch().why(self._parameters)
                 )
             return loss
-        self._close()
+        self.close_step()
         return loss
 
     @in_turn
-    def _close(self) -> None:
+    def close_step(self) -> None:
         """Another thread that reads or commits finds all of a step, or nothing."""
         assert self.engine is not None, "there was a call"
         take_given(self._parameters)

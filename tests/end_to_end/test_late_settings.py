@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
+
 import pytest
 import torch
 from learner import distance, learner, same_tensors
 from tiered import Harness, gpt2, loss_of, options, sgd, step, tokens
 
 import gs_compile
-from gs_compile.errors import OptimizerError, StepOrderError
+from gs_compile.errors import NonFiniteWarning, OptimizerError, StepOrderError
 from gs_compile.model.residency import residency_of
 
 KEEPS_CAPTURES = True
@@ -125,6 +128,29 @@ def test_a_step_whose_gradients_are_dropped_changes_nothing(place, harness, tmp_
                 if number % 2:
                     each.zero_grad()
         assert (optimizer.num_steps, optimizer.num_skipped) == (2, 2)
+        assert distance(dict(harness.model.state_dict()), dict(plain.state_dict())) < 2e-6
+
+
+def test_a_loss_that_is_not_finite_and_no_step(harness, tmp_path):
+    """As where a script passes over it. Fault: the next call was refused, in words that told of updates."""
+    plain = gpt2()
+    with harness.fresh(sgd, options(tmp_path, alpha=0.5)) as optimizer:
+        for model, each in ((plain, torch.optim.SGD(plain.parameters(), lr=1.0)), (harness.model, optimizer)):
+            for number in range(3):
+                loss = loss_of(model, tokens(number))
+                (loss * (math.nan if number == 1 else 1.0)).backward()
+                if number == 1 and each is optimizer:
+                    with pytest.raises(StepOrderError, match=r"step\(\) has not: nothing is updated yet"):
+                        model.state_dict()
+                if number != 1:
+                    each.step()
+                    each.zero_grad()
+                    continue
+                each.zero_grad()
+                warned = pytest.warns(NonFiniteWarning, match=r"step 2 was skipped \[")
+                with warned if each is optimizer else nullcontext():
+                    model.state_dict()
+        assert (optimizer.num_steps, optimizer.num_skipped) == (2, 1)
         assert distance(dict(harness.model.state_dict()), dict(plain.state_dict())) < 2e-6
 
 
