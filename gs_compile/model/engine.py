@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gs_compile.codegen.layout import bind, tied_units
-from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError, StorageFullError
 from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
@@ -146,7 +146,10 @@ class Engine(ParameterStore):
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def begin(self, call: Call, inputs: Mapping[Value, Any]) -> TieredExecutor:
-        """The executor of one call, its program chosen; raises `StepOrderError` where a step is still to be closed."""
+        """The executor of one call, its program chosen; raises `StepOrderError` where a step is still to be closed.
+
+        Where there is no room beside calls that wait for their backward, these are given up.
+        """
         self._refuse_unfinished()
         models, args, units, shape = call.models, call.args, call.units, call.shape
         spans = self.spans_of(args)
@@ -174,8 +177,8 @@ class Engine(ParameterStore):
         arguments = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
         try:
             return TieredExecutor(*arguments, number=self.open.free_number)
-        except MemoryBudgetError as error:
-            if not self.open or not shape.training:
+        except (MemoryBudgetError, StorageFullError) as error:  # files of one that waits serve another, too
+            if not self.open or not shape.training or self.closed:
                 raise
             self.open.abandon(f"{AGAIN}, and there is no room for both ({error.message})", by_call=True)
             return TieredExecutor(*arguments)

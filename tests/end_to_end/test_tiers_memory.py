@@ -17,7 +17,7 @@ from lines import without
 from saving import saving
 from tiered import adamw, loss_of, options, shared, step, tokens
 
-from gs_compile.errors import MemoryBudgetError, StorageFullError
+from gs_compile.errors import MemoryBudgetError, StepOrderError, StorageFullError
 from gs_compile.placement.levels import Share
 from gs_compile.placement.slab import PAGE_NBYTES
 from gs_compile.planner.builder import planned_peak
@@ -138,6 +138,26 @@ def test_a_step_that_storage_has_no_room_for_is_refused_before_it_begins(storage
                     loss_of(harness.model, tokens(1, 4))
             losses.append(step(harness.model, optimizer, tokens(2, 2)))
     assert losses[:2] == losses[2:]
+
+
+def test_a_call_without_room_beside_one_that_waits_has_its_files(storage, monkeypatch):
+    """Fault: it was refused, also where the loss of the one that waits was kept for nothing but to be told."""
+
+    def fallocate(fd, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    harness = harness_of()
+    with harness.fresh(adamw, options(storage, accumulate=True)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        first = loss_of(harness.model, tokens(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(system, "fallocate", fallocate)
+            second = loss_of(harness.model, tokens(1))
+        with pytest.raises(StepOrderError, match=r"no room for both .* are needed and .* are free"):
+            first.backward()
+        second.backward()
+        optimizer.step()
+        assert first == second
 
 
 @pytest.mark.parametrize("line", ["", "self.synchronize()"], ids=["", "without it"])
