@@ -234,8 +234,8 @@ class _Settings(ExitStack):
         self.enter_context(compiler_config.patch(dynamic_sources=named))
 
     def has_symbol(self, name: str) -> bool:
-        """Whether numbers of modules that have this name are symbols in this trace; in the next one they are."""
-        pattern = rf".*\.{name}$"
+        """Whether numbers whose source ends so are symbols in this trace; in the next one they are."""
+        pattern = ".*" + re.sub(r"\\? |,", ".", re.escape(name)) + "$"  # sources are listed with commas, without spaces
         if pattern in self.numbers:
             return True
         self.numbers.append(pattern)

@@ -7,8 +7,8 @@
   otherwise has its number, as Dynamo has it.
 * ``x.requires_grad_()`` of what the forward has made is ``x``, as where checkpointing asks it of embeddings; so is
   ``x.requires_grad = True``, as in encoders of sound.
-* A whole number that the forward changes in a module, as a count of its calls, is a symbol: Dynamo would trace anew for
-  each number, up to its limit.
+* A whole number that the forward changes in a module, or in an object, dict or list that one has, as a count of its
+  calls, is a symbol: Dynamo would trace anew for each number, up to its limit.
 * What Lightning logs in a step that is compiled whole (`self.log`) it logs after the graph; it has Dynamo break there.
 * The name of a line's function, for which Dynamo parses whole files, is found when a log has it: a tenth of a trace.
 
@@ -31,12 +31,13 @@ from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import (
     ConstantVariable,
+    ConstDictVariable,
     LazyVariableTracker,
     ListVariable,
     StringFormatVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
-    UnspecializedNNModuleVariable,
+    UserDefinedObjectVariable,
     UserMethodVariable,
     VariableTracker,
     builtin,
@@ -57,9 +58,10 @@ _LIST: Any = getattr(builtin, "ListBuiltinVariable", builtin.BuiltinVariable)  #
 def enter(stack: ExitStack, has_symbol: Callable[[str], bool]) -> None:
     """Have these in force until `stack` is closed.
 
-    has_symbol: whether numbers of modules that have this name are symbols in this trace; in the next one they are.
+    has_symbol: whether numbers whose source ends so are symbols in this trace; in the next one they are.
     """
-    instructions = {**_INSTRUCTIONS, dis.opmap["STORE_ATTR"]: partial(_store_attribute, has_symbol)}
+    stores = {"STORE_ATTR": _store_attribute, "STORE_SUBSCR": _store_entry}
+    instructions = _INSTRUCTIONS | {dis.opmap[name]: partial(store, has_symbol) for name, store in stores.items()}
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     for each in (torch._check_tensor_all, torch._check_tensor_all_with):
         stack.callback(handlers.__setitem__, each, handlers.get(each))
@@ -173,16 +175,42 @@ def _store_attribute(
     has_symbol: Callable[[str], bool], translator: InstructionTranslatorBase, instruction: Any
 ) -> None:
     value, holder = (each.unwrap() for each in translator.stack[-2:])
-    if isinstance(holder, UnspecializedNNModuleVariable):
-        name, before = instruction.argval, vars(holder.value).get(instruction.argval)
-        stays = type(before) is not int or (value.is_python_constant() and value.as_python_constant() == before)
-        if not stays and not has_symbol(name):
-            raise UnspecializeRestartAnalysis(restart_reason=f"greedysnake: {name} changes from call to call")
+    if isinstance(holder, UserDefinedObjectVariable) and _is_of_module(holder):
+        before = getattr(holder.value, "__dict__", {}).get(instruction.argval)
+        _restart_where_changed(has_symbol, f".{instruction.argval}", before, value)
     is_made = isinstance(holder, TensorVariable) and holder.source is None
     if is_made and instruction.argval == "requires_grad" and value.is_python_constant() and value.as_python_constant():
         translator.popn(2)
     else:
         InstructionTranslatorBase.STORE_ATTR(translator, instruction)
+
+
+def _store_entry(has_symbol: Callable[[str], bool], translator: InstructionTranslatorBase, instruction: Any) -> None:
+    value, holder, key = (each.unwrap() for each in translator.stack[-3:])
+    entries: Any = getattr(holder, "_base_vt", None) or holder  # of a class of the user's, or of collections
+    is_dict, is_list = isinstance(entries, ConstDictVariable), isinstance(entries, ListVariable)
+    if (is_dict or is_list) and _is_of_module(entries) and key.is_python_constant():
+        is_there = key in entries if is_dict else type(key.as_python_constant()) is int
+        entry = entries.getitem_const(translator, key) if is_there else None
+        if entry is not None and entry.source is not None and isinstance(entry.unwrap(), ConstantVariable):
+            name = str(entry.source.name() if callable(entry.source.name) else entry.source.name)
+            _restart_where_changed(has_symbol, name[name.rfind(".") :], entry.unwrap().as_python_constant(), value)
+    InstructionTranslatorBase.STORE_SUBSCR(translator, instruction)
+
+
+def _is_of_module(holder: VariableTracker) -> bool:
+    """Whether it is a module, or what one has: of numbers there Dynamo guards the values."""
+    if holder.source is None:
+        return False
+    kind: Any = holder.source.guard_source
+    return bool((kind() if callable(kind) else kind).is_unspecialized_nn_module())
+
+
+def _restart_where_changed(has_symbol: Callable[[str], bool], name: str, before: Any, value: VariableTracker) -> None:
+    """Begin the trace again, with symbols for numbers whose source ends with `name`, where one gets another value."""
+    stays = type(before) is not int or (value.is_python_constant() and value.as_python_constant() == before)
+    if not stays and not has_symbol(name):
+        raise UnspecializeRestartAnalysis(restart_reason=f"greedysnake: {name} changes from call to call")
 
 
 def _requires_grad(tensor: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:

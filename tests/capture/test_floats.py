@@ -1,6 +1,7 @@
 """Python floats that change from call to call: one capture serves all, and what has to be a number is guarded."""
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
@@ -76,14 +77,26 @@ class Dropped(nn.Module):
         return functional.cross_entropy(self.head(functional.dropout(x, p)).flatten(0, 1), ids.flatten())
 
 
+class Tally:
+    def __init__(self):
+        self.calls = 0
+
+
 class Counted(Scaled):
+    """In an attribute, and in what others hold."""
+
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self.calls, self.seen, self.both = 0, {"all, so far": 0, "no": 0.5}, [Tally(), 0]
+        self.kinds = defaultdict(int, some=0)
 
     def forward(self, x):
         self.calls += 1
-        return super().forward(x)
+        self.seen["all, so far"] += 1
+        self.both[0].calls += 1
+        self.both[1] += 2
+        self.kinds["some"] += 1
+        return super().forward(x) * (1.0 if self.seen["all, so far"] < 100 else 2.0)
 
 
 class Counting(Dropped):
@@ -112,6 +125,10 @@ def test_a_number_that_a_forward_counts_is_a_symbol():
         for each in (model, model.blocks[0]):
             assert type(each.calls) is int  # what is another type's would be captured anew
             assert each.calls == number + 1
+        of_block = model.blocks[0]
+        counts = of_block.seen["all, so far"], of_block.both[0].calls, of_block.both[1] // 2, of_block.kinds["some"]
+        assert counts == (number + 1,) * 4
+        assert set(map(type, counts)) == {int}
     assert len(compilations_of[model.head.weight]) == 2
 
 
