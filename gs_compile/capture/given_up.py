@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gs_compile.capture.dynamo import Unsupported, current_compile_id
@@ -34,13 +34,14 @@ GIVEN_UP = "Dynamo gave the model's forward up at"
 
 
 def watch() -> Watch:
-    """The watch among Dynamo's callbacks, where it stays until a reset. The backend may be asked from now on."""
+    """The watch among torch's hooks, where it stays, and among Dynamo's callbacks, where it stays until a reset. The
+    backend may be asked from now on.
+    """
     set_from_the_start()
-    owners = (getattr(callback, "__self__", None) for callback in callback_handler.end_callbacks)
-    found = next((each for each in owners if isinstance(each, Watch)), None)
-    if found is None:
-        found = Watch()
-        callback_handler.register_end_callback(found.end)
+    owners = (getattr(hook, "__self__", None) for hook in _global_optimizer_pre_hooks.values())
+    found = next((each for each in owners if isinstance(each, Watch)), None) or Watch()
+    if found.end not in callback_handler.end_callbacks:
+        found.begin()
     return found
 
 
@@ -52,8 +53,15 @@ class Watch:
         self._last: dict[str, object] = {}  # frames that are compiled no more, with what was compiled last by then
         # Of each module, by Dynamo's number of the frame, why that was given up; empty: it was not.
         self._frames: MutableMapping[nn.Module, dict[str, str]] = WeakKeyDictionary()
-        self._first = next(reversed(get_compilation_metrics()), None)  # later ones have numbers of this watch's time
+        self._first: object = None  # later ones of what Dynamo has kept have numbers since its reset
         register_optimizer_step_pre_hook(self.warn)  # for good: torch calls its hooks while it goes through them
+
+    def begin(self) -> None:
+        """Dynamo was reset, or is new: it numbers frames from the first one on."""
+        self._last.clear()
+        self._frames.clear()
+        self._first = next(reversed(get_compilation_metrics()), None)
+        callback_handler.register_end_callback(self.end)
 
     def end(self, ended: CallbackArgs) -> None:
         """A compilation ends, well or badly."""
@@ -91,7 +99,7 @@ class Watch:
     def over_limit(self, frames: Container[str], since: object = None) -> str:
         """Words on the last of these frames that Dynamo did not compile for its limit; empty: there is none.
 
-        since: one of what Dynamo has kept of its compilations; None: from this watch's first on.
+        since: one of what Dynamo has kept of its compilations; None: from its reset on.
         """
         since = self._first if since is None else since
         lately = takewhile(lambda each: each is not since, reversed(get_compilation_metrics()))

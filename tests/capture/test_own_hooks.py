@@ -10,9 +10,11 @@ import torch
 import zoo
 from tiered import adamw, options
 from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import GPT, assert_same_gradients, compile_model, gradients, loss_of, train
 
+from gs_compile.capture.given_up import watch
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import GraphBreakError, OptimizerError, ReleasedParameterError, UncapturedWarning
 from gs_compile.model.tiered_call import TieredCall
@@ -175,3 +177,11 @@ def test_parameters_have_their_names_where_the_forward_was_replaced(replaced):
     (compilation,) = compilations_of[next(model.parameters())]
     names = {entry.path for entry in compilation.captured.inputs if entry.role == "parameter"}
     assert names == dict(model.named_parameters()).keys()
+
+
+def test_one_watch_stays_among_torchs_hooks():
+    """Fault: each reset of Dynamo left one more there, with what Dynamo had kept by then, and each step called all."""
+    found, number = watch(), len(_global_optimizer_pre_hooks)
+    torch._dynamo.reset()
+    assert watch() is found
+    assert len(_global_optimizer_pre_hooks) == number
