@@ -80,9 +80,11 @@ def num_ranks() -> int:
 
 
 def free_storage(folder: Path) -> int:
-    """The bytes this process may still write to the file system of `folder`."""
+    """The bytes this process may still write to the file system of `folder`; of one that has no size, as ramfs, those
+    of memory.
+    """
     room = os.statvfs(folder)
-    return room.f_bavail * room.f_frsize
+    return room.f_bavail * room.f_frsize if room.f_blocks else available_memory()
 
 
 def file_system(device: int, *, proc: Path = PROC) -> str:

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from gs_compile.machine import (
+    PROC,
     available_memory,
     file_system,
     format_bytes,
+    free_storage,
     in_groups,
     usable_cores,
     usable_memory,
@@ -120,6 +122,12 @@ def test_a_file_system_is_known_by_its_number(machine):
     machine.write(machine.proc / "self/mountinfo", "\n".join(mounts))
     kinds = [file_system(os.makedev(*number), proc=machine.proc) for number in ((0, 27), (259, 2), (0, 2))]
     assert kinds == ["tmpfs", "ext4", ""]
+
+
+def test_a_file_system_without_a_size_has_room_for_what_memory_has():
+    """As ramfs, which read as full."""
+    assert not os.statvfs(PROC).f_blocks
+    assert 0 < free_storage(PROC) <= usable_memory()
 
 
 def test_this_machine():
