@@ -17,6 +17,7 @@ that fails, leaves what was found. `--device cpu` runs the same on a small model
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -91,6 +92,7 @@ class Run:
 
     def __init__(self, setting: Setting, micro_batches: int, **options: Any) -> None:
         torch._dynamo.reset()
+        gc.collect()  # the model of the row before, which refers to itself
         self.case, self._is_simulated = replace(setting.case, micro_batches=micro_batches), setting.is_simulated
         self.model = build_model(self.case)
         expert = {"compiler": setting.compiler, "trace": True, "separate_device": setting.is_simulated}
