@@ -7,6 +7,7 @@ second argument every step is durable, and two are behind it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ DURABLE = {"durability": "step", "resume": "auto"}
 
 
 def main(storage: str, kind: str = "") -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has all children ignore
     os.environ.pop(figures.ENVIRONMENT, None)
     figures.give()
     card.native()
