@@ -37,7 +37,7 @@ _GET_DATA: Any = cast(Any, Tensor.data).__get__
 _VIEWS = frozenset("data T mT H mH real imag".split())  # attributes that show values; all others look
 _CONVERSIONS = frozenset("to cpu cuda float double half bfloat16 type".split())
 _REFUSED = {
-    **dict.fromkeys(("set_", "resize_", "resize_as_", "share_memory_"), "has no memory of its own"),
+    **dict.fromkeys(("resize_", "resize_as_", "share_memory_"), "has no memory of its own"),
     **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook"), "gives its gradient to its update alone"),
 }
 REPLICATED = (
@@ -127,6 +127,13 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
 
     def seen(self, result: Tensor, taken: Tensor) -> Tensor:
         return View.of(self, result, self._greedysnake.shown_value(self, self.device))
+
+    def set_(self, source: Any = None, *place: Any) -> Any:  # type: ignore[override]
+        """As ``.data = source``: torch asks no override of this one, and would set the placeholder's memory."""
+        if place or not isinstance(source, Tensor):
+            raise ReleasedParameterError("set_: a parameter that lives on the tiers has no memory of its own")
+        self._assign(source)
+        return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kept = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
@@ -252,6 +259,9 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
         if isinstance(self.parameter, OffloadedParameter):
             assert taken._base is not None
             self.parameter._greedysnake.write(self.parameter, taken._base)
+
+    def set_(self, *_: Any) -> Any:  # type: ignore[override]
+        _refuse("set_", self)
 
     def seen(self, result: Tensor, taken: Tensor) -> Tensor:
         if not isinstance(self.parameter, OffloadedParameter):
@@ -396,7 +406,7 @@ def _refuse(name: str, first: Any) -> None:
         raise ReleasedParameterError(f"DistributedDataParallel: {REPLICATED}")
     if isinstance(first, OffloadedParameter) and name in _REFUSED:
         raise ReleasedParameterError(f"{name}: a parameter that lives on the tiers {_REFUSED[name]}")
-    if isinstance(first, Alias) and name in ("data_ptr", "untyped_storage", *_REFUSED):
+    if isinstance(first, Alias) and name in ("data_ptr", "untyped_storage", "set_", *_REFUSED):
         raise ReleasedParameterError(
             f"{name}: this tensor shows a parameter that lives on the tiers, and has no memory of its own. Take it "
             "from the parameter, or from model.state_dict(), again"

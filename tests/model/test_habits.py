@@ -198,7 +198,14 @@ def by_data(model):
     model.transformer.ln_f.bias.data = torch.ones(32, dtype=weight(model).dtype)
 
 
+@torch.no_grad()
+def reset(model):
+    """As parametrizations of torch.nn.utils do where a weight is assigned, or they are removed."""
+    weight(model).set_(torch.full_like(weight(model), 0.5))
+
+
 WRITES = {
+    "p.set_(values)": reset,
     "p.mul_(...), p[2].zero_(), p[4, 5] = 7": changed_in_place,
     "torch._foreach_mul_, out=p": lerped,
     "p.data.mul_(...), p.data = values": by_data,
