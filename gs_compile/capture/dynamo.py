@@ -252,16 +252,18 @@ def guard_model(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def forget_code() -> None:
-    """Have Dynamo drop the code of its that runs now, which its limit counts no more: the call of it is refused."""
+    """Have Dynamo drop the code of its that runs now, which its limit counts no more: the call of it is refused.
+
+    So is what calls it: of a forward that Dynamo cuts, that is code which calls the rest of the forward.
+    """
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code not in orig_code_map:
+    while frame is not None:
+        if (function := orig_code_map.get(frame.f_code)) is not None:
+            for entry in _debug_get_cache_entry_list(function):
+                if entry.code is frame.f_code and (state := entry.guard_manager.extra_state) is not None:
+                    state.invalidate(entry, DeletedGuardManagerWrapper("its call was refused"))
+            _pass_over_ended(function)
         frame = frame.f_back
-    if frame is None:  # who asked for the capture runs it without Dynamo
-        return
-    for entry in _debug_get_cache_entry_list(function := orig_code_map[frame.f_code]):
-        if entry.code is frame.f_code and (state := entry.guard_manager.extra_state) is not None:
-            state.invalidate(entry, DeletedGuardManagerWrapper("its call was refused"))
-    _pass_over_ended(function)
 
 
 def _pass_over_ended(code: CodeType) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from traceback import FrameSummary
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters, orig_code_map
 from torch._dynamo.utils import get_compilation_metrics as get_compilation_metrics
 from torch._guards import CompileContext
 
-from gs_compile.capture.frame_settings import compiled_frame
+from gs_compile.capture.frame_settings import compiled_frame, modules_in
 from gs_compile.errors import ABSENT, GROUPED, CaptureError, GraphBreakError
 
 _TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
@@ -111,10 +111,10 @@ def refuse(error: CaptureError, why: str) -> NoReturn:
     """
     if isinstance(error, GraphBreakError):
         raise error
-    if (found := _given_up_around(sys._getframe())) is not None:
-        code, *words = found
-        # The next call is traced anew: what Dynamo broke at may be gone, such as a hook.
-        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+    if found := list(_given_up_around(sys._getframe())):
+        for frame, *_ in found:  # The next call is traced anew: what Dynamo broke at may be gone, such as a hook.
+            set_code_exec_strategy(frame.f_code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+        _, *words = found[0]
         broken = _graph_break(*words)
         broken.__notes__ = getattr(error, "__notes__", [])
         raise broken from error
@@ -129,15 +129,26 @@ def refuse(error: CaptureError, why: str) -> NoReturn:
     raise error
 
 
-def _given_up_around(frame: FrameType | None) -> tuple[CodeType, str, str] | None:
-    """The code of the innermost of this frame and those around it that Dynamo gave up, where and why; None: of none."""
+def refuse_block(models: Iterable[object]) -> None:
+    """Raise `CaptureError` where Dynamo hands over a numbered part of a model whose forward it gave up.
+
+    models: what it may be. The optimizer's engine would be that of the part alone.
+    """
+    own = list(models)
+    frames = (frame for frame, *_ in _given_up_around(sys._getframe()))
+    parts = (part for frame in frames for each in modules_in(frame.f_locals).values() for part in each.named_modules())
+    if any(part in own and any(map(str.isdigit, name.split("."))) for name, part in parts):
+        raise CaptureError("this call is of one block of a model")
+
+
+def _given_up_around(frame: FrameType | None) -> Iterator[tuple[FrameType, str, str]]:
+    """Those of this frame and the ones around it that Dynamo gave up, where and why; the innermost first."""
     given_up = _given_up()
     while frame is not None:
         found = given_up.get((frame.f_code.co_filename, frame.f_code.co_firstlineno))
         if found and frame.f_code not in orig_code_map:  # code of Dynamo's own is of a function that it has captured
-            return frame.f_code, *found
+            yield frame, *found
         frame = frame.f_back
-    return None
 
 
 def _passed_over(frame: FrameType | None) -> str | None:

@@ -28,7 +28,7 @@ from gs_compile.capture.dynamo import (
 )
 from gs_compile.capture.given_up import frame_of, watch
 from gs_compile.capture.graph import at_line
-from gs_compile.capture.graph_breaks import is_last_compile, refuse
+from gs_compile.capture.graph_breaks import is_last_compile, refuse, refuse_block
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.inductor import check_mode
 from gs_compile.capture.internals import without_overrides
@@ -406,6 +406,7 @@ def _engine_for(call: Call) -> Engine | None:
             return None
         for parameter in parameters:  # the optimizer was made after a first call without it
             stash(parameter)
+    refuse_block(each() for each in call.compilation.captured.models.values())
     engines = set(stores_of(parameters))
     optimizers = set(optimizers_of(parameters))
     if len(engines) == 1 and len(optimizers) < 2:

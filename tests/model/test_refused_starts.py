@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tiered import adamw, gpt2, options, step, tokens, two_groups
+from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -131,6 +132,47 @@ def test_starts_that_are_refused_leave_nothing(tmp_path):
             with pytest.raises(GreedySnakeError, match=next(iter(wrong))) if wrong else nullcontext():
                 step(model, optimizer, tokens(0))
     assert optimizer.num_steps == 1
+    optimizer.engine.tiers.close()
+
+
+class Halved(nn.Module):
+    """A block that is a stack of layers itself, or a model of such blocks, which are to be what breaks the graph."""
+
+    def __init__(self, parts, breaks=lambda: None):
+        super().__init__()
+        self.parts, self.breaks = nn.ModuleList(parts), breaks
+
+    def forward(self, x):
+        for part in self.parts:
+            self.breaks()
+            x = x + torch.tanh(part(x))
+        return x
+
+
+class Squares(Halved):
+    def forward(self, x):
+        return super().forward(x).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:the model.s blocks are of:gs_compile.errors.UniformityWarning")
+def test_a_block_that_dynamo_hands_over_alone_is_no_model(tmp_path):
+    """Faults: halves of a block were the layers of a model, which the optimizer was said to train beside another; and
+    once the break was gone, Dynamo still ran the forward as it is written.
+    """
+    torch._dynamo.reset()
+    blocks = [Halved(nn.Linear(4, 4) for _ in range(2)) for _ in range(3)]
+    model, is_broken = Squares(blocks, lambda: torch._dynamo.graph_break() if is_broken else None), False
+    optimizer = adamw([{"params": list(model.parameters())}])
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    for is_broken in (True, False, True, False):
+        if is_broken:
+            with pytest.raises(GraphBreakError, match=r"Dynamo's reason: Call to `torch._dynamo.graph_break\(\)`"):
+                model(torch.ones(4, 4))
+        else:
+            model(torch.ones(4, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.num_steps == 2
     optimizer.engine.tiers.close()
 
 
