@@ -66,6 +66,7 @@ try:
         of_batch,
     )
     from gs_compile.capture.graph_breaks import graph_break_of
+    from gs_compile.capture.operations import place_first
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
@@ -95,6 +96,7 @@ def capture(
     input, inputs on several devices) when the graph cannot be used.
     """
     broadcast(module)
+    place_first(module.graph)
     nodes = module.graph.find_nodes(op="placeholder")
     inputs = [_input(node, example) for node, example in zip(nodes, example_inputs, strict=True)]
     _refuse_graph_break(module)

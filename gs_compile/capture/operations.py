@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
+from torch.overrides import get_testing_overrides
 
 from gs_compile.capture.graph import TensorSpec, packet_of
 
@@ -105,6 +106,16 @@ def named(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
     schema = operator._schema.arguments
     defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
     return defaults | dict(zip((each.name for each in schema), args, strict=False)) | dict(kwargs)
+
+
+def place_first(graph: fx.Graph) -> None:
+    """Give functions by position what they take first, where a model names all: ``linear(input=x, weight=w)``."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.kwargs and not node.args:
+            first = next(iter(_parameters(get_testing_overrides().get(node.target, node.target))), None)
+            if first in node.kwargs:
+                node.args = (node.kwargs[first],)
+                node.kwargs = {key: value for key, value in node.kwargs.items() if key != first}
 
 
 def reduction_of(arguments: Mapping[str, Any]) -> str:

@@ -170,6 +170,7 @@ MIXES = {
     "rows moved on": (lambda x: x[(numbers(x) + 1) % x.shape[0]], NUMBERS),
     "rows in pairs": (lambda x: x[numbers(x) ^ 1], NUMBERS),
     "rows shuffled": (lambda x: x + x[torch.randperm(x.shape[0])], NUMBERS),
+    "all arguments by name": (lambda x: functional.softmax(input=x, dim=0), ALONG),
     "rows by a matrix": (lambda x: (torch.eye(x.shape[0]) @ x.flatten(1)).view_as(x), PAIRS),
     "rows by a matrix of ones": (lambda x: (torch.ones(x.shape[0], x.shape[0]) @ x.flatten(1)).view_as(x), PAIRS),
     "tokens of all shifted": (lambda x: like(functional.pad(flat(x), (0, 0, 1, -1)), x), ALONG),
@@ -306,6 +307,7 @@ KEEPS = {
     "a choice": lambda x: chosen(x, torch.ones((), dtype=torch.bool)),
     "a score of each": lambda x: scored(x, lambda own, table, b, h, q, k: own[b.long(), k] + own[b][q] + table[k]),
     "a mask of each": lambda x: (lambda own: attended(x, mask=lambda b, h, q, k: (own[b, k] > 1) | (q >= k)))(x.argmax(-1)),
+    "all arguments by name": lambda x: functional.scaled_dot_product_attention(query=x, key=x, value=torch.gather(input=x, dim=1, index=x.argsort(1))),
     "a kernel for each": lambda x: per_sample(x, x[:, :3].transpose(1, 2).reshape(-1, 1, 3)),
 }  # fmt: skip
 
