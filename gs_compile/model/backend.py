@@ -407,8 +407,7 @@ def _engine_for(call: Call) -> Engine | None:
         for parameter in parameters:  # the optimizer was made after a first call without it
             stash(parameter)
     refuse_block(each() for each in call.compilation.captured.models.values())
-    engines = set(stores_of(parameters))
-    optimizers = set(optimizers_of(parameters))
+    engines, optimizers = set(stores_of(parameters)), set(optimizers_of(parameters))
     if len(engines) == 1 and len(optimizers) < 2:
         (engine,) = engines
         assert isinstance(engine, Engine)

@@ -128,7 +128,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
     def seen(self, result: Tensor, taken: Tensor) -> Tensor:
         return View.of(self, result, self._greedysnake.shown_value(self, self.device))
 
-    def set_(self, source: Any = None, *place: Any) -> Any:  # type: ignore[override]
+    def set_(self, source: Any = None, *place: Any) -> Any:
         """As ``.data = source``: torch asks no override of this one, and would set the placeholder's memory."""
         if place or not isinstance(source, Tensor):
             raise ReleasedParameterError("set_: a parameter that lives on the tiers has no memory of its own")
@@ -260,7 +260,7 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
             assert taken._base is not None
             self.parameter._greedysnake.write(self.parameter, taken._base)
 
-    def set_(self, *_: Any) -> Any:  # type: ignore[override]
+    def set_(self, *_: Any) -> Any:
         _refuse("set_", self)
 
     def seen(self, result: Tensor, taken: Tensor) -> Tensor:
