@@ -59,11 +59,13 @@ from gs_compile.capture.sample_layout import PAIRING
 from gs_compile.capture.samples import (
     NUMBERED,
     REDUCES,
+    SIZE,
     Provenance,
     aligned,
     no_shares,
     picks_of_equals,
     why_it_mixes,
+    why_it_runs_along,
     why_sizes_mix,
     why_values_mix,
 )
@@ -338,8 +340,8 @@ class _Separation:
             return _mixed(node, no_shares(name))
         if "local" not in self._kinds(node):
             return State("same")
-        if misplaces := node.meta.get("misplaces"):
-            return _mixed(node, misplaces)
+        if mixes := why_it_runs_along(node, name) or (SIZE if node.meta.get("batch_numbers") else ""):
+            return _mixed(node, mixes)
         if not self.provenance.numbers.isdisjoint(node.all_input_nodes):
             return _mixed(node, NUMBERED)
         arguments = arguments_of(node)

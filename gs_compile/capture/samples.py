@@ -54,12 +54,17 @@ ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
     "conv_tbc": (_FIXED, (0, 2)),
     "diff": (2, (-1,)),
-    **dict.fromkeys(("fill_diagonal", "diagonal_scatter"), (_FIXED, None)),  # by numbers of rows
+    **dict.fromkeys(("fill_diagonal", "diagonal_scatter", "put"), (_FIXED, None)),  # by numbers of rows
     "fliplr": (_FIXED, (1,)),
     "flipud": (_FIXED, (0,)),
     "gumbel_softmax": (4, (-1,)),
     "msort": (_FIXED, (0,)),
     "normalize": (2, (1,)),
+    # losses, along classes or the entries of a row; 1 of one dimension is that one
+    **dict.fromkeys(
+        "cross_entropy nll_loss multi_margin_loss multilabel_margin_loss cosine_embedding_loss".split(), (_FIXED, (1,))
+    ),
+    **dict.fromkeys(("triplet_margin_loss", "multilabel_soft_margin_loss"), (_FIXED, (-1,))),
     **dict.fromkeys(("quantile", "nanquantile"), (2, None)),
     "renorm": (2, (0,)),
     "roll": (2, None),

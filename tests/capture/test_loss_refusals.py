@@ -187,6 +187,18 @@ SILENT = {
     "samples normalised": lambda p, y: functional.normalize(p, 2.0, 0).exp().mean(),
     "a truth about the batch size": lambda p, y: p.sum() * (p.shape[0] > 3),
     "reduce": lambda p, y: cross_entropy(p, y, reduce=False).sum(),
+    "samples for classes": lambda p, y: functional.cross_entropy(p[:, 0].T, torch.zeros(WORDS, dtype=torch.long)),
+    "samples for classes, by probabilities": lambda p, y: functional.cross_entropy(p[:, 0, 0], classes(y)[:, 0, 0]),
+    "samples for classes, with a margin": lambda p, y: functional.multi_margin_loss(
+        p[:, 0].T, torch.zeros(WORDS, dtype=torch.long)
+    ),
+    "distances over samples": lambda p, y: functional.triplet_margin_loss(p[:, 0].T, p[:, 1].T, p[:, 2].T),
+    "angles over samples": lambda p, y: functional.cosine_embedding_loss(p[:, 0].T, p[:, 1].T, torch.ones(WORDS)),
+    "samples for labels": lambda p, y: functional.multilabel_soft_margin_loss(
+        p[:, 0].T, classes(y)[:, 0].T, reduction="sum"
+    ),
+    "entries of all put": lambda p, y: p.exp().put(y.clamp(0, 0), torch.zeros(y.shape)).sum(),
+    "batch size in an option of a loss": lambda p, y: cross_entropy(p, y, label_smoothing=1 / p.shape[0]),
 }
 
 
