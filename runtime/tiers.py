@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from gs_compile.errors import LaneError, RankError, StorageError
@@ -236,6 +236,15 @@ class Tiers(Homes):
             self.parameters.close()
             self.optimizer.close()
             self.slab.close()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """What the block changes is changed as a whole: what ends it early, as the user may, ends the run."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """After an error nothing goes on: threads end, files go. Raises what failed first, where that is the cause."""

@@ -3,7 +3,7 @@
 begin        one call of the model: a program with its transfers, on an executor
 forward      its first half; updates that the step before has left run with it
 backward     the rest of the program, with the optimizer's settings of now
-finish       optimizer.step(): late updates may run in the next forward
+finish       optimizer.step(), where nothing speaks against it: late updates may run in the next forward
 flush        all updates brought to an end: before evaluation, saving, reading
 
 An engine is held by its parameters and by its optimizer, and holds neither: when they go, it closes the tiers, and its
@@ -15,7 +15,8 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -167,7 +168,7 @@ class Engine(ParameterStore):
         if shape.training:
             refuse_inputs(args, units.micro_batches[0].inputs)
             if self.reporter is not None:
-                self.reporter.begin()
+                self.reporter.begin(self.optimizer.num_steps + 1 if self.optimizer is not None else 1)
         placement = self.planning.sized(models, shape)
         self.latest, self.reader = (placement, shape), None  # whose memory the step may need
         pending = self.tiers.pending if shape.training and placement.has_late else None
@@ -206,20 +207,23 @@ class Engine(ParameterStore):
                 f"pass both batches in one call. {KEPT}"
             )
 
+    @contextmanager
     def backward(
         self, executor: TieredExecutor, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool = False
-    ) -> None:
-        """Give the backward half what it needs of the optimizer, as it is set now.
+    ) -> Iterator[None]:
+        """Have the backward half run inside the block, with the optimizer as it is set now.
 
         losses: that it is of; reached: the parameters that it brings gradients. zeroed: what earlier backwards of the
-        step have left was dropped.
+        step have left was dropped. What ends the block early ends the run: the step has a part of its gradients.
         """
-        executor.record = self._begin_record(losses, reached, zeroed=zeroed)
-        what = "one more backward" if executor.record.adds else "the backward"
-        self.announce(what, f", {executor.record.told_settings}")
-        self.num_backwards += 1
+        record = self._new_record(losses, reached, zeroed=zeroed)
+        self.announce("one more backward" if record.adds else "the backward", f", {record.told_settings}")
+        with self.tiers.whole():
+            executor.record = self.record = record
+            self.num_backwards += 1
+            yield
 
-    def _begin_record(self, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool) -> StepRecord:
+    def _new_record(self, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool) -> StepRecord:
         """The record of the step under way, as the optimizer is set now."""
         optimizer = self._optimizer()
         if optimizer is None:
@@ -241,7 +245,6 @@ class Engine(ParameterStore):
             record.idle &= self.record.idle
             record.num_losses += self.record.num_losses
             record.num_tokens = self.record.num_tokens
-        self.record = record
         return record
 
     def end_backward(self, executor: TieredExecutor, call: Call, repeat: Callable[[Engine], None]) -> None:
@@ -271,7 +274,7 @@ class Engine(ParameterStore):
         """Begin a step with a gradient from outside: what its backwards so far have left is dropped."""
         self.flush()
         self.sums.clear()
-        self._begin_record([], (), zeroed=True)
+        self.record = self._new_record([], (), zeroed=True)
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""
@@ -279,11 +282,9 @@ class Engine(ParameterStore):
         self.record = None
         self.tiers.close()
 
-    @in_turn
-    def finish(self, *, dropped: bool = False) -> StepRecord | None:
-        """Close the step whose backward has run; late updates may follow. None: there was no backward.
-
-        dropped: its gradients were.
+    def step_to_finish(self, *, dropped: bool = False) -> StepRecord | None:
+        """The record of the step whose backward has run, for `finish` of the optimizer's engine, which may be another
+        from now on. None: there was no backward. dropped: its gradients were.
         """
         self.tiers.wait_for_commit()  # of the step before: a kill costs one closed step at most
         if (record := self.record) is None:
@@ -295,7 +296,11 @@ class Engine(ParameterStore):
         if self.durable is not None:
             self.durable.refuse_idle(record)
         if (engine := self.first_step.engine_for_step(self, record, dropped=dropped)) is not self:
-            return engine.finish(dropped=dropped)
+            return engine.step_to_finish(dropped=dropped)
+        return record
+
+    def finish(self, record: StepRecord) -> None:
+        """Close a step; late updates may follow."""
         self.record = None
         record.predicted_seconds = self._predicted_seconds
         self.sums.end_step(record)
@@ -307,7 +312,6 @@ class Engine(ParameterStore):
         self.open.abandon("optimizer.step() was called")
         if self.placement.has_late:
             self.tiers.leave(record)
-        return record
 
     @property
     def _predicted_seconds(self) -> float:
@@ -319,7 +323,8 @@ class Engine(ParameterStore):
         """Bring all updates to an end, as evaluation and reading need it; `commit`: the last step is made durable."""
         self._refuse_unfinished()
         pending = self.tiers.pending
-        seals = self.durable is not None and self.durable.seals_between_calls(self.num_steps, always=commit)
+        durable = self.durable if commit or self.record is None else None  # within a step nothing is of the one before
+        seals = durable is not None and durable.seals_between_calls(self.num_steps, always=commit)
         if pending is not None and (self.optimizer is not None and self.optimizer.orthogonalizes):
             self.announce("updates between steps")  # in which ranks exchange matrices
         if pending is not None or seals:

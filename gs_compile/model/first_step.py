@@ -156,6 +156,7 @@ class FirstStep:
         optimizer, placement = engine.optimizer, engine.placement
         assert optimizer is not None, "it closes the step"
         now = optimizer.as_set()
+        record.number = now.number  # where a state was loaded since, another
         changed = _changed(record, now, anew=self.may_begin_again)
         if not (changed or dropped):
             return engine

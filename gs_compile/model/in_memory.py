@@ -87,7 +87,7 @@ def count(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks 
 def average_late(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks | None) -> None:
     """Average over ranks what has come since `count`, as to a module whose output the compiled model takes.
 
-    Where a step is clipped, `update` refuses that.
+    Where a step is clipped, `refuse` raises for that.
     """
     if ranks is not None and record.max_grad_norm is None:
         _average(groups, record, ranks, " since the model's backward")
@@ -104,12 +104,11 @@ def _average(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ran
     record.means = {**record.means, **{mean: changes(mean) for mean in means.values()}}
 
 
-def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecord) -> None:
-    """One step of parameters in memory that have gradients. States are torch's; what they lack starts at zero.
-
-    Raises OptimizerError, and updates nothing, where a parameter is not of float32 or float64, as there is no master of
-    it, and where the step was clipped by a norm in which these gradients are not.
+def refuse(groups: Sequence[Mapping[str, Any]], record: StepRecord) -> None:
+    """Raise OptimizerError, before a step is closed, where a parameter in memory that has a gradient is not of float32
+    or float64, as there is no master of it, and where the step was clipped by a norm in which these gradients are not.
     """
+    parameters = with_gradients(groups)
     if parameters and record.max_grad_norm is not None:
         counted = record.squares["resident"]() if "resident" in record.squares else 0.0
         if counted != _sum_of_squares(parameters) * record.num_ranks**2:
@@ -124,6 +123,10 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
                 f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is outside of the compiled "
                 "model, so it has no fp32 master: convert it to float32"
             )
+
+
+def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecord) -> None:
+    """One step of parameters in memory that have gradients. States are torch's; what they lack starts at zero."""
     group_of = optimizer.group_of
     for parameter in parameters if not record.skipped else ():
         place, factor = group_of[parameter], record.factor * record.num_ranks

@@ -210,10 +210,14 @@ class Optimizer(torch.optim.Optimizer):
         if self.engine is not None and self._of_trained(missed) != self._of_trained(self.steps.missed):
             raise OptimizerError(optimizer_state.OTHER_STEPS)
         alike = optimizer_state.are_alike(self.param_groups, groups)
-        for mine, theirs in zip(self.param_groups, groups, strict=True) if alike else ():  # others keep their settings
+        pairs = list(zip(self.param_groups, groups, strict=True)) if alike else []  # others keep their settings
+        for mine, theirs in pairs:
             taken = optimizer_state.settings_of(theirs)
             self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
-            mine.update(taken)
+        if any(map(self._is_trained, self._parameters)):
+            self.synchronize()  # before anything is changed: it raises within a step, and may commit the step before
+        for mine, theirs in pairs:
+            mine.update(optimizer_state.settings_of(theirs))
         self.steps.missed = missed
         self.steps.become(num_steps)
         self.state.update(states)

@@ -21,7 +21,7 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.gradients import is_zeroed, mark_gradient_unavailable, refuse_left, take_given
 from gs_compile.model.outputs import Gradients
 from gs_compile.model.residency import is_offloaded
-from gs_compile.program.ir import StepShape, Value
+from gs_compile.program.ir import StepShape, Unit, Value
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.stream import without_autocast
 
@@ -113,20 +113,23 @@ class TieredCall(Call):
             zeroed = engine.record is not None and is_zeroed(self.trained)
             losses = () if self.outputs.loss_gradient(gradients) is None else self.losses
             spans = [span for index, span in engine.spans_of(self.args).items() if index in reached]
-            engine.backward(executor, losses, spans, zeroed=zeroed)
-            with without_autocast():
-                if outside:
-                    for value, content in self.outputs.cut(gradients, outside).items():
-                        executor.values.define(value, content)
-                else:
-                    self._scale(gradients)
-                executor.backward()
-            found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
-            engine.end_backward(executor, self, partial(self._repeat, gradients))
-            for number in self.trained_numbers:
-                if number in reached:
-                    mark_gradient_unavailable(self.args[number])
+            with engine.backward(executor, losses, spans, zeroed=zeroed):
+                self._run_backward(gradients, outside)
+                found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
+                engine.end_backward(executor, self, partial(self._repeat, gradients))
+                for number in self.trained_numbers:
+                    if number in reached:
+                        mark_gradient_unavailable(self.args[number])
         return found
+
+    def _run_backward(self, gradients: Gradients, outside: frozenset[Unit]) -> None:
+        with without_autocast():
+            if outside:
+                for value, content in self.outputs.cut(gradients, outside).items():
+                    self.executor.values.define(value, content)
+            else:
+                self._scale(gradients)
+            self.executor.backward()
 
     def _repeat(self, gradients: Gradients, engine: Engine) -> None:
         self.move_to(engine)

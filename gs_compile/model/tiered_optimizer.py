@@ -81,9 +81,13 @@ class TieredOptimizer(Optimizer):
         """Another thread that reads or commits finds all of a step, or nothing."""
         assert self.engine is not None, "there was a call"
         take_given(self._parameters)
-        finished = self.engine.finish(dropped=are_dropped(self._parameters))
-        record = finished or self._step_in_memory()
-        if record is not None:
+        finished = self.engine.step_to_finish(dropped=are_dropped(self._parameters))
+        if (record := finished or self._step_in_memory()) is None:
+            return
+        in_memory.refuse(self.param_groups, record)
+        with self.engine.tiers.whole():
+            if finished is not None:
+                self.engine.finish(record)
             in_memory.average_late(self.param_groups, record, self.engine.ranks)
             in_memory.update(self, in_memory.with_gradients(self.param_groups), record)
             end_gradients(self._parameters, dropped=record.is_dropped)
@@ -94,10 +98,10 @@ class TieredOptimizer(Optimizer):
                 self.steps.become(self.steps.taken + (not record.skipped))
                 if self.engine.durable is not None:
                     self.kept.end_step()
-            is_bad = record.skipped and not record.is_dropped
-            if is_bad and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
-                self._warn(record)
-            self._note(self.engine, record)
+        self._note(self.engine, record)
+        is_bad = record.skipped and not record.is_dropped
+        if is_bad and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
+            self._warn(record)
 
     def _count_missed(self, record: StepRecord) -> None:
         """Leave a step that others have taken out of the counts of parameters that got no gradient in it.

@@ -40,11 +40,12 @@ class RunRecord:
         self._every = 1  # of so many steps one is kept
         self._num_noted = self._num_calls = 0
         self._sums = _Sums(lanes={})
-        self._began = math.nan  # the step under way
+        self._began, self._number = math.nan, 0  # the step under way
 
-    def begin(self) -> None:
-        """A call of a step begins."""
+    def begin(self, number: int) -> None:
+        """A call of the step of that number begins."""
         with self._lock:
+            self._number = number
             if not self._num_calls:
                 self._began, self._trace.at = time.perf_counter(), None  # what ran last is not of this step
             self._num_calls += 1
@@ -72,13 +73,14 @@ class RunRecord:
         """The step that is running; None: none is."""
         with self._lock:
             call, began, last, at = self._num_calls, self._began, self._last, self._trace.at
+            number = self._number
         if not call or at is None:
             return None
         (program, index), about = at, self.about
         predicted = about.predicted_seconds if last is None else last.predicted_seconds
         is_known = last is not None and not math.isnan(last.seconds)
         return UnderWay(
-            number=1 if last is None else last.number + 1,
+            number=number,
             call=call,
             stage=stage_words(program.ops[index].stage),
             done=index + 1,

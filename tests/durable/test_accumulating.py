@@ -79,3 +79,18 @@ def test_a_run_that_goes_on_begins_its_first_step_again_from_the_commit(harness,
             found.append(train(harness, optimizer, first=NUM_STEPS - 1))
             assert optimizer.num_steps == NUM_STEPS + 1
     assert not found[0].differences(found[1])
+
+
+def test_an_evaluation_between_two_backwards_changes_no_commit(harness, tmp_path):
+    """The commit has the random state that the step behind it began with: its dropout is drawn again from there."""
+    found = []
+    with harness.fresh(adamw, options(tmp_path, durability="step", accumulate=True)) as optimizer:
+
+        def evaluate(number, backwards):
+            optimizer.engine.tiers.synchronize()
+            found.extend([read(tmp_path / FOLDER).random] if number == NUM_STEPS - 1 else [])
+            with torch.no_grad():
+                harness.model(input_ids=tokens(0), labels=tokens(0))
+
+        train(harness, optimizer, first=NUM_STEPS - 2, between=evaluate)
+    assert found == NUM_BACKWARDS * found[:1]

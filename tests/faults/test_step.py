@@ -21,6 +21,7 @@ from tiered import adamw, files_in, gpt2, options, our_threads, outcome, step, t
 from gs_compile.errors import GreedySnakeError, LaneError, MemoryBudgetError, StorageError
 from gs_compile.runtime import coordinators, slab
 from gs_compile.runtime.coordinators import Parameters
+from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.pages import Pages
@@ -269,6 +270,22 @@ def test_an_interrupt_in_the_computation(harness, monkeypatch, tmp_path, verb):
             assert_over(harness.model, optimizer, tmp_path)
         else:
             whole_steps(harness.model, optimizer, 2)
+
+
+def test_an_interrupt_ahead_of_the_backward_half_ends_the_run(harness, monkeypatch, tmp_path):
+    """Where updates wait, `step()` would make them of sums that have no gradient yet."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with harness.fresh(adamw, options(tmp_path, accumulate=True)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        loss = harness.model(input_ids=(ids := tokens(1)), labels=ids).loss
+        with monkeypatch.context() as patched:
+            patched.setattr(TieredExecutor, "scale", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                (loss * 0.5).backward()
+        assert_over(harness.model, optimizer, tmp_path)
 
 
 def test_a_step_whose_backward_failed_is_not_closed(harness, monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from learner import EVERY, distance, gpt2, learner, plain, same_tensors, values
-from tiered import step, tokens, two_groups
+from tiered import loss_of, step, tokens, two_groups
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -164,6 +164,37 @@ def test_a_state_that_comes_between_forward_and_backward_gives_the_step_up(tmp_p
         with pytest.raises(StepOrderError, match="a state of the optimizer was loaded"):
             loss.backward()
         one.train(1)
+
+
+def test_a_state_that_comes_between_backward_and_step_counts_for_that_step(tmp_path):
+    """Its number of steps too, by which AdamW corrects."""
+    plain = gpt2()
+    theirs = torch.optim.AdamW(two_groups(plain), lr=1e-2, fused=True)
+    with learner(tmp_path, accumulate=True) as one:
+        for model, optimizer in ((plain, theirs), (one.model, one.optimizer)):
+            step(model, optimizer, tokens(0))
+            state = copy.deepcopy(optimizer.state_dict())
+            step(model, optimizer, tokens(1))
+            loss_of(model, tokens(2)).backward()
+            optimizer.load_state_dict(state)
+            optimizer.step()
+        assert distance(values(one.model), values(plain)) < 1e-4
+
+
+def test_a_state_that_comes_into_a_step_is_refused_as_a_whole(tmp_path):
+    with learner(tmp_path) as one:
+        one.train(0)
+        state = copy.deepcopy(one.optimizer.state_dict())
+        state["param_groups"][0]["lr"] = 0.5
+        one.train(1)
+        one.loss(2).backward()
+        with pytest.raises(StepOrderError, match=r"a backward has run and optimizer.step\(\) has not"):
+            one.optimizer.load_state_dict(state)
+        assert (one.optimizer.num_steps, one.optimizer.param_groups[0]["lr"]) == (2, 1e-2)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        one.train(3)
+        assert one.optimizer.num_steps == 4
 
 
 def test_states_are_found_by_name():

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 import gs_compile
-from gs_compile.errors import OptimizerError
+from gs_compile.errors import GreedySnakeError, OptimizerError
+from gs_compile.model import in_memory
 from gs_compile.runtime.units import CompiledUnits
 
 KEEPS_CAPTURES = True
@@ -150,13 +151,35 @@ def test_a_head_of_low_precision_is_refused(tmp_path):
 
 
 def test_gradients_outside_of_the_norm_are_refused(tmp_path):
+    """Nothing is updated, also of the body, whose updates wait for the next forward: the step can be dropped."""
     with tiered(tmp_path, partial(gs_compile.AdamW, max_grad_norm=1.0), clip="delayed") as (model, optimizer):
-        model.loss(0).backward()
+        trained(model, optimizer, [0])
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model.loss(1).backward()
         model.head.weight.sum().backward()
-        before = model.head.weight.detach().clone()
         with pytest.raises(OptimizerError, match="are not in the norm that its updates were clipped by"):
             optimizer.step()
-        assert torch.equal(model.head.weight, before)
+        optimizer.zero_grad()
+        same_tensors(model.state_dict(), before)
+        trained(model, optimizer, [1])
+        assert {each["step"].item() for each in optimizer.state_dict()["state"].values()} == {2.0}
+
+
+def test_an_interrupt_in_a_step_ends_the_run(tmp_path, monkeypatch):
+    """The body is updated and the head is not: nobody goes on with that, or saves it."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with tiered(tmp_path, gs_compile.AdamW, alpha=0.5) as (model, optimizer):
+        trained(model, optimizer, [0])
+        with monkeypatch.context() as patched:
+            patched.setattr(in_memory, "_step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                trained(model, optimizer, [1])
+        for use in (model.state_dict, optimizer.state_dict, partial(trained, model, optimizer, [2])):
+            with pytest.raises(GreedySnakeError, match="KeyboardInterrupt"):
+                use()
 
 
 def test_a_step_of_the_head_alone(tmp_path):

@@ -284,10 +284,10 @@ def test_a_step_that_has_begun_is_not_where_the_last_one_ended():
     record = RunRecord(ABOUT, trace := Trace(), lambda: ({}, {}))
     program = SimpleNamespace(ops=[SimpleNamespace(stage=FILL), SimpleNamespace(stage=DRAIN)])
     for index in range(2):
-        record.begin()
+        record.begin(number=index + 41)  # of a run that was resumed
         assert record.under_way() is None
         trace.issue(program, index)
-        assert record.under_way().done == index + 1
+        assert (record.under_way().number, record.under_way().done) == (index + 41, index + 1)
         record.note(LAST)
 
 
