@@ -61,12 +61,12 @@ def alike(
     """The names of the stored parts that can stay in their files: of units that have the same in the same places, in
     these folders.
     """
-    groups = {each.unit: unit_of(each).groups for each in former.units if types_in(each) == types.get(each.unit)}
+    same = {each.unit for each in {*former.units} & {*stored_units(placement, types)}}
     moved = {each.unit for each in {*former.parameters} ^ {*parameters}}
     named = {
         unit.value(kind, part)._replace(tier=None).name
         for unit in placement.units
-        if groups.get(unit.unit) == unit.groups and unit.unit not in moved
+        if unit.unit in same - moved
         for kind, parts in (("w", unit.w), ("s", unit.s))
         for part in parts.values()
     }
