@@ -27,7 +27,7 @@ from gs_compile.capture.frame_settings import (
     modules_in,
     set_from_the_start,
 )
-from gs_compile.capture.graph_breaks import get_compilation_metrics, over_limit, remedy
+from gs_compile.capture.graph_breaks import REASONS, get_compilation_metrics, over_limit, remedy
 from gs_compile.errors import UncapturedWarning
 
 GIVEN_UP = "Dynamo gave the model's forward up at"
@@ -60,6 +60,7 @@ class Watch:
         """Dynamo was reset, or is new: it numbers frames from the first one on."""
         self._last.clear()
         self._frames.clear()
+        REASONS.latest()
         self._first = next(reversed(get_compilation_metrics()), None)
         callback_handler.register_end_callback(self.end)
 
@@ -67,6 +68,7 @@ class Watch:
         """A compilation ends, well or badly."""
         if ended.callback_trigger is not CallbackTrigger.DYNAMO:
             return
+        REASONS.latest()
         compiled = compiled_frame()
         if not is_ours(compiled["compiler_fn"]):
             return

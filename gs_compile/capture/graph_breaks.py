@@ -55,12 +55,28 @@ def graph_break_of(module: fx.GraphModule) -> GraphBreakError | None:
         where = next(filter(None, map(_resumed_at, module.graph.nodes)), "")
     if not where:
         return None
-    words = reason
-    if reason == "step_unsupported":  # of an inlined call, or of a line where Dynamo cannot go on later
-        words = [reason, *(list(counters["graph_break"]) or counters["unimplemented"])][-1]
-    for kind in ("graph_break", "unimplemented"):
-        counters[kind].pop(words, None)  # so that the next of these words is the last again
-    return _graph_break(where, words)
+    said = REASONS.latest()
+    # Dynamo's own word is of an inlined call, or of a line where it cannot go on later.
+    return _graph_break(where, said or reason if reason == "step_unsupported" else reason)
+
+
+class Reasons:
+    """What Dynamo says of what it cannot capture. It counts the reasons, and so does not tell which came last."""
+
+    def __init__(self) -> None:
+        self._counted: dict[tuple[str, str], int] = {}
+        self._latest = ""
+
+    def latest(self) -> str:
+        """The last reason; of several since the last call, one of a graph break. Called as each compilation ends."""
+        kinds = ("unimplemented", "graph_break")
+        counted = {(kind, words): times for kind in kinds for words, times in counters[kind].items()}
+        new = [words for (kind, words), times in counted.items() if times > self._counted.get((kind, words), 0)]
+        self._counted, self._latest = counted, [self._latest, *new][-1]
+        return self._latest
+
+
+REASONS = Reasons()
 
 
 def user_line(stack: Iterable[FrameSummary]) -> str:

@@ -156,17 +156,22 @@ class Squares(Halved):
 
 @pytest.mark.filterwarnings("ignore:the model.s blocks are of:gs_compile.errors.UniformityWarning")
 def test_a_block_that_dynamo_hands_over_alone_is_no_model(tmp_path):
-    """Faults: halves of a block were the layers of a model, which the optimizer was said to train beside another; and
-    once the break was gone, Dynamo still ran the forward as it is written.
+    """Faults: halves of a block were the layers of a model, which the optimizer was said to train beside another; once
+    the break was gone, Dynamo still ran the forward as it is written; a break for a reason that Dynamo had named
+    before, of a model elsewhere too, was said to be for a later one.
     """
     torch._dynamo.reset()
     blocks = [Halved(nn.Linear(4, 4) for _ in range(2)) for _ in range(3)]
-    model, is_broken = Squares(blocks, lambda: torch._dynamo.graph_break() if is_broken else None), False
+    breaks = [torch._dynamo.graph_break]
+    model = Squares(blocks, lambda: breaks[-1]())
     optimizer = adamw([{"params": list(model.parameters())}])
+    for breaks[-1] in (torch._dynamo.graph_break, print):
+        torch.compile(lambda x: x + len([breaks[-1]()]), backend="eager")(torch.ones(4))
     model.compile(backend="greedysnake", options=options(tmp_path))
-    for is_broken in (True, False, True, False):
-        if is_broken:
-            with pytest.raises(GraphBreakError, match=r"Dynamo's reason: Call to `torch._dynamo.graph_break\(\)`"):
+    called, printed = r"Call to `torch._dynamo.graph_break\(\)`", "Failed to trace builtin operator"
+    for breaks[-1], reason in [(torch._dynamo.graph_break, called), (int, None), (print, printed)] * 2:
+        if reason is not None:
+            with pytest.raises(GraphBreakError, match=f"Dynamo's reason: {reason}"):
                 model(torch.ones(4, 4))
         else:
             model(torch.ones(4, 4)).backward()
