@@ -287,7 +287,7 @@ def test_what_is_printed_is_no_placeholder(one):
 
 def test_the_documents_say_what_each_habit_does():
     """The table has every habit that is tried here, where it belongs, and no other."""
-    text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text().partition("## Habits")[2]
+    text = (Path(__file__).parents[2] / "docs" / "larger_than_memory.md").read_text().partition("## Habits")[2]
     rows = re.findall(r"^\| (.+) \| (read|written|refused): .+ \|$", text, re.M)
     said = [(outcome, habit.replace("`", "")) for habits, outcome in rows for habit in habits.split("; ")]
     tried = {"read": [*READS, "print(p), repr(model)"], "written": [*WRITES], "refused": [*REFUSED]}
