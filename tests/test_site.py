@@ -38,7 +38,7 @@ def test_a_public_name_that_is_not_in_the_reference_is_found(monkeypatch):
 
 def test_links_of_the_repository_lead_to_pages_of_the_site():
     for page, text, there in (
-        ("index.md", "[a](docs/step.md#muon)", "[a](step.md#muon)"),
+        ("index.md", "[a](docs/step.md#print-it)", "[a](step.md#print-it)"),
         ("index.md", "[a](LICENSE) [b](CHANGELOG.md)", "[a](licence.md) [b](changelog.md)"),
         ("loops.md", "[a](ranks.md) [b](../README.md)", "[a](ranks.md) [b](index.md)"),
         ("loops.md", "[a](../examples/train.yaml)", "[a](examples.md#trainyaml)"),
