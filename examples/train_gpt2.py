@@ -117,7 +117,7 @@ def train(model: GPT2LMHeadModel, storage: Path, batches: list[torch.Tensor]) ->
         return
     first, last = losses[0], sum(losses[-10:]) / len(losses[-10:])
     print(f"loss {first:.3f} at the first step, {last:.3f} over the last ten")
-    print(f"\nwhere everything lives:\n{gs_compile.inspect(model).tiers}\n\nthe last step, lane by lane:")
+    print(f"\nwhere data is stored:\n{gs_compile.inspect(model).tiers}\n\nthe last step, lane by lane:")
     assert optimizer.last_step is not None
     for lane, total in optimizer.last_step.lanes.items():
         print(f"  {lane:<9}  {total.seconds:5.2f} s busy  {format_bytes(total.nbytes):>9}")

@@ -49,7 +49,7 @@ ABOUT = About(
     num_parameters=3_821_000_000,
     num_layers=36,
     plan="Plan of model on a machine <of two>, vertical: 4 micro-batches of 2 samples of 128 tokens, alpha 0.25. "
-    "A step takes 28.0 s: 36.6 tokens/s. What binds: a second SSD like the first: 41% faster.",
+    "A step takes 28.0 s: 36.6 tokens/s. What would make it faster: a second SSD like the first: 41% faster.",
     binding=("2.0 GiB more host memory: 3% faster", "a second SSD like the first: 41% faster"),
     predicted=PREDICTED,
     predicted_seconds=28.0,

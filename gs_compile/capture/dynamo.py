@@ -120,7 +120,10 @@ def capture(
     if symbols:  # Dynamo has shown which sizes were the batch's only by coincidence: they are fixed, or another's
         symbols -= others
         if not symbols:
-            raise CaptureError("the batch size is tied to another dimension of the inputs, so it cannot be cut")
+            raise CaptureError(
+                "the model's code needs the batch size to be that of another dimension of the inputs, so the batch "
+                "cannot be cut into micro-batches: change the code that makes them equal"
+            )
         batch = [node for node in batch if _symbols(shapes[node][:1]) & symbols]
     where = "" if symbols else _fixed_at(batch, int(shapes[batch[0]][0]))
     inputs = [replace(e, role="batch") if node in batch else e for e, node in zip(inputs, nodes, strict=True)]

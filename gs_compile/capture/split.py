@@ -303,7 +303,10 @@ class _Cut:
                 is_read = any(at < reader <= end for reader in readers)
                 if self.at[node] <= at and is_read and not (node is self.carried[at] and readers <= {at + 1}):
                     if not isinstance(node.meta["spec"], TensorSpec):
-                        raise CaptureError(f"`{node.name}` goes from the embedding to the blocks but is not a tensor")
+                        raise CaptureError(
+                            f"`{node.name}` goes from the embedding to the blocks, and is not a tensor{at_line(node)}: "
+                            "make a tensor of it, or compute it in the blocks"
+                        )
                     found.append(node)
             in_layers = [node for node in self.readers if at < self.at[node] < end]
             read = chain.from_iterable(node.all_input_nodes for node in in_layers)

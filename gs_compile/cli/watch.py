@@ -136,7 +136,7 @@ def _step(status: Status) -> str:
 def _lanes(status: Status) -> str:
     assert status.last is not None
     rows = [(row.lane, *row.cells) for row in lane_rows(status, status.last.lanes, status.last.seconds)]
-    heads = ("last step", "busy", "works", "planned", "moves", "planned to", "rate")
+    heads = ("last step", "busy", "works", "predicted", "moves", "predicted", "rate")
     return table(heads, rows, right=heads[1:])
 
 

@@ -98,7 +98,10 @@ def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> 
     """
     first = batches[0]
     if any(batch.keys() != first.keys() for batch in batches):
-        raise OptionError(f"the batches of a step have different entries: {sorted({*map(tuple, batches)})}")
+        raise OptionError(
+            f"the batches of a step have different entries: {sorted({*map(tuple, batches)})}: have the collator give "
+            "all batches the same"
+        )
     joined = {name: _joined(name, batches, padding) for name in first if name not in (*_OFFSETS, _KEPT)}
     if _KEPT in first:
         joined[_KEPT] = _to_keep(batches)
@@ -237,7 +240,8 @@ def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -
     if not all(isinstance(value, Tensor) and value.dim() for value in values):
         if any(value is not values[0] and value != values[0] for value in values):
             raise OptionError(
-                f"{name!r} is no tensor or list with a row for each sample, and differs between the batches of a step"
+                f"{name!r} is no tensor or list with a row for each sample, and differs between the batches of a step: "
+                "have the collator make one, or give gradient_accumulation_steps=1"
             )
         return values[0]
     shapes = [value.shape[1:] for value in values]

@@ -248,8 +248,11 @@ def component(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Tens
     if values is None and name in state:  # torch's momentum before it has any
         return torch.zeros((), dtype=torch.float32).expand(shape)
     if not isinstance(values, Tensor) or values.shape != shape:
-        found = tuple(values.shape) if isinstance(values, Tensor) else values
-        raise OptimizerError(f"the state of a parameter of shape {tuple(shape)} has {name} {found}")
+        found = f"{name} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"no {name}"
+        raise OptimizerError(
+            f"the state of a parameter of shape {tuple(shape)} has {found}: load the state dict of an optimizer of the "
+            "same kind and model"
+        )
     return own_rows(values)
 
 

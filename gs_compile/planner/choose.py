@@ -216,7 +216,10 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
         return list(by_alpha.values())
     scarce = _of_any_alpha(problem)
     if scarce is None:
-        raise MemoryBudgetError("no program of what the linear program finds keeps the budgets")
+        raise MemoryBudgetError(
+            "no program of a plan by the linear program keeps the budgets: give more host_memory or device_memory, or "
+            "a smaller micro_batch_size"
+        )
     return [scarce]
 
 

@@ -21,7 +21,7 @@ GAP = "  "  # between columns
 
 
 def paragraph(plan: StepPlan) -> str:
-    """The plan in one paragraph: shares of each class by tier, seconds of a step, busy lanes, peaks, what binds."""
+    """The plan in one paragraph: shares of each class by tier, seconds of a step, busy lanes, peaks, what helps."""
     shares = _shares(plan.ratios)
     on_device = _shares({ratio: share for ratio, share in plan.device_ratios.items() if share})
     busiest = sorted(plan.lanes.items(), key=lambda lane: -lane[1][1])[:3]
@@ -35,7 +35,7 @@ def paragraph(plan: StepPlan) -> str:
         f"A step takes {seconds_text(plan.seconds)}: {throughput(plan)}.",
         f"Busy lanes: {busy}.",
         f"At its peak it holds {peaks}." if peaks else "",
-        f"What binds: {'; '.join(plan.binding)}." if plan.binding else "",
+        f"What would make it faster: {'; '.join(plan.binding)}." if plan.binding else "",
         *plan.notes,
     ]
     return " ".join(filter(None, sentences))

@@ -47,7 +47,7 @@ def page(status: Status, now: float | None = None) -> str:
         "Loss and step time": _curves(status),
         "What each lane does in a step": _lanes(status),
         "Where bytes go in a step": _bytes(status),
-        "Where everything is": _homes(status),
+        "Where data is stored": _homes(status),
         "Plan, and why": _plan(status),
         "Machine and versions": _machine(status),
     }
@@ -206,7 +206,7 @@ def _free(status: Status, path: str) -> str:
 def _plan(status: Status) -> str:
     about = status.about
     more = about.binding
-    heading = "<p>What more would bring, by the linear program:</p>" if more else ""
+    heading = "<p>What would make it faster, by the linear program:</p>" if more else ""
     mean = status.seconds / status.num_steps if status.num_steps else math.nan
     against = compared(mean, about.predicted_seconds)
     return f"<p>{_text(plan_words(status))}</p>\n<p>Against it: {_text(against)}.</p>\n{heading}{_list(more)}"

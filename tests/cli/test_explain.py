@@ -29,7 +29,7 @@ vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13, split master
 a step takes 312 s in simulation, 300 s by the linear program
 419 tokens/s, 164 TFLOP/s (3 x the FLOPs of a forward, nothing for what is recomputed, over the seconds of a step)
 
-What lives where:
+Where data is stored:
                                device       host        ssd  in host memory
   parameters                        -   60.0 GiB   61.0 GiB  50%, 25% on the device
   optimizer states                  -          -  730.0 GiB  0%
@@ -44,14 +44,14 @@ What each lane does in a step:
   h2d        31.2 s   10%  250.0 GiB  parameters 240.0 GiB, checkpoints 10.0 GiB
   ssd_write   250 s   80%  730.0 GiB  optimizer states 730.0 GiB
 
-What binds:
+What would make it faster:
   48.0 GiB more host memory: 9% faster
   more device memory: nothing
 
 Notes:
   The horizontal order is half as fast.
 
-What else there was, by the linear program:
+Other settings, by the linear program:
                      step  tokens/s  throughput
   16 micro-batches  170 s       386      -11.8%
 
@@ -71,14 +71,14 @@ def test_what_there_is_not_is_not_said(plan):
     plan.num_micro_batches = plan.workload.micro_batch_size = 1
     text = report(plan)
     assert "1 micro-batch of 1 sample of 2048 tokens" in text
-    assert not [heading for heading in ("What binds", "Notes", "What else") if heading in text]
-    assert "What binds" not in paragraph(plan)
+    assert not [heading for heading in ("What would make it faster", "Notes", "Other settings") if heading in text]
+    assert "faster" not in paragraph(plan)
 
 
 def test_the_paragraph(plan):
     expecttest.assert_expected_inline(
         paragraph(plan),
-        """Plan of gpt-65b on a100, vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13, split masters, 12% of activations saved. In host memory: 50% of parameters, 0% of optimizer states, 100% of checkpoints. In device memory: 25% of parameters. A step takes 312 s: 419 tokens/s, 164 TFLOP/s. Busy lanes: compute 96%, ssd_write 80%, h2d 10%. At its peak it holds 30.0 GiB on the device, 398.0 GiB in host memory, 791.0 GiB on SSD. What binds: 48.0 GiB more host memory: 9% faster; more device memory: nothing. The horizontal order is half as fast.""",
+        """Plan of gpt-65b on a100, vertical: 32 micro-batches of 2 samples of 2048 tokens, alpha 0.13, split masters, 12% of activations saved. In host memory: 50% of parameters, 0% of optimizer states, 100% of checkpoints. In device memory: 25% of parameters. A step takes 312 s: 419 tokens/s, 164 TFLOP/s. Busy lanes: compute 96%, ssd_write 80%, h2d 10%. At its peak it holds 30.0 GiB on the device, 398.0 GiB in host memory, 791.0 GiB on SSD. What would make it faster: 48.0 GiB more host memory: 9% faster; more device memory: nothing. The horizontal order is half as fast.""",
     )
 
 

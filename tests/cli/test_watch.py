@@ -38,11 +38,11 @@ mean      32.8 tokens/s over 59 steps
 plan      28 s predicted, measured 11% longer
 binds     ssd_read, busy for 85% of the step
 
-last step  busy   works  planned     moves  planned to       rate
-compute     40%  12.4 s     13 s         -           -          -
-ssd_read    85%  26.5 s     24 s  44.1 GiB    44.1 GiB  1.7 GiB/s
-ssd_write   61%    19 s     20 s  36.0 GiB    36.0 GiB  1.9 GiB/s
-cpu         26%     8 s    7.5 s         -           -          -
+last step  busy   works  predicted     moves  predicted       rate
+compute     40%  12.4 s       13 s         -          -          -
+ssd_read    85%  26.5 s       24 s  44.1 GiB   44.1 GiB  1.7 GiB/s
+ssd_write   61%    19 s       20 s  36.0 GiB   36.0 GiB  1.9 GiB/s
+cpu         26%     8 s      7.5 s         -          -          -
 
 in use
 host memory   5.9 GiB  of 8.0 GiB  ##############...... 74%
@@ -65,8 +65,8 @@ run       pid 1, rank 1 of 2 has run for 31 min 41 s
 model     3.82 B parameters, 36 layers, on cpu
 now       between two steps
 plan      Plan of model on a machine <of two>, vertical: 4 micro-batches of 2 samples of 128 tokens,
-          alpha 0.25. A step takes 28.0 s: 36.6 tokens/s. What binds: a second SSD like the first:
-          41% faster.
+          alpha 0.25. A step takes 28.0 s: 36.6 tokens/s. What would make it faster: a second SSD
+          like the first: 41% faster.
 
 in use
 host memory   5.9 GiB  of 8.0 GiB  ##############...... 74%

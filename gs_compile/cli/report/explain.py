@@ -1,4 +1,4 @@
-"""explain: all of a plan, where data is stored, what binds, the plans beside it; and of its step, when what runs.
+"""explain: all of a plan: where data is stored, what limits it, the plans beside it; and of its step, when what runs.
 
 `report` and `step_report` are for people, `as_dict` and `step_dict` for programs; the one paragraph of a run's log is
 `planner.summary.paragraph`.
@@ -30,11 +30,11 @@ def report(plan: StepPlan) -> str:
     """All of a plan, as text and tables."""
     where = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     sections = {
-        f"What lives where{where}:": _homes(plan),
+        f"Where data is stored{where}:": _homes(plan),
         f"What each lane does in a step{where}:": _lanes(plan),
-        "What binds:": "\n".join(plan.binding),
+        "What would make it faster:": "\n".join(plan.binding),
         "Notes:": "\n".join(plan.notes),
-        "What else there was, by the linear program:": _alternatives(plan) if plan.alternatives else "",
+        "Other settings, by the linear program:": _alternatives(plan) if plan.alternatives else "",
     }
     return "\n\n".join([_headline(plan), *_titled(sections), f"SSD wear: {plan.wear}"])
 
