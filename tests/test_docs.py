@@ -15,6 +15,7 @@ from zoo import VOCAB
 
 import gs_compile
 from gs_compile.passes.vertical import vertical
+from gs_compile.program.ir import KINDS, VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
@@ -37,6 +38,12 @@ def test_files_and_links_exist(path):
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("ARCHITECTURE.md", 140)])
 def test_what_is_read_first_is_short(name, most):
     assert len((ROOT / name).read_text().splitlines()) <= most
+
+
+def test_the_words_of_a_program_are_explained():
+    section = (ROOT / "docs" / "step.md").read_text().partition("## The words of a program")[2].partition("\n## ")[0]
+    rows = [(word, text.replace("`", "")) for word, text in re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.M)]
+    assert rows == [*KINDS.items(), *VERBS.items()]
 
 
 def test_the_pass_that_contributing_writes_runs(capsys):
