@@ -22,7 +22,8 @@ from gs_compile.machine import CGROUP, PROC, available_memory, format_bytes, mem
 
 LITTLE_NBYTES = 4 << 30  # torch and a layer's activations take this much
 NEWEST_TORCH = (2, 15)  # that the tests have run with
-OLD_SECONDS = 90 * 86400.0  # drives age and machines change
+DAY_SECONDS = 86400.0
+OLD_SECONDS = 90 * DAY_SECONDS  # drives age and machines change
 PIN_NBYTES = 64 << 20  # more than the usual limit of locked memory
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -170,7 +171,8 @@ def profile(storage: Sequence[Path]) -> Check:
     except ProfileError as error:
         return Check(error.message, again)
     seconds = time.time() - path.stat().st_mtime
-    return Check(f"measured {seconds / 86400:.0f} days ago, {path}", again if seconds > OLD_SECONDS else "")
+    when = f"{seconds / DAY_SECONDS:.0f} days ago" if seconds > DAY_SECONDS else "today"
+    return Check(f"measured {when}, {path}", again if seconds > OLD_SECONDS else "")
 
 
 # A storage directory; one that is not there yet is looked at where it would be made -----------------------------------

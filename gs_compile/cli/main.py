@@ -105,18 +105,6 @@ def _options(
 
 
 @app.command()
-@takes(InspectRequest)
-def inspect(request: InspectRequest) -> None:
-    """Show the training step of a model as a program.
-
-    The model is a HuggingFace language model, built from its config without weights: any size fits any machine.
-    """
-    from gs_compile.cli.inspect import inspect_text
-
-    typer.echo(inspect_text(request))
-
-
-@app.command()
 def doctor(storage: Storage = None, as_json: Json = False) -> None:
     """Check whether this machine is fit for training.
 
@@ -163,6 +151,29 @@ def probe(
 
 @app.command()
 @plans
+def fit(
+    model: str,
+    request: Request,
+    tokens: Annotated[float, option("Number of tokens to train on.", metavar="N")] = 1e9,
+    longest: Longest = False,
+    as_json: Json = False,
+) -> None:
+    """Predict how fast a machine trains a model, in full or by LoRA.
+
+    It also predicts LoRA over 4-bit weights, and needs neither the model's weights nor the machine.
+    """
+    from gs_compile.cli.plan import find_fits
+    from gs_compile.cli.report.fits import fits_dict, fits_report
+
+    if not 0 < tokens < math.inf:
+        raise typer.BadParameter(f"--tokens {tokens:g}: not a number of tokens")
+    found = find_fits(model, request, longest=longest)
+    asked = f"{model} on {request.machine or 'this machine'}, samples of {request.sequence} tokens"
+    typer.echo(json.dumps(fits_dict(found, tokens), indent=2) if as_json else fits_report(found, tokens, asked))
+
+
+@app.command()
+@plans
 def plan(
     model: str,
     request: Request,
@@ -186,28 +197,6 @@ def plan(
 
 @app.command()
 @plans
-def fit(
-    model: str,
-    request: Request,
-    tokens: Annotated[float, option("Number of tokens to train on.", metavar="N")] = 1e9,
-    longest: Longest = False,
-    as_json: Json = False,
-) -> None:
-    """Predict how fast a machine trains a model, in full or by LoRA.
-
-    It also predicts LoRA over 4-bit weights, and needs neither the model's weights nor the machine.
-    """
-    from gs_compile.cli.plan import find_fits
-    from gs_compile.cli.report.fits import fits_dict, fits_report
-
-    if not 0 < tokens < math.inf:
-        raise typer.BadParameter(f"--tokens {tokens:g}: not a number of tokens")
-    found = find_fits(model, request, longest=longest)
-    typer.echo(json.dumps(fits_dict(found, tokens), indent=2) if as_json else fits_report(found, tokens))
-
-
-@app.command()
-@plans
 def simulate(
     model: str,
     request: Request,
@@ -227,6 +216,18 @@ def simulate(
     found = make_plan(model, request)
     files = save(found, trace=trace, page=page, figures=figures)
     typer.echo(json.dumps(step_dict(found, files), indent=2) if as_json else step_report(found, files))
+
+
+@app.command()
+@takes(InspectRequest)
+def inspect(request: InspectRequest) -> None:
+    """Show the training step of a model as a program.
+
+    The model is a HuggingFace language model, built from its config without weights: any size fits any machine.
+    """
+    from gs_compile.cli.inspect import inspect_text
+
+    typer.echo(inspect_text(request))
 
 
 @app.command()

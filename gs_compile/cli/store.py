@@ -53,7 +53,7 @@ def gc(
     if as_json:
         typer.echo(json.dumps({"removed": removed}, indent=2))
     else:
-        typer.echo("\n".join((*removed, f"{len(removed)} files, {format_bytes(sum(removed.values()))}")))
+        typer.echo("\n".join((*removed, f"removed {len(removed)} files, {format_bytes(sum(removed.values()))}")))
 
 
 @app.command()

@@ -93,7 +93,7 @@ class Request:
     device_memory: int | str | None = setting(None, "A budget of device memory.", metavar="SIZE", unset="the machine's")
     precision: Precision | None = setting(None, "bf16 with fp32 masters, or the model's own dtype.", unset="bf16")
     optimizer: OptimizerName = setting("adamw", "AdamW, or Muon for the matrices of layers and AdamW for the rest.")
-    states: States = setting("fp32", "The type in which the optimizer's moments are stored; Muon has none of 8bit.")
+    states: States = setting("fp32", "The type in which the optimizer's moments are stored; 8bit not with Muon.")
     wear_years: float | None = setting(
         None, "Years that the drives must last at their rated endurance, training all day.", metavar="Y"
     )

@@ -165,6 +165,7 @@ def test_the_machine_profile(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "remembered", lambda _: path)
     assert doctor.profile([]) == Check("not measured yet: run greedysnake probe")
     path.write_text((SHIPPED / "laptop.json").read_text())
+    assert doctor.profile([]) == Check(f"measured today, {path}")
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3 * 86400))
     assert doctor.profile([]) == Check(f"measured 3 days ago, {path}")
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100 * 86400))

@@ -39,9 +39,9 @@ OVER = Fit(
 class TestText(expecttest.TestCase):
     def test_what_fits_and_what_is_missing(self):
         self.assertExpectedInline(
-            fits_report([FULL, LORA, OVER], 3.6e6),
+            fits_report([FULL, LORA, OVER], 3.6e6, "m on this machine"),
             """\
-for 3.6e+06 tokens, by the linear program; batch: samples of a step; `plan` simulates one
+m on this machine: 3,600,000 tokens, by the linear program; batch: samples of a step; `plan` simulates one
 
                    tokens/s  batch  hours  host memory  device memory       SSD    written  drives last  largest micro-batch
 LoRA of rank 16         250      8      4      1.0 GiB        3.0 GiB  40.0 GiB  838.2 GiB   185.2 days                    4
@@ -53,7 +53,7 @@ in full: m does not fit: it needs 2.0 GiB of host memory, 1.0 GiB more than it m
 
 def test_what_is_told_of_several_ranks_and_of_few_tokens():
     """Memory is each rank's; an hour's part is not none."""
-    title, _, _, row, *_ = fits_report([replace(LORA, ranks=8)], 9e4).splitlines()
+    title, _, _, row, *_ = fits_report([replace(LORA, ranks=8)], 9e4, "m").splitlines()
     assert title.endswith("memory, SSD and what is written are those of each of 8 ranks")
     assert row.split()[4:7] == ["250", "8", "0.1"]
 
@@ -87,7 +87,10 @@ def test_the_command(found):
     assert (lora["hours"], over["hours"]) == (4.0, 1.0)
     assert lora["written_nbytes_for_tokens"] == 900 * 10**9
     assert lora["drive_days"] == pytest.approx(10**15 / (10**9 / 16) / 86400)
-    assert run("fit", "--model", "m", "--tokens", "3.6e6").stdout == fits_report([FULL, LORA, OVER], 3.6e6) + "\n"
+    asked = "m on this machine, samples of 2048 tokens"
+    assert (
+        run("fit", "--model", "m", "--tokens", "3.6e6").stdout == fits_report([FULL, LORA, OVER], 3.6e6, asked) + "\n"
+    )
 
 
 @pytest.mark.parametrize("tokens", ["nan", "inf", "0", "-3"])

@@ -115,7 +115,7 @@ def test_gc_removes_what_no_commit_names_and_nothing_foreign(folders, commit):
     foreign = foreign_in(folders[1])
     for folder in folders:
         garbage_in(folder)
-    assert printed("gc", folders[0].parent).splitlines()[-1] == "8 files, 64.0 KiB"
+    assert printed("gc", folders[0].parent).splitlines()[-1] == "removed 8 files, 64.0 KiB"
     assert names(*folders) == sorted([*before, *foreign])
     printed("gc", folders[0].parent, "--all")
     assert not folders[0].exists()

@@ -25,13 +25,13 @@ RIGHT = (
 )
 
 
-def fits_report(found: Sequence[Fit], tokens: float) -> str:
-    """A table of the ways that fit, for so many tokens, and a sentence for each that does not."""
+def fits_report(found: Sequence[Fit], tokens: float, asked: str) -> str:
+    """A table of the ways that fit, for so many tokens, and a sentence for each that does not; asked: on what."""
     rows = [_row(each, tokens) for each in found if not each.missing]
     headings = ("", *RIGHT) if any(each.longest for each in found) else ("", *RIGHT[:-1])
     parts = [f"{each.way}: {each.missing}" for each in found if each.missing]
     if rows:
-        title = f"for {tokens:.3g} tokens, by the linear program; batch: samples of a step; `plan` simulates one"
+        title = f"{asked}: {tokens:,.0f} tokens, by the linear program; batch: samples of a step; `plan` simulates one"
         ranks = max(each.ranks for each in found)
         title += f"; memory, SSD and what is written are those of each of {ranks} ranks" if ranks > 1 else ""
         parts = [title, table(headings, [row[: len(headings)] for row in rows], right=RIGHT), *parts]
