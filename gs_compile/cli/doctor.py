@@ -234,7 +234,7 @@ def durable_runs(directory: Path) -> Check:
             state = f"in use by {each.user}" if each.user else format_bytes(made.nbytes)
             words.append(f"run {made.run} at step {made.step} of {made.written} in {each.folder.name}, {state}")
             idle |= not each.user
-    advice = f'resume="auto" goes on from it; greedysnake store gc {directory} --all removes it' if idle else ""
+    advice = f'resume="auto" resumes it; greedysnake store gc {directory} --all removes it' if idle else ""
     return Check("; ".join(words) or "none", advice)
 
 

@@ -71,7 +71,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         delete = f"greedysnake store gc --all {options.storage[0]}"
         if not given and options.resume is None:
             what = (
-                f"a durable run has left a commit here: {words}. Go on from it with "
+                f"a durable run has left a commit here: {words}. Resume it with "
                 'trainer.train(resume_from_checkpoint=True) or the option resume="auto", leave it and choose another '
                 f"storage=, or delete it: {delete}"
             )
@@ -84,12 +84,12 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         if own and all(Path(own, name).is_file() for name in (TRAINER_STATE_NAME, OPTIMIZER_NAME)):
             step = json.loads(Path(own, TRAINER_STATE_NAME).read_bytes())["global_step"]
             if step >= state["global_step"]:
-                log.info("training goes on from %s: it is not older than the commit, %s", own, words)
+                log.info("training resumes from %s: it is not older than the commit, %s", own, words)
                 self._begins_anew = True
                 return own
-            log.warning("training goes on from %s: %s has only %d steps", words, own, step)
+            log.warning("training resumes from %s: %s has only %d steps", words, own, step)
         else:
-            log.warning("training goes on from %s: %s", words, f"{own} is not whole" if own else "no checkpoint")
+            log.warning("training resumes from %s: %s", words, f"{own} is incomplete" if own else "no checkpoint")
         (folder / TRAINER_STATE_NAME).write_text(json.dumps(state))
         self._commit, self._stand_in = commit, str(folder)
         return self._stand_in

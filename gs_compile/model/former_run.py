@@ -74,7 +74,7 @@ def open_store(
                 _refuse_misplaced(store, ranks)
             log.info("no durable run has left a commit in %s: a new run starts", words)
         if store.former is not None:
-            log.info("run %s goes on from step %d (%s)", store.run, store.former.step, store.former.written)
+            log.info("run %s resumes from step %d (%s)", store.run, store.former.step, store.former.written)
             place = planning.placement.world, ranks.rank if ranks else 0
             check_alike(store.former, optimizer, stored, *place, may_have_more=ranks is None)  # as the plan was made
             _refuse_what_is_lost(store.former, optimizer)

@@ -37,15 +37,15 @@ def condition(status: Status, now: float) -> str:
     if status.state == "ended":
         return f"ended {ago}"
     if not is_alive(status):
-        return f"was killed {ago}: its process is gone, and has not said that it ended"
+        return f"was killed {ago}: its process is gone"
     if age > STALE_SECONDS:
-        return f"has said nothing for {duration(age)}: its process is stopped, or its drive does not answer"
+        return f"has written nothing for {duration(age)}: its process is stopped, or its drive does not answer"
     return f"has run for {duration(now - status.about.began)}"
 
 
 def plan_words(status: Status) -> str:
     """The plan and why, in a paragraph."""
-    return status.about.plan or "The plan was made by another rank, or by the run that goes on here."
+    return status.about.plan or "The plan was made by another rank, or by the run that is resumed here."
 
 
 def step_words(info: StepInfo) -> str:

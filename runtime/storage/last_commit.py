@@ -72,7 +72,7 @@ def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = 
         raise LeftoverError(errno.EEXIST, what, str(next(iter(folders))))
     if known and not resume:
         what = (
-            f"a durable run has left a commit here: {', '.join(known)}. Go on from it with "
+            f"a durable run has left a commit here: {', '.join(known)}. Resume it with "
             'gs_compile.resume(model, optimizer, storage=...) or the option resume="auto", leave it and choose another '
             f"storage=, or delete it: greedysnake store gc --all {next(iter(folders)).parent}"
         )

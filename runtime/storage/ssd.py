@@ -105,7 +105,7 @@ def _read(file: File, block: Block, memory: Memory, label: str) -> None:
         what = (
             f"read of {label} found {block.nbytes} bytes at offset {block.start} that are not those written there: the "
             "drive or another program has changed them. None of them was used. Check this drive or choose another "
-            "storage=, and go on from the last commit or state that you have"
+            "storage=, and resume from the last commit or saved state"
         )
         raise CorruptionError(errno.EBADMSG, what, str(file.path))
 

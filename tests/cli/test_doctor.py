@@ -238,7 +238,7 @@ def test_a_directory_with_durable_runs(tmp_path):
     save(folder, stored_run(folder))
     check = doctor.durable_runs(folder.parent)
     assert check.found == f"run 0123abcd at step 3 of 2026-01-02T03:04:05+00:00 in {FOLDER}, 136.0 KiB"
-    assert check.advice == f'resume="auto" goes on from it; greedysnake store gc {folder.parent} --all removes it'
+    assert check.advice == f'resume="auto" resumes it; greedysnake store gc {folder.parent} --all removes it'
     (folder / NAME).write_bytes(b"{}")
     assert doctor.durable_runs(folder.parent) == Check("none")
     check = doctor.run_folder(folder.parent)

@@ -112,7 +112,7 @@ def test_a_plan_is_taken_again_where_nothing_has_changed(harness, moved, tmp_pat
             patch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} was asked for"))
         again = life(harness, make, given, tmp_path / "again", range(1, 3), former=first)
     assert "the plan of the resumed run is used again" in caplog.text
-    assert "goes on from step 1 (" in caplog.text
+    assert "resumes from step 1 (" in caplog.text
     assert (again.placement, again.plan) == (first.placement, first.plan)
     assert not again.taken.differences(first.taken)
     assert moved.keys() == {"read"}

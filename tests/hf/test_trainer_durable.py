@@ -138,7 +138,7 @@ def test_its_checkpoint_is_as_new(whole, tmp_path, caplog):
     (own / "trainer_state.json").unlink()
     last = attached(tmp_path, **SAVES)
     last.train(resume_from_checkpoint=True)
-    assert "checkpoint-4 is not whole" in caplog.text
+    assert "checkpoint-4 is incomplete" in caplog.text
     assert_same(last, whole)
 
 
@@ -152,7 +152,7 @@ def test_its_checkpoint_has_weights_alone(tmp_path, monkeypatch, caplog):
     (tmp_path / "commit").mkdir()
     mine, options = DurableTrainer(), Options(storage=tmp_path, durability=1)
     assert mine._later(str(weights), tmp_path / "commit", options) == str(tmp_path / "commit")
-    assert "checkpoint-4 is not whole" in caplog.text
+    assert "checkpoint-4 is incomplete" in caplog.text
     (weights / "optimizer.pt").touch()
     assert mine._later(str(weights), tmp_path / "commit", options) == str(weights)
 

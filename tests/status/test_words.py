@@ -46,8 +46,8 @@ def test_stages_in_words(stage, text):
     ("changes", "alive", "age", "text"),
     [
         ({}, True, 1.0, "has run for 31 min 41 s"),
-        ({}, True, 8.0, "has said nothing for 8 s: its process is stopped, or its drive does not answer"),
-        ({}, False, 1.0, "was killed 1 s ago: its process is gone, and has not said that it ended"),
+        ({}, True, 8.0, "has written nothing for 8 s: its process is stopped, or its drive does not answer"),
+        ({}, False, 1.0, "was killed 1 s ago: its process is gone"),
         ({"state": "ended"}, False, 7300.0, "ended 2 h 1 min ago"),
         ({"state": "failed", "reason": "LaneError: x"}, True, 90000.0, "failed 1 day 1 h ago: LaneError: x"),
     ],
