@@ -132,7 +132,7 @@ LIMITS: dict[str, list[Case]] = {
         ("capture/test_split_refusals.py", "test_no_repeated_block", "no repeated block"),
         ("capture/test_split_refusals.py", "test_skip_connections", "must pass exactly one tensor"),
     ],
-    "Only one of several stacks": [("end_to_end/test_stacks.py", "test_a_stack_trains_as_plain_pytorch", "")],
+    "Of several [stacks]": [("end_to_end/test_stacks.py", "test_a_stack_trains_as_plain_pytorch", "")],
     "What an encoder gives to all layers": [
         ("passes/test_joints.py", "test_device_memory_does_not_grow_with_the_depth_of_either_stack", "")
     ],
