@@ -211,8 +211,9 @@ LIMITS: dict[str, list[Case]] = {
 
 
 def lines(text: str) -> list[str]:
-    """The items of the lists of a page."""
-    return [re.sub(r"\s+", " ", item).strip() for item in re.findall(r"^\* (.*(?:\n  .*)*)", text, re.MULTILINE)]
+    """The items of the lists of a page, without bold type."""
+    items = re.findall(r"^\* (.*(?:\n  .*)*)", text.replace("**", ""), re.MULTILINE)
+    return [re.sub(r"\s+", " ", item).strip() for item in items]
 
 
 @cache
