@@ -75,6 +75,10 @@ except ImportError as error:  # a release of torch moved what this file rests on
     ) from error
 
 
+_TIED = (
+    "the model's code needs the batch size to be that of another dimension of the inputs, so the batch cannot be cut "
+    "into micro-batches: change the code that makes them equal"
+)
 _HOOKS_ON_ALL = tuple(f"_global_{each}_hooks" for each in ("forward_pre", "forward", "backward_pre", "backward"))
 
 current_compile_id = CompileContext.current_compile_id  # of the frame that Dynamo compiles now
@@ -120,10 +124,7 @@ def capture(
     if symbols:  # Dynamo has shown which sizes were the batch's only by coincidence: they are fixed, or another's
         symbols -= others
         if not symbols:
-            raise CaptureError(
-                "the model's code needs the batch size to be that of another dimension of the inputs, so the batch "
-                "cannot be cut into micro-batches: change the code that makes them equal"
-            )
+            raise CaptureError(_TIED)
         batch = [node for node in batch if _symbols(shapes[node][:1]) & symbols]
     where = "" if symbols else _fixed_at(batch, int(shapes[batch[0]][0]))
     inputs = [replace(e, role="batch") if node in batch else e for e, node in zip(inputs, nodes, strict=True)]
