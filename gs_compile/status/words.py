@@ -11,6 +11,7 @@ from gs_compile.planner.step_plan import SECONDS_PER_DAY, wear_text
 from gs_compile.planner.summary import rate_text, seconds_text
 from gs_compile.program.ir import LANES, WORDS
 from gs_compile.progress import bar
+from gs_compile.runtime.storage.folder import date_of
 from gs_compile.runtime.trace import Total
 from gs_compile.status.file import STALE_SECONDS, is_alive
 from gs_compile.status.form import Status, UnderWay
@@ -29,15 +30,14 @@ def bar_text(step: UnderWay) -> str:
 
 
 def condition(status: Status, now: float) -> str:
-    """Whether a run goes on, and if not, how it has ended and when."""
-    age = now - status.written
-    ago = f"{duration(age)} ago"
+    """Whether a run goes on, and if not, how it has ended and when: by the clock, as a page may be read later."""
+    age, when = now - status.written, date_of(status.written)
     if status.state == "failed":
-        return f"failed {ago}: {status.reason}"
+        return f"failed at {when}: {status.reason}"
     if status.state == "ended":
-        return f"ended {ago}"
+        return f"ended at {when}"
     if not is_alive(status):
-        return f"was killed {ago}: its process is gone"
+        return f"was killed: its process is gone, and wrote this at {when}"
     if age > STALE_SECONDS:
         return f"has written nothing for {duration(age)}: its process is stopped, or its drive does not answer"
     return f"has run for {duration(now - status.about.began)}"

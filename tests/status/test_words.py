@@ -9,8 +9,11 @@ import pytest
 import told
 
 from gs_compile.program.ir import Stage
+from gs_compile.runtime.storage.folder import date_of
 from gs_compile.status import words
 from gs_compile.status.record import stage_words
+
+WRITTEN = date_of(told.WRITTEN)
 
 
 def test_the_bar_of_a_step():
@@ -47,9 +50,9 @@ def test_stages_in_words(stage, text):
     [
         ({}, True, 1.0, "has run for 31 min 41 s"),
         ({}, True, 8.0, "has written nothing for 8 s: its process is stopped, or its drive does not answer"),
-        ({}, False, 1.0, "was killed 1 s ago: its process is gone"),
-        ({"state": "ended"}, False, 7300.0, "ended 2 h 1 min ago"),
-        ({"state": "failed", "reason": "LaneError: x"}, True, 90000.0, "failed 1 day 1 h ago: LaneError: x"),
+        ({}, False, 1.0, f"was killed: its process is gone, and wrote this at {WRITTEN}"),
+        ({"state": "ended"}, False, 7300.0, f"ended at {WRITTEN}"),
+        ({"state": "failed", "reason": "LaneError: x"}, True, 90000.0, f"failed at {WRITTEN}: LaneError: x"),
     ],
 )
 def test_whether_a_run_goes_on(monkeypatch, changes, alive, age, text):
