@@ -81,7 +81,9 @@ def test_it_loads_itself_anew_while_the_run_goes_on():
     assert 'http-equiv="refresh"' in made()
     assert "This run has run for" not in made(state="ended")
     assert 'http-equiv="refresh"' not in made(state="ended")
-    assert f'<p class="bad">This run failed at {date_of(told.WRITTEN)}: LaneError: x.' in made(state="failed", reason="LaneError: x")
+    assert f'<p class="bad">This run failed at {date_of(told.WRITTEN)}: LaneError: x.' in made(
+        state="failed", reason="LaneError: x"
+    )
 
 
 def test_what_is_not_known_is_said_in_words():
