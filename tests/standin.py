@@ -43,7 +43,7 @@ def stand_in() -> Any:
         peaks={"device": 30 * GiB, "host": 398 * GiB, "ssd": 791 * GiB},
         lanes={"ssd_write": (250.0, 0.8), "compute": (300.0, 0.96), "h2d": (31.25, 0.1)},
         binding=("48.0 GiB more host memory: 9% faster", "more device memory: nothing"),
-        notes=("The horizontal order is half as fast.",),
+        notes=("the horizontal order is half as fast",),
         alternatives=(SimpleNamespace(label="16 micro-batches", seconds=170.0, tokens_per_second=385.5),),
         wear="35.0 TiB written to SSD in a day",
         history=((1, 100.0, 41.0), (32, 300.0, 437.0)),

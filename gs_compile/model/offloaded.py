@@ -307,10 +307,11 @@ class UnavailableGradient(Tensor):
         if looks or name in LOOKS or name.startswith(_ASKS):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise ReleasedParameterError(
-            f"{name}: gradients of parameters that live on the tiers cannot be clipped or used from outside, because "
-            "they are never in p.grad. Leave this call out. Use max_grad_norm= of the gs_compile optimizer, which "
-            "clips by the same global norm (math.inf clips nothing), read optimizer.grad_norm, scale the loss before "
-            "its backward, or use a torch.optim optimizer, which leaves parameters in memory and gradients in p.grad"
+            f"p.grad was used ({name}), as clip_grad_norm_ does: gradients of parameters that live on the tiers cannot "
+            "be clipped or used from outside, because they are never in p.grad. Leave this call out. Use "
+            "max_grad_norm= of the gs_compile optimizer, which clips by the same global norm (math.inf clips nothing), "
+            "read optimizer.grad_norm, scale the loss before its backward, or use a torch.optim optimizer, which keeps "
+            "parameters in memory and gradients in p.grad"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -217,7 +217,7 @@ def test_figures(plans, tmp_path):
 def test_half_layers_have_no_figures_beside_whole_ones(plans, tmp_path):
     text = printed("simulate", "--model", "m", "--schedule", "single", "--figures", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lanes.svg"]
-    assert "What to know:\n  The horizontal order is half as fast." in text
+    assert "What to know:\n  the horizontal order is half as fast" in text
 
 
 def test_a_file_that_cannot_be_written(plans, tmp_path):

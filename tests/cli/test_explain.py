@@ -49,7 +49,7 @@ What would make it faster:
   more device memory: nothing
 
 Notes:
-  The horizontal order is half as fast.
+  the horizontal order is half as fast
 
 Other settings, by the linear program:
                      step  tokens/s  throughput

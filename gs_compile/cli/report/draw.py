@@ -15,7 +15,7 @@ from itertools import chain, cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gs_compile.cli.report.explain import report, step_report
+from gs_compile.cli.report.explain import headline, report, step_report
 from gs_compile.cli.report.timeline import KINDS, kind_of, timeline_html
 from gs_compile.errors import MemoryBudgetError, PlanError
 from gs_compile.passes.baselines.registry import SCHEDULES
@@ -25,7 +25,7 @@ from gs_compile.planner.request import SILENT
 from gs_compile.planner.simulate.prices import code_seconds
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan
-from gs_compile.planner.summary import paragraph, rate_text
+from gs_compile.planner.summary import rate_text
 from gs_compile.planner.workloads import IN_A_WORKLOAD
 from gs_compile.program.ir import EPILOGUE, WORDS
 from gs_compile.schedules import BASELINE, BY_MICRO_BATCH, Schedule
@@ -66,7 +66,7 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
         files["trace"] = trace
     if page is not None:
         texts = {"The plan": report(plan), "The step": step_report(plan, {}), "The program": str(plan.program)}
-        note = paragraph(plan)
+        note = "; ".join(headline(plan).splitlines()[1:])  # its first line is the title
         html = timeline_html(plan.simulation, title=_title(plan), note=note, texts=texts)
         page.write_text(html, encoding="utf-8")
         files["timeline"] = page

@@ -36,7 +36,7 @@ def report(plan: StepPlan) -> str:
         "Notes:": "\n".join(plan.notes),
         "Other settings, by the linear program:": _alternatives(plan) if plan.alternatives else "",
     }
-    return "\n\n".join([_headline(plan), *_titled(sections), f"SSD wear: {plan.wear}"])
+    return "\n\n".join([headline(plan), *_titled(sections), f"SSD wear: {plan.wear}"])
 
 
 def as_dict(plan: StepPlan) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
         spec.heading: "\n".join(filter(None, [decided, *plan.notes])) if spec.heading else "",
     }
     drawn = "\n".join(f"{what}: {path}" for what, path in files.items())
-    return "\n\n".join(filter(None, [_headline(plan), *_titled(sections), drawn]))
+    return "\n\n".join(filter(None, [headline(plan), *_titled(sections), drawn]))
 
 
 def step_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def step_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
     return as_dict(plan) | {"simulated": simulated, "files": {what: str(path) for what, path in files.items()}}
 
 
-def _headline(plan: StepPlan) -> str:
+def headline(plan: StepPlan) -> str:
     """The model, the machine and the settings of a step, and how fast it is."""
     formula = "3 x the FLOPs of a forward, nothing for what is recomputed, over the seconds of a step"
     simulated, bound = seconds_text(plan.seconds), seconds_text(plan.bound_seconds)
