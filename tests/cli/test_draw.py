@@ -77,6 +77,11 @@ def test_traffic_of_small_models_is_not_rounded_to_nothing(svg):
     assert "0.25 GiB" in svg.read_text()
 
 
+def test_traffic_of_a_step_that_moves_nothing(svg):
+    traffic_bars({"vertical": {}}, svg)  # without a warning of matplotlib's
+    assert "GiB a step" in svg.read_text()
+
+
 def test_notes_that_would_overlap_are_left_out(svg):
     throughput({"vertical": [Point(1, 1.0, "1%"), Point(2, 2.0, "2%"), Point(64, 9.0, "9%")]}, svg)
     assert [note in svg.read_text() for note in (">1%<", ">2%<", ">9%<")] == [True, False, True]

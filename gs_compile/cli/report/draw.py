@@ -137,7 +137,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The bounds that no order of a step exceeds (arXiv 2512.17570, section 3.1).
+    """The bounds that no order of a step exceeds whose layers save only their inputs (arXiv 2512.17570, section 3.1).
 
     io_seconds: of a step, for the optimizer states that host memory cannot hold, from the SSD and back.
     compute_tokens_per_second: of the computation alone, what is recomputed included.
@@ -180,7 +180,8 @@ def throughput(
                     last = x
         if roofline is not None:
             look = {"color": SOFT, "linewidth": 1.1, "zorder": 1}
-            axes.axhline(roofline.compute_tokens_per_second, linestyle="dashed", label="computation roofline", **look)
+            rate, words = roofline.compute_tokens_per_second, "computation roofline if all is recomputed"
+            axes.axhline(rate, linestyle="dashed", label=words, **look)
             if roofline.io_seconds:
                 slope = roofline.tokens / roofline.io_seconds
                 axes.axline((0, 0), slope=slope, linestyle="dotted", label="I/O roofline", **look)
@@ -212,7 +213,7 @@ def traffic_bars(schedules: Mapping[str, Mapping[tuple[str, str], int]], path: s
         for row, total in enumerate(totals):
             axes.text(total, row, f"  {rate_text(total)} GiB", va="center")
         axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.set(xlim=(0, 1.14 * most), ylim=(len(bars) - 0.5, -0.5))
+        axes.set(xlim=(0, 1.14 * most), ylim=(max(len(bars), 1) - 0.5, -0.5))
         axes.set_xlabel("GiB a step")
 
 
