@@ -164,9 +164,14 @@ class CompiledUnits:
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients that are no values of a program."""
         self.of_batch.scale(factor)
-        for gradient in self._tap_gradients.values():
-            gradient.mul_(factor)
-        self._whole_gradients = {key: gradient * factor for key, gradient in self._whole_gradients.items()}
+        for found in (self._tap_gradients, self._whole_gradients):  # not in place: several may be one tensor
+            found.update({key: gradient * factor for key, gradient in found.items()})
+
+    def drop_gradients(self) -> None:
+        """Let go of all gradients that are no values of a program, as of heads whose backward is to run anew."""
+        self.of_batch = Accumulator()
+        self._tap_gradients.clear()
+        self._whole_gradients.clear()
 
     # What is made of all micro-batches at once -----------------------------------------------------------------------
 

@@ -135,7 +135,8 @@ class _Cut:
         if not self.returned and self.at[last] == self.num_layers:  # by what follows the last block, as an addition
             self.returned = self._returned(last)
             self.at |= dict.fromkeys(self.returned.values(), self.num_layers + 1)
-        self._tap_outputs([separated.outputs[number] for number in sorted(tapped)])
+        asked = (each for number, each in enumerate(separated.outputs) if number in tapped)
+        self._tap_outputs([each for each in asked if isinstance(each, fx.Node)])  # others are left out of this call
         if not torch.is_grad_enabled():
             self._refuse_a_cache()
         self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor

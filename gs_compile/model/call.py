@@ -31,7 +31,7 @@ from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.ranks import Ranks, failing_together
 from gs_compile.runtime.stream import deterministic, without_autocast
-from gs_compile.runtime.units import Accumulator, CompiledUnits, WholeBatch
+from gs_compile.runtime.units import CompiledUnits, WholeBatch
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ class Call:
     def forward(self) -> list[torch.Tensor]:
         """The outputs that the step makes, in the order of `Outputs.made`."""
         is_first = self.compilation.latest is None
-        self.shape, self.units.of_batch = self._shape(), Accumulator()
+        self.shape = self._shape()
+        self.units.drop_gradients()
         executor = self.executor = self._begin()
         executor.wanted = self.outputs.inner
         if is_first:
@@ -207,7 +208,7 @@ class Call:
         shape = replace(self.shape, outside=outside)
         program = self.compilation.program(self.models[0], len(self.models), shape)[-1]
         env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
-        self.units.of_batch = Accumulator()
+        self.units.drop_gradients()
         redo = Executor(program, self.units, {**env, **self.outputs.cut(gradients, outside)})
         if executor.program.by_micro_batch and executor.program is not program:
             self._agree_to_repeat()

@@ -23,6 +23,7 @@ from zoo import (
     small,
 )
 
+import gs_compile
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import OutputGradientError
 from gs_compile.model.backend import greedysnake
@@ -157,7 +158,7 @@ def test_inputs_that_require_a_gradient(name):
 
 
 def test_what_layers_make_beside_their_hidden_states():
-    """A cache's keys and values; the second call knows that they are asked for."""
+    """A cache's keys and values; the second call knows that they are asked for, and one for the loss leaves them out."""
 
     def use(model):
         for seed, scale in enumerate((0.5, 1.0)):
@@ -166,12 +167,16 @@ def test_what_layers_make_beside_their_hidden_states():
             layers = output.past_key_values.layers
             terms = sum(number * layer.keys.square().sum() for number, layer in enumerate(layers, 1))
             (scale * (output.loss + terms)).backward()
+        with torch.no_grad(), gs_compile.loss_alone():
+            return model(input_ids=ids, labels=labels, use_cache=True).loss
 
     both_ways(small("gpt2"), use)
 
 
 class Tapped(GPT):
-    """Residual additions are the model's own; its loss has a term of what gates make, and of the first hidden state."""
+    """Residual additions are the model's own; its loss has terms of what gates make, one of them of all samples, and of
+    the first hidden state.
+    """
 
     def __init__(self):
         super().__init__(num_layers=3)
@@ -185,14 +190,20 @@ class Tapped(GPT):
             logits.append(gate(y))
             x = x + y
             states.append(x)
-        terms = torch.stack(logits).square().mean() + 0.1 * states[0].sin().mean()
+        terms = (logits[0] + logits[1]).square().mean() + logits[2].exp().var(0).sum() + 0.1 * states[0].sin().mean()
         found = self.head(self.norm(x))
-        return found, functional.cross_entropy(found.flatten(0, 1), labels.flatten()) + terms
+        return found, functional.cross_entropy(found.flatten(0, 1), labels.flatten()) + terms, states[0]
 
 
 @pytest.mark.filterwarnings("ignore:the model's blocks are of 2 kinds:gs_compile.errors.UniformityWarning")  # the first
 def test_what_layers_make_for_the_loss_alone():
-    both_ways(Tapped(), scaled)
+    """One gradient may come to several of them; a backward without the loss has none of what the heads have made."""
+
+    def use(model):
+        scaled(model)
+        model(*batch())[2].square().mean().backward()
+
+    both_ways(Tapped(), use)
 
 
 def test_a_schedule_that_cuts_blocks_hands_nothing_else_on():
