@@ -115,12 +115,12 @@ class TieredExecutor(Executor):
     # Issuing ---------------------------------------------------------------------------------------------------------
 
     def _run(self, start: int, stop: int) -> None:
-        self._computing, self._stream = False, self._device.current_stream()
-        self._device.set_clock()
-        if self._device.has_own_memory:  # whose backward is not on the main thread
-            watch(self.tiers.failure)
-        at = start
+        self._computing, at = False, start
         try:
+            self._stream = self._device.current_stream()
+            self._device.set_clock()
+            if self._device.has_own_memory:  # whose backward is not on the main thread
+                watch(self.tiers.failure)
             with self.tiers.failure.issued():
                 for at in range(start, stop):
                     self.tiers.trace.issue(self.program, at)
@@ -138,10 +138,12 @@ class TieredExecutor(Executor):
             raise error
 
     def _end(self, at: int, stop: int, error: BaseException) -> None:
-        """End the run after an error; after the model's own in a forward it goes on, without this step."""
+        """End the run after an error; after the model's own in a forward it goes on, without this step, if nothing else
+        comes before its late updates are issued.
+        """
         forward = self._computing and stop == self._half and self.tiers.setting.ranks is None
         if forward and self.tiers.failure.first is None:
-            with suppress(torch.OutOfMemoryError):  # for late updates
+            with suppress(torch.OutOfMemoryError), self.tiers.whole():  # for late updates
                 self._give_up(at)
                 return
         self.tiers.fail(error)
