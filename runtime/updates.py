@@ -184,8 +184,11 @@ class Update:
         return self._sums[start:][: stretch.numel]
 
     def _has_gradient(self, run: Run) -> bool:
-        """Whether one has come from outside of the model; torch leaves parameters that have none as they are."""
-        return any(bool(self._gradient(each).any()) for each in self._stretches(run, run.start, run.stop))
+        """Whether one has come from outside of the model, as none does on several ranks; torch leaves parameters that
+        have none as they are.
+        """
+        stretches = self._stretches(run, run.start, run.stop) if self._world == 1 else ()
+        return any(bool(self._gradient(each).any()) for each in stretches)
 
     def _master(self, piece: Piece, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
         """The parameters, what is updated, taken out of the state if it is there, and what of them follows it."""

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from launch import Fleet
-from tiered import Harness, gpt2, loss_of, muon, options, outcome, step, tokens
+from tiered import Block, Harness, gpt2, loss_of, muon, options, outcome, step, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 from gs_compile.errors import RankError
@@ -20,8 +20,18 @@ NUM_STEPS = 3
 TOLERANCE = 1e-11  # the relative distance of a tensor in float64, as in end_to_end/test_muon_runs.py
 
 
+class Choosing(Block):
+    """Has a matrix that only chooses: no gradient comes to it, and torch's optimizers leave it as it is."""
+
+    def forward(self, x_BTD):
+        return torch.where(self.score(x_BTD) > 0, super().forward(x_BTD), x_BTD)
+
+
 def build():
-    return gpt2(tied=False).double()
+    model = gpt2(tied=False)
+    for block in model.transformer["h"]:
+        block.__class__, block.score = Choosing, torch.nn.Linear(32, 1, bias=False)
+    return model.double()
 
 
 def by_torch(number_of_ranks):
