@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -299,11 +299,15 @@ class _Cut:
         graph = UnitGraph(
             unit=self.unit.unit,
             module=module,
-            sources=tuple(Source("input", index) for index in range(len(entries))),
+            sources=tuple(Source(self._kind(node), index) for index, node in enumerate(entries)),
             specs=tuple(map(of, entries)),
             results=("side",) * len(exits),
         )
         return Subgraph(graph, tuple(node.name for node in entries), tuple(node.name for node in exits))
+
+    def _kind(self, node: fx.Node) -> Literal["input", "side"]:
+        """Of what a part takes: a weight, whose gradient may come as factors, or what has tokens."""
+        return "side" if node in self.staged.forms or node in self.staged.read else "input"
 
 
 def _arranged(graph: fx.Graph, flat: fx.Node, axes: tuple[int, ...], rank: int) -> fx.Node:

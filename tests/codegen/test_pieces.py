@@ -172,6 +172,24 @@ def test_results_and_gradients_are_those_of_the_whole_head(head, size, generator
     assert code.tokens_per_piece == PIECE
 
 
+class Rows(nn.Module):
+    """Three scores of each row of an input that has no other dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scores = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.Linear(WIDTH, 3)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = x + layer(x)
+        return cross_entropy(self.scores(x), labels)
+
+
+def test_the_gradient_of_rows_that_is_a_product_of_small_factors():
+    unit = captured(Rows(), torch.randn(36, WIDTH), torch.randint(3, (36,))).split(18).units[-1]
+    equal(*code_and_autograd(unit, EAGER, "both", most=3, code=in_pieces(unit)))
+
+
 @pytest.mark.parametrize("head", [moved_labels, weighted, of_squares], ids=lambda head: head.__name__)
 def test_means_over_a_batch_of_one_micro_batch(head):
     """Which divide by themselves: those of several micro-batches are sums by what is counted of all."""
