@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate
+from operator import mul
 from typing import Any, Literal, Protocol
 
 import sympy
@@ -125,6 +126,13 @@ class TensorSpec:
         """The spec of a copy whose entries are in order."""
         strides = tuple(accumulate(reversed(self.shape[1:]), Length.product, initial=1))
         return replace(self, stride=strides[::-1] if self.shape else ())
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its entries have one place each, in any order, in memory without gaps."""
+        order = sorted((stride, size) for size, stride in zip(self.shape, self.stride, strict=True) if size != 1)
+        dense = accumulate((size for _, size in order), mul, initial=1)
+        return all(stride == wanted for (stride, _), wanted in zip(order, dense, strict=False))
 
     @property
     def is_sized(self) -> bool:

@@ -201,7 +201,20 @@ class _Cut:
                 raise UniformityError(self._not_one(position, far or leaving))
             carried += on
             self.taps += taps
-        return carried
+        return self._without_gaps(carried)
+
+    def _without_gaps(self, carried: Sequence[fx.Node]) -> list[fx.Node]:
+        """Have what units hand on be stored as it is read: where its memory has gaps, others read a copy without."""
+        everywhere, copies = set(range(self.num_layers + 2)), dict[fx.Node, fx.Node]()
+        for at, value in enumerate(carried):
+            if not value.meta["spec"].is_dense:
+                copies[value] = self._copied_at(at, value, everywhere - {at})
+        self.returned |= {value: copied for value, copied in copies.items() if value in self.wanted}
+        self.wanted = [copies.get(value, value) for value in self.wanted]
+        self.readers = needed_by(self.wanted, self.graph)
+        self.origins = {at: copies.get(value, value) for at, value in self.origins.items()}
+        self.taps = [copies.get(value, value) for value in self.taps]
+        return [copies.get(value, value) for value in carried]
 
     def _copy_entries(self) -> None:
         """Let units read copies of what another makes as a view of a parameter, whose memory ends with that unit."""
@@ -271,9 +284,13 @@ class _Cut:
         return Whole(tuple(values), found)
 
     def _copy(self, value: fx.Node) -> fx.Node:
+        spec = value.meta["spec"]
+        is_dense = not isinstance(spec, TensorSpec) or spec.is_dense
         with self.graph.inserting_after(value):
             copied = self.graph.call_function(torch.clone, (value,))
-        copied.meta = {"spec": value.meta["spec"], "storage": None}
+        if not is_dense:
+            copied.update_kwarg("memory_format", torch.contiguous_format)
+        copied.meta = {"spec": spec if is_dense else spec.contiguous, "storage": None}
         return copied
 
     def _not_one(self, position: int, leaving: dict[fx.Node, set[int]]) -> str:

@@ -6,7 +6,7 @@ import expecttest
 import pytest
 import torch
 import zoo
-from captured import TOKENS, WIDTH, WORDS, Block, Tiny, batch, captured, text, texts
+from captured import TOKENS, WIDTH, WORDS, Block, Tiny, assert_same_step, batch, captured, text, texts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from parts import Any, Reading, Sides, assert_units_equal_the_model
@@ -241,6 +241,40 @@ def test_a_stack_that_is_smaller_than_a_layer_is_part_of_a_unit():
     model.encoder = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
     cut = captured(model, *batch(4)).split()
     assert (cut.num_layers, cut.joints) == (3, frozenset())
+
+
+class Halves(Block):
+    """Its output is one half of what is in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(2 * WIDTH, 2 * WIDTH)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))).chunk(2, -1)[1]
+
+
+class WithGaps(Tiny):
+    """Its embedding hands on tokens out of a row that has more; hidden states are returned."""
+
+    def __init__(self):
+        super().__init__(blocks=[Halves(), Halves()])
+
+    def forward(self, ids, labels):
+        states = [self.embed(ids)[:, :-1]]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return self.criterion(self.head(states[-1]), labels[:, 1:]), *states[:2]
+
+
+def test_checkpoints_have_no_gaps_in_memory():
+    """Where they come from is a stretch without any, and compiled code reads what has the strides that it was made for."""
+    model, arguments = WithGaps(), batch(4, ignored=False)
+    cut = captured(model, *arguments).split(2)
+    checkpoints = [unit.result_specs[unit.results.index("x")] for unit in cut.units[:-1]]
+    assert all(spec.is_dense for spec in checkpoints)
+    assert len({(spec.shape, spec.stride) for spec in checkpoints}) == 1
+    assert_same_step(model, *arguments)
 
 
 def test_outputs_say_who_makes_them():
