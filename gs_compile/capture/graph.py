@@ -255,6 +255,7 @@ class OutputSpec:
 
     `combine`: "sum" (shares add), "concat" along `dim`, "same" (of any micro-batch); without `spec`, as no step
     computes it, "input" (argument `index` of the call) or "constant" (`value` itself; None for what is left out).
+    `runs`: of "concat", how many entries of a sample are in a row, for each time that all samples come.
     `kind` and `unit`: the value of the step that has it, "loss", "x" of that layer, or "y" of that unit at `index`.
     """
 
@@ -265,6 +266,7 @@ class OutputSpec:
     dim: int = 0
     spec: TensorSpec | None = None
     value: Any = None
+    runs: tuple[int, ...] = (1,)
 
 
 class UnitCode(Protocol):

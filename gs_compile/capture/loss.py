@@ -175,8 +175,6 @@ class _Separation:
             return "is of the numbers of the samples, which every micro-batch counts from 0"
         if state.kind != "local" or (spec := tensor_spec(node)) is None:
             return ""
-        if node.meta.get("is_in_turns"):
-            return "has all samples several times in turn (return the parts, or stack them behind samples)"
         if not spec.batch_dims:
             return "is counted over the samples of the batch"
         return PAIRING if len(spec.batch_dims) > 1 else ""

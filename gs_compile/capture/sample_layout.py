@@ -2,6 +2,7 @@
 
     tokens of each sample    0 0 0 1 1 1    runs of 3: all entries of a sample, then all of the next
     samples of each token    0 1 0 1 0 1    runs of 1: an entry of each sample, three times
+    the two in turn          0 0 1 1 0 1    runs of 2, then of 1
 
 What is read in other rows, cut, repeated or joined has its samples at other places. An operation on the entries of two
 values that have them at different places pairs the samples with each other.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import accumulate, chain
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import TensorSpec
+from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import (
     JOINING,
     PICKING,
@@ -33,29 +36,35 @@ PAIRING = "pairs the samples of the batch with each other"
 PART = "takes a part of the samples"
 REGROUPED = "takes rows of several samples for one (transpose, or permute, before it)"
 CUTTING = frozenset("split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
-KEEPING_RUNS = frozenset("repeat tile".split()) | CUTTING
+REPEATING = frozenset("repeat tile".split())
 APART = (
     WRITING | PICKING | frozenset("getitem setitem embedding to".split())
 )  # these take rows of one tensor by another
 
 
 class SampleLayout(NamedTuple):
-    """run: how many entries of a sample are in a row; None: not known. why: the operation mixes samples; else empty."""
+    """runs: how many entries of a sample are in a row, for each time that all samples come; None: not known. why: the
+    operation mixes samples; else empty.
+    """
 
-    run: int | None = None
+    runs: tuple[int, ...] | None = None
     why: str = ""
 
 
 class _Along(NamedTuple):
-    """The dimension of a value that grows, its entries for each sample, and those of a run."""
+    """The dimension of a value that grows, its entries for each sample, and its runs."""
 
     dim: int
     number: int
-    run: int | None
+    runs: tuple[int, ...] | None
+
+    def ends(self, num_samples: int) -> set[int]:
+        """Where all samples have come once more."""
+        return {end * num_samples for end in accumulate(self.runs or (self.number,), initial=0)}
 
 
 def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
-    """Where the samples of a value are; of those that it is made of it is known (``meta["run"]``)."""
+    """Where the samples of a value are; of those that it is made of it is known (``meta["runs"]``)."""
     maker = maker_of(node)
     name, own = operation(maker), _along(node, num_samples)
     read = [each for each in maker.all_input_nodes if has_samples(each)]
@@ -64,36 +73,40 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
     if name == "setitem" and (target := _along(node.args[0], num_samples)) is not None:
         return SampleLayout(None, _cut(node, target, index_along(node, target.dim), num_samples).why)
     if name in CUTTING and maker is node and source is not None:
-        return _split(node, source, num_samples)
-    alone = SampleLayout(1 if own is not None and own.number == 1 else None)
+        return SampleLayout(None, PART if _is_split(node, source, num_samples) else "")
+    alone = SampleLayout((1,) if own is not None and own.number == 1 else None)
     if source is None or maker.meta.get("bodies"):
         return alone
-    if not (name in APART or name.endswith("_as")) and (own is None or name not in JOINING) and _differ(places):
+    is_joined = name in JOINING and own is not None and own.number != source.number
+    if not (name in APART or name.endswith("_as") or is_joined) and _differ(places):
         return SampleLayout(None, PAIRING)
     if own is None:
         return alone
     if name == "getitem" or (name == "narrow" and own.number != source.number):
         cut = _cut(node, source, index_along(node, source.dim), num_samples)
         return alone if cut == SampleLayout() else cut
+    if name in CUTTING and own.number != source.number:
+        place: Any = node.args[1]
+        sizes = [each.shape[source.dim] for each in maker.meta["spec"][: place + 1]]
+        return SampleLayout(_between(source, num_samples, sum(sizes[:-1]), sum(sizes)))
     if name in REGROUPING and read[0].meta["spec"].numel == node.meta["spec"].numel:
         return _regrouped(node.meta["spec"], own, read[0].meta["spec"], source)
-    if name == "repeat_interleave":
+    if name == "repeat_interleave" and source.runs is not None:
         is_flat = len(node.meta["spec"].shape) != len(read[0].meta["spec"].shape)
-        return alone if is_flat or source.run is None else SampleLayout(source.run * own.number // source.number)
+        return alone if is_flat else SampleLayout(tuple(run * own.number // source.number for run in source.runs))
     if name in ("as_strided", "as_strided_copy"):
         return _restrided(node, own, read[0].meta["spec"], source)
     if name in PICKING and name not in WRITING:
         return alone
-    is_longer = name in KEEPING_RUNS or (name in JOINING and own.number != source.number)
-    alike = [each for each in places[: 1 if name in WRITING else None] if is_longer or each.number == own.number]
-    runs = {each.run for each in alike} - {None}
-    return SampleLayout(runs.pop()) if len(runs) == 1 else alone
-
-
-def is_in_turns(node: fx.Node, num_samples: int) -> bool:
-    """Whether a value is known to have all samples several times, so that micro-batches are not behind one another."""
-    own = _along(node, num_samples)
-    return own is not None and own.run not in (None, own.number)
+    if is_joined:
+        joined = [each.meta.get("runs") for each in tree_leaves((node.args, node.kwargs)) if isinstance(each, fx.Node)]
+        runs = tuple(chain.from_iterable(filter(None, joined)))
+        return SampleLayout(runs) if sum(runs) == own.number else alone
+    if name in REPEATING and source.runs is not None:
+        return SampleLayout(source.runs * (own.number // source.number))
+    alike = [each for each in places[: 1 if name in WRITING else None] if each.number == own.number]
+    found = {each.runs for each in alike} - {None}
+    return SampleLayout(found.pop()) if len(found) == 1 else alone
 
 
 def _along(node: Any, num_samples: int) -> _Along | None:
@@ -103,18 +116,21 @@ def _along(node: Any, num_samples: int) -> _Along | None:
         return None
     (dim,) = spec.batch_dims
     number, rest = divmod(spec.shape[dim], num_samples)
-    return None if rest else _Along(dim, number, node.meta.get("run"))
+    return None if rest else _Along(dim, number, node.meta.get("runs"))
 
 
 def _regrouped(after: TensorSpec, own: _Along, before: TensorSpec, source: _Along) -> SampleLayout:
     """The layout of a tensor read in other rows: in memory a run has what is behind it for each of its entries."""
-    if source.run is None:  # a dimension may have others within, before the samples or behind them
+    if source.runs is None:  # a dimension may have others within, before the samples or behind them
         ahead = prod(before.shape[: source.dim]), prod(after.shape[: own.dim])
         common = gcd(*ahead)
         is_split = source.number % (ahead[1] // common) or own.number % (ahead[0] // common)
-        return SampleLayout(1 if own.number == 1 else None, REGROUPED if is_split else "")
-    run, rest = divmod(source.run * prod(before.shape[source.dim + 1 :]), prod(after.shape[own.dim + 1 :]))
-    return SampleLayout(None, REGROUPED) if rest or own.number % run else SampleLayout(run)
+        return SampleLayout((1,) if own.number == 1 else None, REGROUPED if is_split else "")
+    behind, within = prod(before.shape[source.dim + 1 :]), prod(after.shape[own.dim + 1 :])
+    runs = tuple(run * behind // within for run in (source.runs[:1] if len({*source.runs}) == 1 else source.runs))
+    if any(run * behind % within for run in source.runs) or own.number % sum(runs):
+        return SampleLayout(None, REGROUPED)
+    return SampleLayout(runs * (own.number // sum(runs)))
 
 
 def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -> SampleLayout:
@@ -128,27 +144,26 @@ def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -
     ]
     reach, step = (offset or 0) + sum((size - 1) * step for size, step in others), before.stride[source.dim]
     is_apart = own.number == source.number and after.stride[own.dim] == step > reach
-    return SampleLayout(source.run, "" if is_apart else "reads the memory of several samples as one")
+    return SampleLayout(source.runs, "" if is_apart else "reads the memory of several samples as one")
 
 
 def _differ(places: Iterable[_Along]) -> bool:
     """Whether values with as many entries for each sample have them in other runs."""
-    runs = defaultdict[int, set[int | None]](set)
+    runs = defaultdict[int, set[tuple[int, ...] | None]](set)
     for each in places:
-        runs[each.number].add(each.run)
+        runs[each.number].add(each.runs)
     return any(len(each - {None}) > 1 for each in runs.values())
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def _split(node: fx.Node, source: _Along, num_samples: int) -> SampleLayout:
-    """The layout of a tensor's parts, which have to have whole runs of all samples where they cut what grows."""
-    specs = [spec for spec in node.meta["spec"] if isinstance(spec, TensorSpec)]
-    sizes = {spec.shape[source.dim] for spec in specs}
-    if source.run is None or sizes == {source.number * num_samples}:
-        return SampleLayout(source.run)
-    return SampleLayout(source.run, PART if any(size % (source.run * num_samples) for size in sizes) else "")
+def _is_split(node: fx.Node, source: _Along, num_samples: int) -> bool:
+    """Whether a tensor is cut along what grows elsewhere than where all samples have come once more."""
+    sizes = [spec.shape[source.dim] for spec in node.meta["spec"] if isinstance(spec, TensorSpec)]
+    if source.runs is None or {*sizes} == {source.number * num_samples}:
+        return False
+    return not source.ends(num_samples).issuperset(accumulate(sizes))
 
 
 def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> SampleLayout:
@@ -160,12 +175,22 @@ def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> SampleLa
     size, of_batch = source.number * num_samples, node.meta["batch_numbers"]
     ends = [each for each in (part.start, part.stop) if each is not None and each not in (0, size) and abs(each) < size]
     step = part.step or 1
-    if source.run is None or (not ends and step == 1):
-        return SampleLayout(source.run)
+    if source.runs is None or (not ends and step == 1):
+        return SampleLayout(source.runs)
     if step > 1:
-        return SampleLayout(None, PART) if source.run % step or part.stop in ends else SampleLayout(source.run // step)
-    are_whole = all(of_batch.get(each) and each % (source.run * num_samples) == 0 for each in ends)
-    return SampleLayout(source.run, "" if are_whole else PART)
+        is_part = any(run % step for run in source.runs) or part.stop in ends
+        return SampleLayout(None, PART) if is_part else SampleLayout(tuple(run // step for run in source.runs))
+    if not all(of_batch.get(each) and each % size in source.ends(num_samples) for each in ends):
+        return SampleLayout(None, PART)
+    start, stop, _ = part.indices(size)
+    return SampleLayout(_between(source, num_samples, start, stop))
+
+
+def _between(source: _Along, num_samples: int, start: int, stop: int) -> tuple[int, ...] | None:
+    """The runs of a part, which begins and ends where all samples have come."""
+    ends = accumulate(source.runs or ())
+    found = tuple(run for run, end in zip(source.runs or (), ends, strict=True) if start < end * num_samples <= stop)
+    return found or None
 
 
 def index_along(node: fx.Node, dim: int) -> Any:

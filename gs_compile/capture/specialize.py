@@ -25,10 +25,11 @@ from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_li
 from gs_compile.capture.in_place import mutated
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import CHOOSING, operation
-from gs_compile.capture.sample_layout import is_in_turns, sample_layout
+from gs_compile.capture.sample_layout import sample_layout
 from gs_compile.errors import GROUPED, CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_BATCH = sympy.Symbol("batch", positive=True, integer=True)  # for all symbols of its size, which are one number
 _KINDS: Mapping[type, type] = dict(zip(SYMBOLIC, (int, float, bool), strict=True))
 GRAD_MODE = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
@@ -112,8 +113,8 @@ class _Fold:
             kind = _KINDS[type(value)]
             proportional = kind is not bool
             if is_of_batch and proportional:
-                doubled = expression.xreplace({symbol: 2 * symbol for symbol in self.batch})
-                proportional = bool(sympy.expand(doubled - 2 * expression) == 0)
+                alone = expression.xreplace(dict.fromkeys(self.batch, _BATCH))
+                proportional = bool(sympy.expand(alone.xreplace({_BATCH: 2 * _BATCH}) - 2 * alone) == 0)
             folded = -1 if values else kind(number)
             of_lengths = sympy.sympify(expression.xreplace({symbol: self.numbers[symbol] for symbol in self.batch}))
             if kind is int and not values and of_lengths.free_symbols:
@@ -228,8 +229,7 @@ class _Copy:
             copied.meta["autocast"] = self.autocast
         if bodies := [getattr(module, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]:
             copied.meta["bodies"] = [self._body(each) for each in bodies if isinstance(each, fx.GraphModule)]
-        copied.meta["run"], copied.meta["misplaces"] = sample_layout(copied, self.fold.size_of_batch)
-        copied.meta["is_in_turns"] = is_in_turns(copied, self.fold.size_of_batch)
+        copied.meta["runs"], copied.meta["misplaces"] = sample_layout(copied, self.fold.size_of_batch)
         return copied if self.grad_mode and not ends_exchange(node) else self._detached(copied)
 
     def _is_filled_with_batch(self, node: fx.Node) -> bool:

@@ -348,17 +348,18 @@ class _Cut:
         position = self.num_layers + 1 if is_free(value) else self.at[value]
         unit = self._name(position)
         dim = spec.batch_dims[0] if kind == "local" else 0
+        runs = (value.meta.get("runs") if kind == "local" else None) or (1,)
         combine: Any = {"local": "concat", "sum": "sum", "same": "same"}[kind]
         is_loss = not spec.shape and spec.requires_grad and unit == EPILOGUE and combine == "sum"
         if self.main is None and is_loss:
             self.main = value
             return OutputSpec(combine, "loss", unit, spec=spec)
         if value in self.carried:
-            return OutputSpec(combine, "x", self.carried.index(value), dim=dim, spec=spec)
+            return OutputSpec(combine, "x", self.carried.index(value), dim=dim, spec=spec, runs=runs)
         emitted = self.emitted[position]
         if value not in emitted:
             emitted.append(value)
-        return OutputSpec(combine, "y", unit, emitted.index(value), dim, spec)
+        return OutputSpec(combine, "y", unit, emitted.index(value), dim, spec, runs=runs)
 
     def _refuse_unsized(self, node: fx.Node) -> None:
         """Raise for a value of a unit's results that has no memory planned."""

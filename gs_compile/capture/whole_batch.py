@@ -78,5 +78,5 @@ def made_of(value: fx.Node, at: Mapping[fx.Node, int], layers: Collection[int]) 
 
 def is_of_samples(node: fx.Node) -> bool:
     """Whether a value is a tensor with one dimension of samples, along which micro-batches are put together."""
-    spec, is_in_turns = tensor_spec(node), node.meta.get("is_in_turns", False)
-    return spec is not None and spec.is_sized and len(spec.batch_dims) == 1 and not is_in_turns
+    spec, runs = tensor_spec(node), node.meta.get("runs")
+    return spec is not None and spec.is_sized and len(spec.batch_dims) == 1 and (runs is None or len(runs) == 1)

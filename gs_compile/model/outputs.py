@@ -143,7 +143,7 @@ class Outputs:
                     continue
                 if output.combine == "concat" and output.spec is not None:
                     length = output.spec.shape[output.dim]
-                    gradient = gradient.narrow(output.dim, starts[number], length)
+                    gradient = _rows(output, gradient, starts[number], length)
                     starts[number] += length
                 key = (output.kind, output.unit, output.index)
                 slices[key] = slices[key] + gradient if key in slices else gradient
@@ -187,8 +187,23 @@ def _combined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
     if len(parts) == 1 or output.combine == "same":
         return parts[0].clone()
     if output.combine == "concat":
-        return torch.cat(parts, output.dim)
+        turns = zip(*(_turns(output, part) for part in parts), strict=True)
+        return torch.cat([rows for turn in turns for rows in turn], output.dim)
     return torch.stack(parts).sum(0).to(output.spec.dtype)
+
+
+def _turns(output: OutputSpec, rows: Tensor) -> Sequence[Tensor]:
+    """The rows of an output, for each time that all samples come."""
+    number = rows.shape[output.dim] // sum(output.runs)
+    return rows.split([run * number for run in output.runs], output.dim) if len(output.runs) > 1 else (rows,)
+
+
+def _rows(output: OutputSpec, whole: Tensor, start: int, length: int) -> Tensor:
+    """A micro-batch's rows of what has those of all samples, where others have `start` rows before them."""
+    places = [(run * start // sum(output.runs), run * length // sum(output.runs)) for run in output.runs]
+    turns = zip(_turns(output, whole), places, strict=True)
+    found = [rows.narrow(output.dim, first, number) for rows, (first, number) in turns]
+    return found[0] if len(found) == 1 else torch.cat(found, output.dim)
 
 
 def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Tensor | None, ...]:

@@ -218,6 +218,8 @@ MIXES = {
     "tokens of samples with samples of tokens": (lambda x: like(flat(x) * turned(x), x), PAIRS),
     "the first tokens of all": (lambda x: flat(x)[: x.shape[0], None], PART),
     "each of so many tokens of all": (lambda x: turned(x)[::TOKENS, None], PART),
+    "tokens of samples beside samples of tokens": (lambda x: like(torch.cat([flat(x), turned(x)], 1)[:, :WIDTH], x), PAIRS),
+    "a third of two in turn": (lambda x: torch.cat([x.repeat_interleave(2, 0), x]).chunk(3)[0], PART),
     "halves in turn": (lambda x: torch.cat(x.chunk(2)[::-1]), PART),
     "samples beside each other, halved": (lambda x: x.repeat_interleave(2, 0).chunk(2)[1], PART),
     "two batches, from the second sample on": (lambda x: torch.cat([x, -x])[1 : x.shape[0] + 1], PART),
@@ -304,6 +306,7 @@ KEEPS = {
     "windows of tokens": lambda x: (1 * x).as_strided((x.shape[0], TOKENS - 1, 2, WIDTH), (*x.stride()[:1], WIDTH, WIDTH, 1))[:, :1, 1],
     "two batches": lambda x: torch.cat([x, 2 * x])[x.shape[0] :] + torch.cat([x, -x]).chunk(2)[1],
     "samples beside each other": lambda x: x.repeat_interleave(2, 0)[1::2],
+    "the last of two in turn": lambda x: torch.cat([x.repeat_interleave(2, 0), -x])[2 * x.shape[0] :],
     "a choice": lambda x: chosen(x, torch.ones((), dtype=torch.bool)),
     "a score of each": lambda x: scored(x, lambda own, table, b, h, q, k: own[b.long(), k] + own[b][q] + table[k]),
     "a mask of each": lambda x: (lambda own: attended(x, mask=lambda b, h, q, k: (own[b, k] > 1) | (q >= k)))(x.argmax(-1)),
@@ -383,7 +386,6 @@ def test_a_scan_over_the_sequence_trains():
 @pytest.mark.parametrize(
     ("criterion", "words"),
     [
-        (lambda p, y: torch.cat([p, -p]), "has all samples several times in turn"),  # micro-batches are put in a row
         (lambda p, y: (p, torch.arange(p.shape[0])), "is of the numbers of the samples"),
         (lambda p, y: (p, torch.ones(p.shape[0], p.shape[0])), "pairs the samples of the batch"),
     ],
@@ -391,6 +393,38 @@ def test_a_scan_over_the_sequence_trains():
 def test_what_is_no_output(criterion, words):
     with pytest.raises(SeparationError, match=words):
         captured(Tiny(criterion), *batch(4)).separated(2)
+
+
+def in_turns(p, y):
+    """What has all samples several times, in as long runs or not, and parts of it."""
+    beside = torch.cat([p.repeat_interleave(2, 0), p, -p])
+    return (
+        torch.cat([p, -p, p.exp()]),
+        p.repeat(3, 1, 1) * torch.arange(TOKENS)[:, None],
+        torch.stack([p, p.tanh()], 1).transpose(0, 1).flatten(0, 1),
+        turned(p),
+        beside.flatten(1).unflatten(1, (TOKENS, -1)),
+        beside[p.shape[0] * 2 :],
+        beside.split([2 * p.shape[0], p.shape[0], p.shape[0]])[0],
+        torch.cat([p.flatten(0, 1), p[:, 0]])[:, None],
+        torch.cat([p[..., 0], 1.0 * y])[: (p.shape[0] + y.shape[0]) // 2, None],  # of two inputs
+    )
+
+
+def test_outputs_that_have_all_samples_several_times_are_the_whole_batchs():
+    """As of crops or masks behind one another; so are the gradients that come for them."""
+    torch.manual_seed(0)
+    model = Tiny(in_turns)
+    expected = model(*batch(5))
+    weights = [torch.randn(each.shape) for each in expected]
+    gradients = []
+    for outputs in (expected, compiled(model)(*batch(5))):
+        for found, plain in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(found, plain)
+        sum((each * weight).sum() for each, weight in zip(outputs, weights, strict=True)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(*gradients)
 
 
 def numbered(p):
