@@ -29,7 +29,6 @@ from gs_compile.capture.sample_layout import sample_layout
 from gs_compile.errors import GROUPED, CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_BATCH = sympy.Symbol("batch", positive=True, integer=True)  # for all symbols of its size, which are one number
 _KINDS: Mapping[type, type] = dict(zip(SYMBOLIC, (int, float, bool), strict=True))
 GRAD_MODE = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
@@ -96,6 +95,7 @@ class _Fold:
     def __init__(self, numbers: Mapping[Any, int], batch: frozenset[sympy.Symbol]) -> None:
         self.numbers = dict(numbers)
         self.batch = batch
+        self.alike = dict.fromkeys(batch, min(batch, key=str, default=None))  # inputs may have a symbol each
         self.known: dict[Any, _Size] = {}
 
     @property
@@ -107,20 +107,22 @@ class _Fold:
             return _Size(value)
         expression = sympy.sympify(value.node.expr)
         if expression not in self.known:
-            number = sympy.sympify(expression.xreplace(self.numbers))
-            values = frozenset(number.free_symbols)
-            is_of_batch = bool(expression.free_symbols & self.batch) and not values
-            kind = _KINDS[type(value)]
-            proportional = kind is not bool
-            if is_of_batch and proportional:
-                alone = expression.xreplace(dict.fromkeys(self.batch, _BATCH))
-                proportional = bool(sympy.expand(alone.xreplace({_BATCH: 2 * _BATCH}) - 2 * alone) == 0)
-            folded = -1 if values else kind(number)
-            of_lengths = sympy.sympify(expression.xreplace({symbol: self.numbers[symbol] for symbol in self.batch}))
-            if kind is int and not values and of_lengths.free_symbols:
-                folded = Length.of(folded, of_lengths, self.numbers)
-            self.known[expression] = _Size(folded, bool(values) or is_of_batch, is_of_batch, proportional, values)
+            self.known[expression] = self._folded(expression.xreplace(self.alike), _KINDS[type(value)])
         return self.known[expression]
+
+    def _folded(self, expression: sympy.Basic, kind: type) -> _Size:
+        number = sympy.sympify(expression.xreplace(self.numbers))
+        values = frozenset(number.free_symbols)
+        is_of_batch = bool(expression.free_symbols & self.batch) and not values
+        proportional = kind is not bool
+        if is_of_batch and proportional:
+            doubled = expression.xreplace({symbol: 2 * symbol for symbol in self.batch})
+            proportional = bool(sympy.expand(doubled - 2 * expression) == 0)
+        folded = -1 if values else kind(number)
+        of_lengths = sympy.sympify(expression.xreplace({symbol: self.numbers[symbol] for symbol in self.batch}))
+        if kind is int and not values and of_lengths.free_symbols:
+            folded = Length.of(folded, of_lengths, self.numbers)
+        return _Size(folded, bool(values) or is_of_batch, is_of_batch, proportional, values)
 
     def spec(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -408,6 +408,7 @@ def in_turns(p, y):
         beside.split([2 * p.shape[0], p.shape[0], p.shape[0]])[0],
         torch.cat([p.flatten(0, 1), p[:, 0]])[:, None],
         torch.cat([p[..., 0], 1.0 * y])[: (p.shape[0] + y.shape[0]) // 2, None],  # of two inputs
+        p.flatten(0, 1).view(y.shape[0], -1, p.shape[-1]),
     )
 
 
