@@ -86,9 +86,7 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
         cut = _cut(node, source, index_along(node, source.dim), num_samples)
         return alone if cut == SampleLayout() else cut
     if name in CUTTING and own.number != source.number:
-        place: Any = node.args[1]
-        sizes = [each.shape[source.dim] for each in maker.meta["spec"][: place + 1]]
-        return SampleLayout(_between(source, num_samples, sum(sizes[:-1]), sum(sizes)))
+        return SampleLayout(_of_part(node, source, num_samples))
     if name in REGROUPING and read[0].meta["spec"].numel == node.meta["spec"].numel:
         return _regrouped(node.meta["spec"], own, read[0].meta["spec"], source)
     if name == "repeat_interleave" and source.runs is not None:
@@ -99,14 +97,19 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
     if name in PICKING and name not in WRITING:
         return alone
     if is_joined:
-        joined = [each.meta.get("runs") for each in tree_leaves((node.args, node.kwargs)) if isinstance(each, fx.Node)]
-        runs = tuple(chain.from_iterable(filter(None, joined)))
-        return SampleLayout(runs) if sum(runs) == own.number else alone
+        return SampleLayout(_joined(node, own))
     if name in REPEATING and source.runs is not None:
         return SampleLayout(source.runs * (own.number // source.number))
     alike = [each for each in places[: 1 if name in WRITING else None] if each.number == own.number]
     found = {each.runs for each in alike} - {None}
     return SampleLayout(found.pop()) if len(found) == 1 else alone
+
+
+def _joined(node: fx.Node, own: _Along) -> tuple[int, ...] | None:
+    """The runs of what has values behind one another."""
+    given = [each.meta.get("runs") for each in tree_leaves((node.args, node.kwargs)) if isinstance(each, fx.Node)]
+    runs = tuple(chain.from_iterable(filter(None, given)))
+    return runs if sum(runs) == own.number else None
 
 
 def _along(node: Any, num_samples: int) -> _Along | None:
@@ -184,6 +187,13 @@ def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> SampleLa
         return SampleLayout(None, PART)
     start, stop, _ = part.indices(size)
     return SampleLayout(_between(source, num_samples, start, stop))
+
+
+def _of_part(item: fx.Node, source: _Along, num_samples: int) -> tuple[int, ...] | None:
+    """The runs of one of the parts that a tensor is cut into."""
+    place: Any = item.args[1]
+    sizes = [each.shape[source.dim] for each in maker_of(item).meta["spec"][: place + 1]]
+    return _between(source, num_samples, sum(sizes[:-1]), sum(sizes))
 
 
 def _between(source: _Along, num_samples: int, start: int, stop: int) -> tuple[int, ...] | None:

@@ -395,39 +395,6 @@ def test_what_is_no_output(criterion, words):
         captured(Tiny(criterion), *batch(4)).separated(2)
 
 
-def in_turns(p, y):
-    """What has all samples several times, in as long runs or not, and parts of it."""
-    beside = torch.cat([p.repeat_interleave(2, 0), p, -p])
-    return (
-        torch.cat([p, -p, p.exp()]),
-        p.repeat(3, 1, 1) * torch.arange(TOKENS)[:, None],
-        torch.stack([p, p.tanh()], 1).transpose(0, 1).flatten(0, 1),
-        turned(p),
-        beside.flatten(1).unflatten(1, (TOKENS, -1)),
-        beside[p.shape[0] * 2 :],
-        beside.split([2 * p.shape[0], p.shape[0], p.shape[0]])[0],
-        torch.cat([p.flatten(0, 1), p[:, 0]])[:, None],
-        torch.cat([p[..., 0], 1.0 * y])[: (p.shape[0] + y.shape[0]) // 2, None],  # of two inputs
-        p.flatten(0, 1).view(y.shape[0], -1, p.shape[-1]),
-    )
-
-
-def test_outputs_that_have_all_samples_several_times_are_the_whole_batchs():
-    """As of crops or masks behind one another; so are the gradients that come for them."""
-    torch.manual_seed(0)
-    model = Tiny(in_turns)
-    expected = model(*batch(5))
-    weights = [torch.randn(each.shape) for each in expected]
-    gradients = []
-    for outputs in (expected, compiled(model)(*batch(5))):
-        for found, plain in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(found, plain)
-        sum((each * weight).sum() for each, weight in zip(outputs, weights, strict=True)).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        model.zero_grad()
-    torch.testing.assert_close(*gradients)
-
-
 def numbered(p):
     return torch.arange(p.shape[0])
 
