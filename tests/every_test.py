@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import figures
@@ -15,6 +18,7 @@ from tiered import Harness, capture_cheaply, collect_seldom, our_threads, shared
 
 from gs_compile.model import engine, first_step
 from gs_compile.planner.cost import timing
+from gs_compile.runtime.storage.drive import Drive
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every model is built from its configuration
 os.environ.pop(figures.ENVIRONMENT, None)
@@ -58,6 +62,27 @@ def captures_of_a_module(request):
         gc.collect()
         gc.freeze()
         Harness.num_alive = sys.getallocatedblocks()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def freed_beside(tmp_path_factory):
+    """Another thread frees the files that runs remove: a file system that discards their blocks takes 4 ms for each.
+
+    Until then each has a name elsewhere, beside the one that goes.
+    """
+    folder, numbers, discard = tmp_path_factory.mktemp("removed"), itertools.count(), Drive._discard
+
+    def discarded(drive, fd, name):
+        aside = folder / str(next(numbers))
+        with contextlib.suppress(OSError):  # on another file system
+            os.link(drive.folder / name, aside)
+        discard(drive, fd, name)
+        pool.submit(os.unlink, aside)
+
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patched:
+        pool.submit(folder.exists).result()  # the thread is there: some tests count them
+        patched.setattr(Drive, "_discard", discarded)
+        yield
 
 
 @pytest.fixture(scope="module")
