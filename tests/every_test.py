@@ -31,6 +31,7 @@ signal.signal(
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
 capture_cheaply()
 
+YOUNG = 50_000  # objects that may refer to others, made since the last collection and not gone: that is a capture
 LEFT = 4_000_000  # blocks of memory that wait to be looked at together, dead or alive: that is a search through all there are
 
 
@@ -47,7 +48,8 @@ def fresh_dynamo(captures_of_a_module):
     """
     if not Harness.are_kept:
         Harness.forget_captures()
-    if gc.get_count()[1]:  # as much as Python itself would look through has been left since the last collection
+    young, num_collections, _ = gc.get_count()
+    if young > YOUNG or num_collections:
         gc.collect()
         gc.freeze()
 

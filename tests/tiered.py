@@ -384,7 +384,7 @@ def collect_seldom() -> None:
     Those that Python makes by itself come seldom: captures make many objects, and looking for circles among them would
     take a fifth of the time of the tests.
     """
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(1_000_000, 20, 50)
     gc.collect()
     gc.freeze()
     Harness.num_alive = sys.getallocatedblocks()
@@ -394,10 +394,11 @@ def capture_cheaply() -> None:
     """Dynamo does not do after each capture what no test asks for.
 
     It would collect garbage, which a first call does itself, and time its guards for its log, with the processor's caches
-    emptied before. It would describe each graph for a log of traces as long as that has a handler, and pytest gives one
-    to every log that keeps its records to itself. Nor does the first backward start threads, which no fork survives, for
-    devices that fake tensors have a torch built for CUDA believe in; what the card of `device` needs is started there.
-    Models of a module that keeps its captures are many: one more than Dynamo compiles fails, rather than runs as it is.
+    emptied before. It would word for its log where a forward changes an object, and describe each graph for a log of
+    traces as long as that has a handler, and pytest gives one to every log that keeps its records to itself. Nor does the
+    first backward start threads, which no fork survives, for devices that fake tensors have a torch built for CUDA
+    believe in; what the card of `device` needs is started there. Models of a module that keeps its captures are many: one
+    more than Dynamo compiles fails, rather than runs as it is.
 
     A first call, or the end of an optimizer, does not look through all that a capture has made where no model is left.
     A trace of tensors does not patch nn.Module with what changes nothing for it: of all its subclasses, and each graph
@@ -409,6 +410,8 @@ def capture_cheaply() -> None:
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
         torch.ones(1, requires_grad=True).backward()
     torch._dynamo.config.run_gc_after_compile = False
+    if hasattr(torch._dynamo.config, "side_effect_replay_policy"):  # of later releases
+        torch._dynamo.config.side_effect_replay_policy = "silent"
     torch._dynamo.config.recompile_limit = 32
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
