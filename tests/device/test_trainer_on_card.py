@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import card
+import peft
 import pytest
 import torch
 from carded import to
+from tiny import tiny
 
 sys.path.append(str(Path(__file__).parent.parent / "hf"))
 from learner import values
@@ -16,9 +18,15 @@ from test_adapters import adapted, pytestmark, trained  # noqa: F401  the mark i
 from test_trainer import EAGER, curve
 
 
+def learned(folder, where="", **given):
+    """By a trainer of an adapter, of a model that Dynamo soon has read; on the card, where the model is moved there."""
+    model = adapted(peft.LoraConfig(r=4, target_modules=["mix"]), tiny())
+    return trained(to(model, where) if where else model, folder, checkpointing=False, expert=EAGER, **given)
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    return trained(adapted(), tmp_path_factory.mktemp("cpu"), expert=EAGER)
+    return learned(tmp_path_factory.mktemp("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -31,11 +39,11 @@ def test_an_adapter_learns_what_it_does_on_a_cpu(expected, tmp_path, monkeypatch
     )  # batches go there: Accelerate asks torch for known types alone
     card.delays(copy=2e-4)
     before = card.counts()
-    found = trained(to(adapted(), where) if is_moved else adapted(), tmp_path, expert=EAGER, use_cpu=False)
+    found = learned(tmp_path, where if is_moved else "", use_cpu=False)
     after = card.counts()
     assert {each.device for each in found.model.parameters()} == {torch.device(where)}
     assert after.asynchronous - before.asynchronous > 100
     assert curve(found, "loss") == curve(expected, "loss")
     assert curve(found, "grad_norm") == pytest.approx(curve(expected, "grad_norm"), rel=1e-6)
-    learned = values(found.model)
-    assert [name for name, each in values(expected.model).items() if not torch.equal(learned[name].cpu(), each)] == []
+    wanted = values(expected.model)
+    assert [name for name, each in values(found.model).items() if not torch.equal(each.cpu(), wanted[name])] == []

@@ -79,11 +79,11 @@ def test_a_slow_way_from_the_device_fills_no_more_of_it_than_it_may(tmp_path, mo
     monkeypatch.setattr(Handlers, "move", slow)
     with monkeypatch.context() as unbounded:
         unbounded.setattr(StepPrograms, "device_nbytes", None)
-        plain = harness.train(adamw, chosen, 2, 1)
+        plain = harness.train(adamw, chosen, 1, 1)
     assert most[0] > planned
     for said in ({}, {"device_memory": planned}):
         most[0] = 0
-        assert not harness.train(adamw, {**chosen, **said}, 2, 1).differences(plain)
+        assert not harness.train(adamw, {**chosen, **said}, 1, 1).differences(plain)
         assert most[0] < planned
 
 

@@ -250,12 +250,12 @@ def test_too_large_an_alpha_is_told_the_largest(tmp_path):
     harness = Harness(
         partial(gpt2, num_layers=8)
     )  # whose late gradients are more than what early updates have in memory
-    reference = harness.train(adamw, options(tmp_path), num_steps=3)
+    reference = harness.train(adamw, options(tmp_path), num_steps=2)
     messages = [refused(harness, tmp_path, host_memory="100KiB", alpha=alpha) for alpha in (0.0, 1.0)]
     budget = sum(int(re.search(r"needs .* \((\d+) bytes\) of it", message)[1]) for message in messages) // 2
     message = refused(harness, tmp_path, host_memory=budget, alpha=1.0)
     largest = float(re.search(r"the largest alpha possible here is (0\.\d\d), not 1", message)[1])
-    found = harness.train(adamw, options(tmp_path, host_memory=budget, alpha=largest), num_steps=3)
+    found = harness.train(adamw, options(tmp_path, host_memory=budget, alpha=largest), num_steps=2)
     assert not found.differences(reference)
 
 

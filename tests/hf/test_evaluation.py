@@ -8,7 +8,7 @@ from zoo import VOCAB
 
 
 def test_of_an_evaluation_of_the_loss_there_are_no_logits(tmp_path):
-    mine, theirs, seen = attached(tmp_path / "mine", "gpt2"), trainer(tmp_path / "theirs", "gpt2"), []
+    mine, theirs, seen = attached(tmp_path / "mine"), trainer(tmp_path / "theirs"), []
     compute = mine.compute_loss
 
     def compute_loss(*args, **kwargs):

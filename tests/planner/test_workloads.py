@@ -191,16 +191,17 @@ peft_alone = pytest.mark.filterwarnings("ignore:.*is deprecated and will be remo
 
 @pytest.fixture(scope="module")
 def adapted():
-    """A config, and what is captured of it with adapters."""
+    """A config, and a planner that captures it with adapters."""
     config = zoo.configuration("llama")
-    return config, ModelSpec.of(config, sequence=zoo.TOKENS, precision="bf16", lora=4)
+    return config, planner_of(config, Request(machine="a100", sequence=zoo.TOKENS, lora=4))
 
 
 @peft_alone
 @pytest.mark.slow
 def test_two_blocks_with_adapters_stand_for_all(adapted, monkeypatch):
     """As those without in `test_short_captures_give_the_workloads_of_whole_ones`."""
-    config, spec = adapted
+    config, planner = adapted
+    spec = planner.workloads.captured("vertical")
     monkeypatch.setattr(module, "repeated", lambda _: None)
     whole = ModelSpec.of(config, sequence=zoo.TOKENS, precision="bf16", lora=4)
     assert whole.specialized(2).split.num_layers == zoo.LAYERS
@@ -209,7 +210,7 @@ def test_two_blocks_with_adapters_stand_for_all(adapted, monkeypatch):
 
 @peft_alone
 def test_adapters_alone_are_trained(adapted):
-    _, spec = adapted
+    spec = adapted[1].workloads.captured("vertical")
     assert (spec.num_layers, spec.specialized(2).split.num_layers) == (zoo.LAYERS, DEPTH)
     short = spec.workload(2)
     blocks = zoo.huggingface("llama").model.layers
@@ -221,11 +222,12 @@ def test_adapters_alone_are_trained(adapted):
 
 
 @peft_alone
-def test_a_plan_is_of_the_adapters_that_are_asked_for():
+def test_a_plan_is_of_the_adapters_that_are_asked_for(adapted):
+    config, planner = adapted
     sizes = {"micro_batch_size": 1, "num_micro_batches": 2, "sequence": zoo.TOKENS}
     given = {"ratios": {"parameter": 1.0, "checkpoint": 1.0, "optimizer": 1.0}, "alpha": 0.0, "recompute": "all"}
-    found = plan(zoo.configuration("gpt2"), machine="a100", lora=2, **sizes, **given)
-    assert found.workload.name == "gpt2 with LoRA of rank 2"
+    found = planner_of(config, Request(machine="a100", lora=4, **sizes, **given), [planner]).plan()
+    assert found.workload.name == "llama with LoRA of rank 4"
     assert 0 < found.homes["s", "host"] < 12 * found.workload.num_trained + 1
 
 
@@ -309,7 +311,8 @@ def test_what_is_not_planned_with_muon():
 @peft_alone
 def test_frozen_matrices_are_planned_in_their_bytes(adapted):
     """Of layers alone: each matrix in whole quanta of bf16, and its values beside what its layer's code computes with."""
-    config, spec = adapted
+    config, planner = adapted
+    spec = planner.workloads.captured("vertical")
     plain, found = spec.workload(1), replace(spec, frozen="nf4").workload(1)
     named = built(config).named_parameters()
     matrices = [each for name, each in named if ".layers.0." in name and each.dim() == 2]

@@ -77,7 +77,7 @@ def test_ranks_have_one_plan(pair, tmp_path):
 
 def stores(info, tmp_path):
     """With less than what clipping needs if the gradients wait in host memory, whose bytes a refusal names."""
-    harness, make = shared(num_layers=5), partial(adamw, max_grad_norm=0.5)
+    harness, make = shared(num_layers=4), partial(adamw, max_grad_norm=0.5)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "host_budget", lambda *_: 1)
         with pytest.raises((MemoryBudgetError, RankError)) as refusal:
