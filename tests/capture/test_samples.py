@@ -80,6 +80,15 @@ class Block(nn.Module):
         return x + self.function(self.linear(x))
 
 
+class Residual(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return x + self.function(x)
+
+
 def flat(x):
     return x.reshape(-1, WIDTH)
 
@@ -316,18 +325,19 @@ KEEPS = {
 
 
 def made(function):
-    return function() if isinstance(function, partial | type) else Block(function)
+    return function() if isinstance(function, partial | type) else Residual(function)
 
 
 class Each(nn.Module):
-    """Blocks beside each other, with an output each."""
+    """Blocks beside each other, of what is computed before, with an output each."""
 
     def __init__(self, functions):
         super().__init__()
-        self.blocks = nn.ModuleList(map(made, functions))
+        self.linear, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(map(made, functions))
 
     def forward(self, x):
-        return [block(x) for block in self.blocks]
+        y = self.linear(x)
+        return [block(y) for block in self.blocks]
 
 
 @cache
