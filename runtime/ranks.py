@@ -19,6 +19,7 @@ import math
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
@@ -193,7 +194,7 @@ class Ranks:
     def announce(self, what: str) -> Callable[[], None]:
         """Tell the other ranks what this one does now; what is returned does as `agree_on`, later and on any thread."""
         mine = torch.zeros(LABEL, dtype=torch.uint8, device="cpu")
-        text = what.encode()[:LABEL]
+        text = _label(what)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         labels = torch.zeros(self.total * LABEL, dtype=torch.uint8, device="cpu")
         self.check(what)
@@ -362,6 +363,12 @@ class Ranks:
 def _waits_for(name: int) -> str:
     """What this process's main thread waits for together with rank `name`; empty: for nothing that is known of."""
     return TOGETHER if is_in(Ranks._poll.__code__) else collective_of(name)
+
+
+def _label(what: str) -> bytes:
+    """`LABEL` bytes at most, which are others for each text: a long one ends with a sum of all of it."""
+    text = what.encode()
+    return text if len(text) <= LABEL else text[: LABEL - 11] + f"...{zlib.crc32(text):08x}".encode()
 
 
 def _rank_words(names: Sequence[int]) -> str:

@@ -84,6 +84,9 @@ def differs(info, tmp_path):
         ranks.agree(f"what rank {info.rank} wants", 1)
     with pytest.raises(RankError, match="rank 0: taking a state dict, rank 1: a step"):  # before it is made
         ranks.agree_on("a step") if info.rank else ranks.mesh
+    ranks.agree_on(long := "a name " * 40)
+    with pytest.raises(RankError, match="different things"):  # which their beginnings do not tell
+        ranks.agree_on(f"{long}{info.rank}")
     ranks.close()
     return str(facts.value), str(order.value)
 
