@@ -267,14 +267,17 @@ class Engine(ParameterStore):
         span = engine.trained_span(parameter)
         assert span is not None
         assert engine.record is not None, "sums are of a step"
-        engine.sums.add(span, gradient, engine.record)
+        with engine.tiers.whole():
+            engine.sums.add(span, gradient, engine.record)
         mark_gradient_unavailable(parameter)
 
     def begin_sums(self) -> None:
         """Begin a step with a gradient from outside: what its backwards so far have left is dropped."""
         self.flush()
-        self.sums.clear()
-        self.record = self._new_record([], (), zeroed=True)
+        record = self._new_record([], (), zeroed=True)
+        with self.tiers.whole():
+            self.sums.clear()
+            self.record = record
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""

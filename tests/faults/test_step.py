@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiered import adamw, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
+from tiered import adamw, files_in, gpt2, loss_of, options, our_threads, outcome, step, tokens, two_groups
 
 from gs_compile.errors import GreedySnakeError, LaneError, MemoryBudgetError, StorageError
 from gs_compile.runtime import coordinators, slab
@@ -26,6 +26,7 @@ from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.pages import Pages
 from gs_compile.runtime.storage import ssd, system
+from gs_compile.runtime.sums import Sums
 from gs_compile.runtime.units import CompiledUnits
 
 KEEPS_CAPTURES = True
@@ -289,6 +290,24 @@ def test_an_interrupt_ahead_of_the_backward_half_ends_the_run(harness, monkeypat
             patched.setattr(TieredExecutor, "scale", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 (loss * 0.5).backward()
+        assert_over(harness.model, optimizer, tmp_path)
+
+
+def test_an_interrupt_while_a_gradient_from_outside_is_added_ends_the_run(harness, monkeypatch, tmp_path):
+    """Fault: the sums had a part of it, and `step()` made updates of that."""
+    real, number = Sums._write, count()
+
+    def interrupted(*given):
+        if next(number) == 1:
+            raise KeyboardInterrupt
+        real(*given)
+
+    with harness.fresh(adamw, options(tmp_path, accumulate=True)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        loss_of(harness.model, tokens(1)).backward()
+        monkeypatch.setattr(Sums, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sum(each.square().sum() for each in harness.model.parameters()).backward()
         assert_over(harness.model, optimizer, tmp_path)
 
 
