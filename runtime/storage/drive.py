@@ -42,10 +42,10 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems; from Linux 6.6 on th
 class Drive:
     """One directory: the folder of our files in it, locked, and the threads that move them."""
 
-    def __init__(self, directory: Path, threads: int, folder: Path | None = None) -> None:
-        """folder: of another run, in the place of the first that no other model of this process has."""
+    def __init__(self, directory: Path, threads: int, folder: Path | None = None, *, is_durable: bool = False) -> None:
+        """folder: of another run, in the place of the first that is free; is_durable: as of `Folder.first_free`."""
         with contextlib.ExitStack() as opened, as_storage_error("open", directory, TO_BE):
-            self.own = Folder.first_free(directory) if folder is None else Folder.take(folder)
+            self.own = Folder.take(folder) if folder else Folder.first_free(directory, is_durable=is_durable)
             opened.callback(self.own.release)
             self.folder = self.own.path
             self.device = self.folder.stat().st_dev

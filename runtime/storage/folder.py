@@ -91,9 +91,18 @@ class Folder:
                 return cls(path, fd, lock_fd)
 
     @classmethod
-    def first_free(cls, directory: Path) -> Folder:
-        """The first folder in a directory that no other model of this process has."""
-        return next(filter(None, (cls.lock(folder_in(directory, number)) for number in count(1))))
+    def first_free(cls, directory: Path, *, is_durable: bool = False) -> Folder:
+        """The first folder in a directory that no other model of this process has; is_durable: no other has any there.
+
+        Else the folder of a run would follow from the order of first calls, and later processes look in the first one.
+        """
+        path = folder_in(directory)
+        found = cls.lock(path)
+        if found is None and is_durable:
+            what = "another model of this process uses this folder, and a durable run needs a directory of its own"
+            remedy = "give it another storage=, or drop the model that has this one"
+            raise StorageLockedError(errno.EAGAIN, f"{what}: {remedy}", str(path))
+        return found or next(filter(None, (cls.lock(folder_in(directory, number)) for number in count(2))))
 
     @classmethod
     def take(cls, path: Path) -> Folder:

@@ -70,7 +70,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         self._threads = threads
         system.allow_files()
         with contextlib.ExitStack() as self._opened:
-            self.drives = [self._open(Path(directory).absolute()) for directory in directories]
+            self.drives = [self._open(Path(each).absolute(), is_durable=durable) for each in directories]
             self._others: dict[str, Drive] = {}  # that have files of the former run, by folder
             asked = [self._drive_of(folder_in(each)) for each in resume or () if folder_in(each).is_dir()]
             found = dict.fromkeys([*self.drives, *asked])
@@ -92,8 +92,9 @@ class Store(contextlib.AbstractContextManager["Store"]):
         atexit.register(self.close)
         end_by_exit()
 
-    def _open(self, directory: Path, folder: Path | None = None) -> Drive:
-        return self._opened.enter_context(contextlib.closing(Drive(directory, self._threads, folder)))
+    def _open(self, directory: Path, folder: Path | None = None, *, is_durable: bool = False) -> Drive:
+        drive = Drive(directory, self._threads, folder, is_durable=is_durable)
+        return self._opened.enter_context(contextlib.closing(drive))
 
     def reserve(self, nbytes: int, number: int = 0) -> None:
         """See that extents of `nbytes` together fit on the drives as they are now: what one has no room for of its

@@ -135,11 +135,15 @@ def another_process(directory):
 
 
 def test_each_model_of_a_process_has_its_folder(tmp_path):
-    """Files of the same names in one directory."""
+    """Files of the same names in one directory. A durable one would not be found there by later processes, or another:
+    it trained, and could not be resumed.
+    """
     with Store([tmp_path]) as first, Store([tmp_path]) as second:
         for store, value in ((first, 1), (second, 2)):
             store.allocate("w3", MIB).write(torch.full((MIB,), value, dtype=torch.uint8)).wait()
         assert sorted(path.name for path in tmp_path.iterdir()) == [FOLDER, f"{FOLDER}.2"]
+        with pytest.raises(StorageLockedError, match="needs a directory of its own: give it another"):
+            Store([tmp_path], durable=True)
     assert not list(tmp_path.iterdir())
 
 
