@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,13 +96,25 @@ class Kept:
     def give_back(self, saved: Mapping[str, Any]) -> None:
         """Have each object take up its state of a snapshot, where that has one.
 
-        Raises ResumeError where an object cannot take its state.
+        Raises ResumeError where an object cannot take its state; then all have what they had before, but for data
+        loaders, whose state cannot be asked for without beginning to load.
         """
-        for name in sorted(self.states.keys() & saved.keys()):
-            try:
-                self.states[name].load_state_dict(_as_it_was(saved[name]))
-            except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
+        with ExitStack() as undo:
+            for name in sorted(self.states.keys() & saved.keys()):
+                each = self.states[name]
+                try:
+                    if not isinstance(each, DataLoader):
+                        undo.callback(_load_again, each, deepcopy(each.state_dict()))
+                    each.load_state_dict(_as_it_was(saved[name]))
+                except (AttributeError, LookupError, TypeError, ValueError) as error:
+                    raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
+            undo.pop_all()
+
+
+def _load_again(holder: Any, state: Any) -> None:
+    """Best effort, beside an error that is raised."""
+    with suppress(Exception):
+        holder.load_state_dict(state)
 
 
 _SCALARS = {type(None), bool, int, float, str}

@@ -153,11 +153,8 @@ class Optimizer(torch.optim.Optimizer):
         """The number of each parameter's param group."""
         return {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
 
-    def go_on(self, former: Manifest) -> None:
-        """Have the steps of a commit behind it: their number, and the settings that they have left.
-
-        Raises ResumeError where these are no settings of its param groups.
-        """
+    def settings_left(self, former: Manifest) -> list[dict[str, Any]]:
+        """The settings that the steps of a commit have left; raises ResumeError where its param groups have others."""
         settings = list(map(optimizer_state.settings_read, former.groups))
         try:
             for mine, theirs in zip(self.param_groups, settings, strict=True):
@@ -166,6 +163,11 @@ class Optimizer(torch.optim.Optimizer):
             raise ResumeError(
                 f"the commit of step {former.step} has other settings than this optimizer: {error}"
             ) from error
+        return settings
+
+    def go_on(self, former: Manifest) -> None:
+        """Have the steps of a commit behind it: their number, and `settings_left`, which raises what this does."""
+        settings = self.settings_left(former)
         self.num_skipped = former.num_skipped
         self.steps.become(former.step - former.num_skipped)
         for mine, theirs in zip(self.param_groups, settings, strict=True):

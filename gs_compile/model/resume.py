@@ -20,6 +20,7 @@ from torch.utils.data import Sampler
 
 from gs_compile.errors import OPTIMIZERS, OptimizerError, OptionError, ResumeError, StepOrderError
 from gs_compile.model.former_run import check_parameters
+from gs_compile.model.kept import Kept
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.groups import gathered, team_of
@@ -61,36 +62,37 @@ def resume(
     raises StepOrderError.
 
     Raises ResumeError if the run is of another model or optimizer, or has other states, ManifestError for a damaged
-    commit, and StepOrderError after the model's first call.
+    commit, and StepOrderError after the model's first call. Then nothing has changed.
     """
     _check(optimizer)
     names, states = {*states, *optimizer.kept.states}, {name: each for name, each in states.items() if each is not None}
     for name, each in states.items():
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
             raise OptionError(f"{name} has no state_dict and load_state_dict: a {type(each).__name__}")
-    options = Options(storage=storage, group=group, mesh=mesh)
-    team = team_of(options)
-    optimizer.kept.storage, optimizer.kept.ranks = options.storage, team.everyone if team else ()
-    optimizer.kept.states.update(states)
-    former = last_of(options)
+    options, kept = Options(storage=storage, group=group, mesh=mesh), optimizer.kept
+    team, former = team_of(options), last_of(options)
+    if former is not None:
+        named = {name.removeprefix("_orig_mod."): each for name, each in model.named_parameters(remove_duplicate=False)}
+        check_parameters(former, {name: tuple(each.shape) for name, each in named.items()})
+        if missing := sorted(states.keys() - former.states.keys()):
+            known = ", ".join(sorted(former.states)) or "none"
+            raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
+        if left := sorted(former.states.keys() - names):
+            raise ResumeError(
+                f"the commit of step {former.step} has a state of {', '.join(left)}, which would not be restored: pass "
+                f"it as {left[0]}=..., or pass {left[0]}=None to resume without it"
+            )
+        optimizer.settings_left(former)  # before anything is changed
+        Kept({**kept.states, **states}).give_back(former.states)
+    kept.storage, kept.ranks = options.storage, team.everyone if team else ()
+    kept.states.update(states)
+    kept.step = former.step if former is not None else 0
     if former is None:
-        optimizer.kept.step = 0
         return Resumed()
-    named = {name.removeprefix("_orig_mod."): each for name, each in model.named_parameters(remove_duplicate=False)}
-    check_parameters(former, {name: tuple(each.shape) for name, each in named.items()})
-    if missing := sorted(states.keys() - former.states.keys()):
-        known = ", ".join(sorted(former.states)) or "none"
-        raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
-    if left := sorted(former.states.keys() - names):
-        raise ResumeError(
-            f"the commit of step {former.step} has a state of {', '.join(left)}, which would not be restored: pass it "
-            f"as {left[0]}=..., or pass {left[0]}=None to resume without it"
-        )
-    optimizer.kept.give_back(former.states)
     optimizer.steps.missed = {named[each.name]: each.missed for each in former.parameters}
     optimizer.go_on(former)
-    optimizer.kept.user, optimizer.kept.step = former.user, former.step
-    optimizer.kept.await_values(model, [named[each.name] for each in former.parameters])
+    kept.user = former.user
+    kept.await_values(model, [named[each.name] for each in former.parameters])
     return Resumed(former.step, former.user)
 
 

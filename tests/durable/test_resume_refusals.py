@@ -196,6 +196,24 @@ def test_what_would_begin_anew_is_refused(harness, given, tmp_path):
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path, schedule=None).step == 2
 
 
+@pytest.mark.parametrize("wrong", ["a state", "a setting"])
+def test_a_resume_that_is_refused_changes_nothing(harness, given, tmp_path, wrong):
+    """Fault: a schedule had its state of the commit, and the first call went on from there."""
+    made, states = read(tmp_path / FOLDER), {"first": {"last_epoch": 2}, "last": {"last_epoch": 2}}
+    if wrong == "a state":
+        save(tmp_path / FOLDER, replace(made, states=states | {"last": 7}))
+    else:
+        save(tmp_path / FOLDER, replace(made, states=states, groups=(made.groups[0], {**made.groups[1], "lr": -1.0})))
+    with harness.fresh(adamw, given | {"durability": "step"}) as optimizer:
+        first, last = (torch.optim.lr_scheduler.StepLR(optimizer, 3) for _ in range(2))
+        before = first.state_dict(), last.state_dict(), repr(optimizer.param_groups), repr(optimizer.kept)
+        with pytest.raises(ResumeError, match="of last cannot be loaded" if wrong == "a state" else "other settings"):
+            gs_compile.resume(harness.model, optimizer, storage=tmp_path, first=first, last=last)
+        assert (first.state_dict(), last.state_dict(), repr(optimizer.param_groups), repr(optimizer.kept)) == before
+        with pytest.raises(LeftoverError):
+            steps(harness, optimizer, (0,))
+
+
 def test_steps_that_a_parameter_has_missed_are_kept(harness, given, tmp_path):
     """A state dict has said it, which the process that goes on does not load again."""
     clean(given)
