@@ -235,11 +235,10 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
         if (before := engine.durable.take_random_state()) is not None:
             set_random_state(random := dict(before))
             call.units.seed = _seed(models, call.units.whole)
-        engine.durable.random = random
         engine.durable.note_buffers(call.compilation.buffers(call.args))
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
-    return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine)
+    return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine, random)
 
 
 def _tell_of_memory(compilation: Compilation) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import platform
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from gs_compile.errors import OptimizerError, ResumeError
 from gs_compile.model.in_memory import trained_in_memory
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import as_step
+from gs_compile.model.residency import residency_of
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
@@ -49,7 +51,7 @@ class Durable:
     ) -> None:
         assert tiers.commits is not None, "no step is durable"
         self.every = tiers.placement.durability
-        self.random: Mapping[str, str] | None = None  # that the call under way has found
+        self._random: Mapping[str, str] | None = None  # that the call under way has found
         self.buffers: dict[str, torch.Tensor] = {}
         self._first_buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # as they were when they came
         self.note_buffers(buffers)
@@ -128,9 +130,17 @@ class Durable:
         is_due = self._is_open and num_steps > self._num_committed and num_steps % self.every == 0
         return is_due or (always and num_steps > max(0, self._num_committed - self._is_open))
 
+    @contextmanager
+    def within(self, random: Mapping[str, str] | None) -> Iterator[None]:
+        """Have commits that are issued inside the block, in a call, keep the random state that the call has found."""
+        self._random = random
+        try:
+            yield
+        finally:
+            self._random = None
+
     def end_call(self, *, training: bool) -> None:
         """A call has issued what it was to."""
-        self.random = None
         self._is_open = self._is_open and not training
 
     def snapshot(self) -> tuple[Callable[[tuple[StoredPart, ...]], Manifest], Tensors]:
@@ -148,7 +158,7 @@ class Durable:
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "optimizer": type(optimizer).__name__,
             "components": optimizer.components,
-            "random": dict(self.random or random_state()),
+            "random": dict(self._random or random_state()),
             **optimizer.kept.snapshot(optimizer.param_groups),
             "rest": laid_out(rest),
         }
@@ -183,15 +193,21 @@ def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def rest_nbytes(optimizer: Optimizer) -> int:
-    """The bytes of `rest_of` from the first step on, which makes the states."""
-    beside = [parameter for _, parameter in trained_in_memory(optimizer.param_groups)]
+def rest_nbytes(optimizer: Optimizer, stored: Container[torch.Tensor]) -> int:
+    """The bytes of `rest_of` from the first step on, which makes the states. stored: parameters that the plan has.
+
+    What another plan before it had, of an evaluation, is in memory again then, unless it was built on storage.
+    """
+    trained = (each for each in optimizer.group_of if each.requires_grad and each not in stored)
+    beside = [each for each in trained if residency_of(each).folder is None]
     return sum((1 + len(optimizer.components)) * each.nbytes + as_step(0).nbytes for each in beside)
 
 
 @torch.no_grad()
 def give_back_rest(optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor]) -> None:
-    """The inverse; buffers: by name, get what a script has made of them."""
+    """The inverse; buffers: by name, get what a script has made of them. Who has no state there has none here."""
+    for parameter in [each for each in optimizer.state if residency_of(each).tiered is None]:
+        del optimizer.state[parameter]
     beside = list(optimizer.group_of)
     for name, values in rest.items():
         number, _, component = name.partition(".")

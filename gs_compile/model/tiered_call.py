@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,8 +33,14 @@ class TieredCall(Call):
     """A call whose parameters are in an engine."""
 
     engine: Engine
+    random: Mapping[str, str] | None  # the state that it has found, where steps are durable
     executor: TieredExecutor = field(init=False, repr=False)
     changes: Sequence[int] = field(init=False, default=())  # in place, of the arguments, when the forward ran
+
+    def forward(self) -> list[torch.Tensor]:
+        durable = self.engine.durable
+        with nullcontext() if durable is None else durable.within(self.random):
+            return super().forward()
 
     def _shape(self) -> StepShape:
         """With the gradients from outside that the latest step had."""

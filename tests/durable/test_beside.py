@@ -27,11 +27,20 @@ class Trunk(GPT2):
         return parts.ln_f(x_BTD) + (self.shift if self.training else self.prior)
 
 
-def made(folder):
+class Noted(Trunk):
+    """Its evaluations read a parameter that no step does."""
+
+    def forward(self, input_ids):
+        found = super().forward(input_ids)
+        return found if self.training else found + self.note
+
+
+def made(folder, kind=Trunk):
     """The model in its parts, its optimizer, and the step to go on from."""
     torch.manual_seed(0)
-    trunk, head = Trunk(2, 32, VOCABULARY, 0.1, tied=False), torch.nn.Linear(32, VOCABULARY)
+    trunk, head = kind(2, 32, VOCABULARY, 0.1, tied=False), torch.nn.Linear(32, VOCABULARY)
     del trunk.lm_head
+    trunk.note = torch.nn.Parameter(torch.zeros(32)) if kind is Noted else None
     trunk.register_buffer("shift", torch.zeros(32))
     trunk.register_buffer("prior", torch.zeros(32))
     optimizer = gs_compile.AdamW([*trunk.parameters(), *head.parameters()], lr=1e-2)
@@ -81,7 +90,10 @@ def test_an_eager_head_goes_on_too(tmp_path):
 
 
 def test_a_parameter_without_elements_is_kept(tmp_path):
-    """By such a one people ask a module for its device."""
+    """By such a one people ask a module for its device. Nor has it a state where no gradient comes, in a later process
+    either: it was zeros there, of all steps.
+    """
+    found = []
     for number in range(2):
         model = gpt2()
         model.dummy = torch.nn.Parameter(torch.empty(0))
@@ -90,7 +102,22 @@ def test_a_parameter_without_elements_is_kept(tmp_path):
         assert gs_compile.resume(model, optimizer, storage=tmp_path).step == number
         step(model, optimizer, tokens(number))
         optimizer.commit()
+        found.append(optimizer.state_dict()["state"].keys())
         optimizer.engine.tiers.close()
+    assert found[0] == found[1]
+
+
+def test_room_is_reserved_for_what_an_evaluation_ahead_has_had_on_the_tiers(tmp_path):
+    """A commit has it in memory; a full drive was found at the first commit."""
+    trunk, head, optimizer, _ = made(tmp_path, Noted)
+    with torch.no_grad():
+        trunk.eval()(tokens(0))
+    head(trunk.train()(tokens(0))).square().mean().backward()
+    optimizer.step()
+    optimizer.commit()
+    rest = rest_of(optimizer)
+    assert any(each is trunk.note for each in rest.values())
+    assert optimizer.engine.planning.files[0] >= sum(each.nbytes for each in rest.values())
 
 
 def test_damage_of_what_is_beside_leaves_the_model_its_values(tmp_path):

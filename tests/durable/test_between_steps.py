@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiered import options, step, tokens
+from tiered import adamw, loss_of, options, step, tokens
 from torch.utils.data import Sampler
 
 import gs_compile
 from gs_compile.cli.stored.export import export
 from gs_compile.cli.stored.runs import found_in
+from gs_compile.errors import StepOrderError
+from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.storage.manifest import read
 from gs_compile.runtime.storage.stored import FOLDER
 
@@ -70,3 +72,16 @@ def test_a_commit_has_what_came_after_values_were_read(harness, tmp_path, durabi
     files = export(found_in(tmp_path), tmp_path / "out")["files"]
     found = {name: each for file in files for name, each in load_file(tmp_path / "out" / file).items()}
     assert bool((found[NAME] == 3).all())
+
+
+def test_a_call_that_is_refused_leaves_commits_the_random_numbers_of_now(harness, tmp_path):
+    """Fault: a commit had those that the call had found, which a run that was resumed then drew again."""
+    with harness.fresh(adamw, options(tmp_path, alpha=0.5, durability="step")) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        loss_of(harness.model, tokens(1)).backward()
+        with pytest.raises(StepOrderError, match="a backward has run"):
+            loss_of(harness.model, tokens(2))
+        optimizer.step()
+        torch.rand(1)
+        optimizer.commit()
+        assert read(tmp_path / FOLDER).random == random_state()
