@@ -196,10 +196,10 @@ class Call:
 
     def _inputs(self) -> dict[Value, Any]:
         """The batch by micro-batch, and what each unit reads beside."""
-        batches = [part.inputs for part in self.units.micro_batches]
+        batches, args = [part.inputs for part in self.units.micro_batches], list(map(_held, self.args))
         inputs: dict[Value, Any] = {Value("batch", micro_batch=j, tier=None): each for j, each in enumerate(batches)}
         for unit in self.models[0].split.units:
-            read = {index: self.args[index] for index in unit.arguments if index not in batches[0]}
+            read = {index: args[index] for index in unit.arguments if index not in batches[0]}
             inputs[Value("w", unit.unit)] = read
         return inputs
 
@@ -223,7 +223,15 @@ def whole_batch(compilation: Compilation, models: Sequence[SpecializedModel], ar
     unit, code = found
     for name in ("forward", *(("backward",) if code.is_trained else ())):
         code.function(name)  # backwards run in a thread of autograd's, which must not compile
-    return WholeBatch(unit, code, {index: args[index] for index in unit.arguments})
+    return WholeBatch(unit, code, {index: _held(args[index]) for index in unit.arguments})
+
+
+def _held(arg: Any) -> Any:
+    """An argument, if it is a buffer with the memory of now: ``buffer.data = ...`` ahead of the backward gives it other
+    memory, which the recomputation is not to read.
+    """
+    is_buffer = isinstance(arg, torch.Tensor) and not isinstance(arg, torch.nn.Parameter) and not arg.requires_grad
+    return arg.detach() if is_buffer else arg
 
 
 class _Step(torch.autograd.Function):

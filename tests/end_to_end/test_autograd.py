@@ -296,6 +296,34 @@ def test_the_usual_errors_of_a_backward():
             loss.backward()
 
 
+class Scaled(GPT):
+    """By a buffer, ahead of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, ids):
+        x_BTD = self.embedding(ids) * self.scale
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return x_BTD.square().sum()
+
+
+def test_a_buffer_that_gets_other_memory_ahead_of_the_backward_has_been_read():
+    """Fault: the recomputation read it, and the gradients were of neither value."""
+
+    def use(model, changes=True):
+        loss = model(batch()[0])
+        if changes:
+            model.scale.data = torch.zeros(WIDTH)
+        loss.backward()
+        return gradients(model)
+
+    wanted = use(copy.deepcopy(model := Scaled()), changes=False)
+    assert_same_gradients(use(compile_model(model, 2)), wanted)
+
+
 def test_anomalies_are_looked_for_from_the_first_step_on():
     model, (ids, labels) = compile_model(GPT(), 2), batch()
     with torch.autograd.set_detect_anomaly(True):
