@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -27,7 +28,7 @@ from gs_compile.capture.frame_settings import (
     modules_in,
     set_from_the_start,
 )
-from gs_compile.capture.graph_breaks import REASONS, get_compilation_metrics, over_limit, remedy
+from gs_compile.capture.graph_breaks import RAISES, REASONS, get_compilation_metrics, over_limit, remedy
 from gs_compile.errors import UncapturedWarning
 
 GIVEN_UP = "Dynamo gave the model's forward up at"
@@ -73,7 +74,7 @@ class Watch:
         if not is_ours(compiled["compiler_fn"]):
             return
         error = sys.exc_info()[1]
-        words = _given_up(error) if isinstance(error, Unsupported) else ""
+        words = _given_up(error) if isinstance(error, Unsupported) and not _raises(error) else ""
         for module in modules_in(compiled["locals"]).values():
             self._frames.setdefault(module, {})[frame_of(current_compile_id())] = words
         self.words = words or self.words
@@ -123,6 +124,16 @@ class Watch:
                 told.append(words)
         for words in filter(None, told):
             warnings.warn(words, UncapturedWarning, stacklevel=3)
+
+
+def _raises(error: Unsupported) -> bool:
+    """Whether it is of an exception that the forward itself raises, which the user gets. Then Dynamo is to trace the
+    next call anew, as that may be of a good batch: by itself it would never capture the frame again.
+    """
+    is_so = str(error).startswith(RAISES)
+    if is_so:
+        error.frame_exec_strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+    return is_so
 
 
 def _given_up(error: Unsupported) -> str:

@@ -34,6 +34,7 @@ _TORCH_MODULES = f"{_TORCH}/nn/modules/"
 # What Dynamo says where a size that depends on values decides what the code does, and where any value does.
 _UNSIZED = ("Dynamic shape operator", "data-dependent expression")
 _BRANCHES = ("Data-dependent branching", "generic_jump Tensor")
+RAISES = "Observed exception"  # of the forward's own, which nobody there catches
 _BACKWARD_HOOKS = "Module-level backwards hooks"  # what it breaks at
 
 _LIGER = (
@@ -99,6 +100,11 @@ def _graph_break(where: str, reason: object) -> GraphBreakError:
         f"Dynamo's reason: {str(reason).strip()}\n"
         f"greedysnake reorders the whole step, so it needs forward in one graph: {remedy(reason, where)}"
     )
+
+
+def is_of_a_raise(error: GraphBreakError) -> bool:
+    """Whether the forward was broken where it raises an exception itself."""
+    return f"Dynamo's reason: {RAISES}" in error.message
 
 
 def remedy(reason: object, where: str = "") -> str:

@@ -28,7 +28,7 @@ from gs_compile.capture.dynamo import (
 )
 from gs_compile.capture.given_up import frame_of, watch
 from gs_compile.capture.graph import at_line
-from gs_compile.capture.graph_breaks import is_last_compile, refuse, refuse_block
+from gs_compile.capture.graph_breaks import is_last_compile, is_of_a_raise, refuse, refuse_block
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.inductor import check_mode
 from gs_compile.capture.internals import without_overrides
@@ -37,6 +37,7 @@ from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
     OPTIMIZERS,
     CaptureError,
+    GraphBreakError,
     GreedySnakeError,
     MixedDeviceError,
     NothingRequiresGradError,
@@ -46,7 +47,7 @@ from gs_compile.errors import (
     StepOrderError,
     UncapturedWarning,
 )
-from gs_compile.model.call import Call, whole_batch
+from gs_compile.model.call import Call, refusing, whole_batch
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_step import FirstStep
 from gs_compile.model.freezing import is_passed_on, train_others, trains_others
@@ -132,12 +133,28 @@ class _Run:
                 return self.begin(args, ranks).run()
             roll_back(args)
             self._tell_if_last()
-            if isinstance(error, CaptureError):
+            if not isinstance(error, CaptureError):
+                raise
+            try:
                 refuse(error, watch().why(arg for arg in args if isinstance(arg, torch.nn.Parameter)))
-            raise
+            except GraphBreakError as broken:
+                if ranks is not None or not is_of_a_raise(broken):
+                    raise
+                return self._run_until_it_raises(args, GraphBreakError(broken.message))
         if type(call) is Call:  # else a backward says so
             self._tell_if_last()
         return call.run()
+
+    def _run_until_it_raises(self, args: Sequence[Any], broken: GraphBreakError) -> list[Any]:
+        """Run a part of a forward as it is written: the exception that Dynamo has seen comes behind it, as itself.
+
+        broken: what a backward raises, where none comes.
+        """
+        forget_code()
+        with torch.no_grad():
+            results = _AsWritten(self.module, args, None).run()
+        is_float = [isinstance(each, torch.Tensor) and each.is_floating_point() for each in results]
+        return [refusing(each, broken) if is_so else each for each, is_so in zip(results, is_float, strict=True)]
 
     def _tell_if_last(self) -> None:
         """What Dynamo would have to compile the model for from now on runs as it is written."""

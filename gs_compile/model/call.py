@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from gs_compile.capture.exchange import first_exchange
 from gs_compile.capture.internals import without_modes, without_overrides
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.errors import OutputGradientError
+from gs_compile.errors import GreedySnakeError, OutputGradientError
 from gs_compile.model.in_memory import averaged_of_any
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
@@ -34,6 +34,11 @@ from gs_compile.runtime.stream import deterministic, without_autocast
 from gs_compile.runtime.units import CompiledUnits, WholeBatch
 
 log = logging.getLogger(__name__)
+
+SECOND_ORDER = (
+    "a gradient of gradients was asked for (create_graph=True), as of a gradient penalty, but a step computes those of "
+    "first order alone: leave the penalty out, or run the model without the backend"
+)
 
 
 @dataclass(eq=False)
@@ -257,8 +262,8 @@ class _Step(torch.autograd.Function):
         found = _Step.of_first_order(ctx, *gradients)
         if not torch.is_grad_enabled():
             return found
-        second: Any = partial(_Second.apply, torch.ones((), requires_grad=True))
-        return tuple(each if each is None else second(each) for each in found)
+        # Without that, a penalty on gradients would learn nothing.
+        return tuple(each if each is None else refusing(each, OutputGradientError(SECOND_ORDER)) for each in found)
 
     @staticmethod
     @once_differentiable
@@ -284,16 +289,18 @@ class _Step(torch.autograd.Function):
             return (None, *call.backward(gradients))
 
 
-class _Second(torch.autograd.Function):
-    """Behind the gradients of a backward with `create_graph`: without it, a penalty on them would learn nothing."""
+def refusing(tensor: torch.Tensor, error: GreedySnakeError) -> torch.Tensor:
+    """A tensor with the same values, whose backward raises an error."""
+    found: torch.Tensor = _Refusing.apply(error, torch.ones((), requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+    return found
 
+
+class _Refusing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.view_as(gradient)
+    def forward(ctx: Any, error: GreedySnakeError, _: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.error = error
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> NoReturn:
-        raise OutputGradientError(
-            "a gradient of gradients was asked for (create_graph=True), as of a gradient penalty, but a step computes "
-            "those of first order alone: leave the penalty out, or run the model without the backend"
-        )
+        raise ctx.error

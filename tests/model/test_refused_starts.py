@@ -181,6 +181,50 @@ def test_a_block_that_dynamo_hands_over_alone_is_no_model(tmp_path):
     optimizer.engine.tiers.close()
 
 
+class Checked(Halved):
+    """Part `wrong` does not take five rows, nor two in Dynamo's eyes."""
+
+    def __init__(self, parts, wrong):
+        super().__init__(parts)
+        self.wrong = wrong
+
+    def forward(self, x):
+        refused = x.shape[1] == 5 or (x.shape[1] == 2 and torch.compiler.is_compiling())
+        for number, part in enumerate(self.parts):
+            if number == self.wrong and refused:
+                raise KeyError("five rows")
+            x = x + torch.tanh(part(x))
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("sizes", [(5, 4, 5, 4), (4, 5, 4)])
+def test_an_exception_of_the_forward_arrives_as_itself_and_the_next_batch_trains(tmp_path, wrong, sizes):
+    """Faults: it was a GraphBreakError where a block had been captured, and from a bad batch on the model ran as plain
+    PyTorch does, so that a run on the tiers was over.
+    """
+    torch._dynamo.reset()
+    model = Checked([Halved([nn.Linear(4, 4)]) for _ in range(3)], wrong)
+    optimizer = adamw([{"params": list(model.parameters())}])
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    for size in sizes:
+        with pytest.raises(KeyError, match="five rows") if size == 5 else nullcontext():
+            model(torch.ones(4, size, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.num_steps == sizes.count(4)
+    optimizer.engine.tiers.close()
+
+
+def test_an_exception_that_only_dynamo_sees_is_a_graph_break(tmp_path):
+    torch._dynamo.reset()
+    model = Checked([Halved([nn.Linear(4, 4)]) for _ in range(3)], 1)
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    loss = model(torch.ones(4, 2, 4))
+    with pytest.raises(GraphBreakError, match="Observed exception"):
+        loss.backward()
+
+
 def test_an_optimizer_that_is_made_after_the_first_call_trains_on_the_tiers(tmp_path):
     """As where the loss is looked at first: gradients arrived in p.grad for as long as the model was."""
     losses = []
