@@ -28,7 +28,14 @@ from gs_compile.capture.frame_settings import (
     modules_in,
     set_from_the_start,
 )
-from gs_compile.capture.graph_breaks import RAISES, REASONS, get_compilation_metrics, over_limit, remedy
+from gs_compile.capture.graph_breaks import (
+    RAISES,
+    REASONS,
+    get_compilation_metrics,
+    is_raise,
+    over_limit,
+    remedy,
+)
 from gs_compile.errors import UncapturedWarning
 
 GIVEN_UP = "Dynamo gave the model's forward up at"
@@ -74,7 +81,7 @@ class Watch:
         if not is_ours(compiled["compiler_fn"]):
             return
         error = sys.exc_info()[1]
-        words = _given_up(error) if isinstance(error, Unsupported) and not _raises(error) else ""
+        words = _given_up(error) if isinstance(error, Unsupported) else ""
         for module in modules_in(compiled["locals"]).values():
             self._frames.setdefault(module, {})[frame_of(current_compile_id())] = words
         self.words = words or self.words
@@ -126,19 +133,16 @@ class Watch:
             warnings.warn(words, UncapturedWarning, stacklevel=3)
 
 
-def _raises(error: Unsupported) -> bool:
-    """Whether it is of an exception that the forward itself raises, which the user gets. Then Dynamo is to trace the
-    next call anew, as that may be of a good batch: by itself it would never capture the frame again.
-    """
-    is_so = str(error).startswith(RAISES)
-    if is_so:
-        error.frame_exec_strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
-    return is_so
-
-
 def _given_up(error: Unsupported) -> str:
+    """What to warn of; nothing where the forward raises an exception, which the user gets. After one, Dynamo is to
+    trace the next call, which may be of a good batch: by itself it would never capture the frame again.
+    """
     stack = getattr(error, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
+    if str(error).startswith(RAISES):
+        error.frame_exec_strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+    if is_raise(error, where):
+        return ""
     return (
         f"{GIVEN_UP} {where}, and captured nothing of it: it runs as plain PyTorch does, without greedysnake."
         f"\nDynamo's reason: {str(error).strip()}\nFor greedysnake, {remedy(error, where)}"

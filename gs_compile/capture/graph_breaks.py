@@ -103,8 +103,15 @@ def _graph_break(where: str, reason: object) -> GraphBreakError:
 
 
 def is_of_a_raise(error: GraphBreakError) -> bool:
-    """Whether the forward was broken where it raises an exception itself."""
-    return f"Dynamo's reason: {RAISES}" in error.message
+    """Whether the forward was broken where its own code raises an exception."""
+    where, _, reason = error.message.partition("\nDynamo's reason: ")
+    return is_raise(reason, where)
+
+
+def is_raise(reason: object, where: str) -> bool:
+    """Whether the line says so, too, and is not torch's: Dynamo also fails where the code itself would not."""
+    is_raised = re.search(r":\d+: .*\b(raise|assert)\b", where) is not None and _TORCH not in where
+    return is_raised and str(reason).startswith(RAISES)
 
 
 def remedy(reason: object, where: str = "") -> str:

@@ -10,7 +10,6 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -47,11 +46,12 @@ from gs_compile.errors import (
     StepOrderError,
     UncapturedWarning,
 )
-from gs_compile.model.call import Call, refusing, whole_batch
+from gs_compile.model.as_written import AsWritten, run_until_it_raises
+from gs_compile.model.call import Call, whole_batch
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_step import FirstStep
 from gs_compile.model.freezing import is_passed_on, train_others, trains_others
-from gs_compile.model.materialize import evaluating, stores_of
+from gs_compile.model.materialize import stores_of
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.outputs import LOSS_ALONE
 from gs_compile.model.residency import for_evaluation, is_offloaded, residency_of, roll_back, stash
@@ -103,7 +103,7 @@ class _Run:
         self, module: fx.GraphModule, options: Options, compilation: Compilation | None, begin: Callable[..., Any]
     ) -> None:
         self.module, self.options, self.compilation = module, options, compilation
-        self.begin: Callable[[Sequence[Any], Ranks | None], Call | _AsWritten] = begin
+        self.begin: Callable[[Sequence[Any], Ranks | None], Call | AsWritten] = begin
         self.is_new = True  # no call of it has succeeded
         self.is_last, self.frame = is_last_compile(), frame_of(current_compile_id())
 
@@ -129,7 +129,7 @@ class _Run:
         except BaseException as error:
             if isinstance(error, CaptureError) and not torch.is_grad_enabled():
                 _warn_of_reads(error, args)
-                self.begin = partial(_AsWritten, self.module)
+                self.begin = partial(AsWritten, self.module)
                 return self.begin(args, ranks).run()
             roll_back(args)
             self._tell_if_last()
@@ -140,21 +140,10 @@ class _Run:
             except GraphBreakError as broken:
                 if ranks is not None or not is_of_a_raise(broken):
                     raise
-                return self._run_until_it_raises(args, GraphBreakError(broken.message))
+                return run_until_it_raises(self.module, args, GraphBreakError(broken.message))
         if type(call) is Call:  # else a backward says so
             self._tell_if_last()
         return call.run()
-
-    def _run_until_it_raises(self, args: Sequence[Any], broken: GraphBreakError) -> list[Any]:
-        """Run a part of a forward as it is written: the exception that Dynamo has seen comes behind it, as itself.
-
-        broken: what a backward raises, where none comes.
-        """
-        forget_code()
-        with torch.no_grad():
-            results = _AsWritten(self.module, args, None).run()
-        is_float = [isinstance(each, torch.Tensor) and each.is_floating_point() for each in results]
-        return [refusing(each, broken) if is_so else each for each, is_so in zip(results, is_float, strict=True)]
 
     def _tell_if_last(self) -> None:
         """What Dynamo would have to compile the model for from now on runs as it is written."""
@@ -175,19 +164,6 @@ def check(*, mode: str | None = None, options: Mapping[str, Any] | Options | Non
 
 
 greedysnake.check = check  # type: ignore[attr-defined]  # found where Dynamo has the function alone
-
-
-@dataclass
-class _AsWritten:
-    """A call without gradients that is no step of a model in layers: its operations run one by one, in their order."""
-
-    module: fx.GraphModule
-    args: Sequence[Any]
-    ranks: Ranks | None
-
-    def run(self) -> list[Any]:
-        with evaluating(self.args):
-            return list(self.module(*self.args))
 
 
 def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
