@@ -177,6 +177,8 @@ class Engine(ParameterStore):
         self.snapshots = self.planning.snapshots(placement, shape, _after(pending, placement, warm=warm, **marks))
         arguments = self.tiers, placement, self.snapshots[-1], units, inputs, bindings
         try:
+            if shape.training:
+                self.open.refuse_full_device(self.snapshots[-1], self.planning.planner.whole_device_nbytes)
             return TieredExecutor(*arguments, number=self.open.free_number)
         except (MemoryBudgetError, StorageFullError) as error:  # files of one that waits serve another, too
             if not self.open or not shape.training or self.closed:

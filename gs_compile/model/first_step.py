@@ -207,7 +207,7 @@ class FirstStep:
         call = max(calls, key=lambda each: len(engine.spans_of(each.args)))
         optimizer = engine.optimizer
         assert optimizer is not None, "its first step is under way"
-        loop = loop or Loop(True, max(len(engine.open.undone), engine.num_calls))
+        loop = loop or Loop(True, max(engine.open.most_undone, engine.num_calls))
         prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes, loop)
         optimizer.loop = loop
         words = ["updates wait for step(), as several backwards or settings come before it"] if loop.accumulates else []

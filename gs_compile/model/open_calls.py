@@ -7,8 +7,11 @@ import weakref
 from itertools import count
 
 from gs_compile.capture.internals import comes_to
-from gs_compile.errors import StepOrderError
+from gs_compile.errors import MemoryBudgetError, StepOrderError
+from gs_compile.machine import format_bytes
 from gs_compile.model.call import Call
+from gs_compile.planner.builder import planned_peak
+from gs_compile.program.ir import Program
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
 
@@ -22,6 +25,7 @@ class OpenCalls:
     def __init__(self) -> None:
         self._calls: dict[TieredExecutor, weakref.ref[Call]] = {}
         self._undone: weakref.WeakSet[Call] = weakref.WeakSet()  # those without a backward, also if they were given up
+        self.most_undone = 0  # at a time
         self.refusal = ""  # when the calls that were given up last were
         self._opened_by = threading.current_thread()  # the latest one
         self.may_be_repeated = True  # nothing but calls has come between
@@ -35,6 +39,7 @@ class OpenCalls:
     def add(self, executor: TieredExecutor, call: Call) -> None:
         self._calls[executor] = weakref.ref(call)
         self._undone.add(call)
+        self.most_undone = max(self.most_undone, len(self._undone))
         self._opened_by = threading.current_thread()
 
     def end(self, executor: TieredExecutor, call: Call) -> None:
@@ -71,6 +76,19 @@ class OpenCalls:
         """The least that no open call has."""
         taken = {executor.number for executor in self._calls}
         return next(number for number in count() if number not in taken)
+
+    def refuse_full_device(self, program: Program, nbytes: int | None) -> None:
+        """Raise `MemoryBudgetError` where the device has no room for one more call; nbytes: of all; None: enough."""
+        calls = [(each, each.device) for each in (*(executor.program for executor in self._calls), program)]
+        known = [(planned_peak(each, "device"), bound.waiting_nbytes) for each, bound in calls if bound is not None]
+        if nbytes is None or not (self._calls and known):
+            return
+        needed = sum(waiting for _, waiting in known) + max(most - waiting for most, waiting in known)
+        if needed > nbytes:
+            raise MemoryBudgetError(
+                f"device_memory is {format_bytes(nbytes)}; a call between a forward and its backward takes "
+                f"{format_bytes(needed)} ({needed} bytes) together with that step: call backward first"
+            )
 
     def let_lost_go(self) -> None:
         """Close those whose loss is gone."""

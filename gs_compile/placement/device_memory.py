@@ -13,21 +13,28 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from gs_compile.placement.liveness import BEFORE, LiveRange, peak
-from gs_compile.program.ir import DeviceBound
+from gs_compile.placement.liveness import BEFORE, LiveRange, nbytes_alive, peak
+from gs_compile.program.ir import DeviceBound, Program
 
 User = TypeVar("User")
 
 
-def bounded(ranges: Sequence[LiveRange], num_ops: int, nbytes: int) -> DeviceBound:
+def bounded(ranges: Sequence[LiveRange], program: Program, nbytes: int) -> DeviceBound:
     """The live ranges of a program on the device, which may have so many bytes, or its planned peak if that is more."""
+    most, waiting = peak(ranges, "device", len(program.ops)), waiting_nbytes(ranges, program)
     takes: Counter[int] = Counter()
     gives: dict[int, tuple[object, int]] = {}
     for live in ranges:
         if live.slot.tier == "device" and live.slot.nbytes:
             takes[live.first] += live.slot.nbytes
             gives |= {at: (live.slot.key, live.slot.nbytes if at == live.last else 0) for at in live.frees}
-    return DeviceBound(max(nbytes, peak(ranges, "device", num_ops)), takes.pop(BEFORE, 0), takes, gives)
+    return DeviceBound(max(nbytes, most), takes.pop(BEFORE, 0), waiting, takes, gives)
+
+
+def waiting_nbytes(ranges: Sequence[LiveRange], program: Program) -> int:
+    """Bytes that a call keeps there between its forward and its backward, and shares with no other call."""
+    of_call = (live for live in ranges if live.first != BEFORE)
+    return int(nbytes_alive(of_call, "device", len(program.ops))[program.forward_end - 1]) if program.ops else 0
 
 
 class DeviceMemory(Generic[User]):

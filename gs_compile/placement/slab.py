@@ -147,7 +147,7 @@ def packed(
     """
     ops, ranges = program.ops, live_ranges(program.ops, placement)
     if device_nbytes is not None:
-        program = replace(program, device=bounded(ranges, len(ops), device_nbytes))
+        program = replace(program, device=bounded(ranges, program, device_nbytes))
     most = math.inf if host_nbytes is None else host_nbytes
     moved = np.cumsum([0, *(op_nbytes(op, placement) if _is_on_a_lane(op) else 0 for op in ops)])
 

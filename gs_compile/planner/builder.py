@@ -12,7 +12,6 @@ from gs_compile.options import Ratios
 from gs_compile.passes.lower import StepSpec, lower, scheduled
 from gs_compile.placement.cut import cut_units
 from gs_compile.placement.levels import Level, Share, Shares
-from gs_compile.placement.liveness import BEFORE, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Decision, Layout, Placement, StepContext
 from gs_compile.placement.stacks import Stacks
 from gs_compile.placement.workload import UnitSize, Workload
@@ -183,9 +182,3 @@ def workload_levels(workload: Workload, number: int) -> tuple[tuple[Level, ...],
 def planned_peak(program: Program, tier: str) -> int:
     """The planned peak of a tier, in bytes; of host memory, what a run of `program` has to be given."""
     return dict(program.peaks).get(tier, 0)
-
-
-def waiting_nbytes(program: Program, placement: Placement) -> int:
-    """Bytes of the device that a call keeps between its forward and its backward, and shares with no other call."""
-    of_call = (live for live in live_ranges(program.ops, placement) if live.first != BEFORE)
-    return int(nbytes_alive(of_call, "device", len(program.ops))[program.forward_end - 1])

@@ -21,12 +21,14 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, format_bytes, parse_bytes, usable_memory
 from gs_compile.options import Masters, Options
 from gs_compile.placement.boundaries import total
+from gs_compile.placement.device_memory import waiting_nbytes
+from gs_compile.placement.liveness import live_ranges
 from gs_compile.placement.placement import Layout, Placement
 from gs_compile.placement.slab import fixed_offsets
 from gs_compile.placement.workload import UnitSize, beside_slab
 from gs_compile.planner import in_pieces
 from gs_compile.planner.at_hand import Figures, ModelAtHand
-from gs_compile.planner.builder import StepBuilder, planned_peak, waiting_nbytes
+from gs_compile.planner.builder import StepBuilder, planned_peak
 from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.decide import decide, undecided
 from gs_compile.planner.lp.counting import Counted
@@ -194,7 +196,8 @@ class RunPlanner:
         fits: bool = max(planned_peak(program, "host") for program in programs) <= budgets.host_nbytes
         if whole_device is None:
             return budgets, fits
-        before, waiting = budgets.device_nbytes or whole_device, waiting_nbytes(programs[0], planned.placement)
+        before, ranges = budgets.device_nbytes or whole_device, live_ranges(programs[0].ops, planned.placement)
+        waiting = waiting_nbytes(ranges, programs[0])
         most = whole_device - (self.num_calls - 1) * waiting
         if before <= most:
             return budgets, fits

@@ -110,10 +110,12 @@ class DeviceBound(NamedTuple):
     """The bytes that a step may have on the device, and what its operations take and give back there, by their index.
 
     present_nbytes: from before the first; gives: by `free`, the slot its value is in, and the bytes with the last one.
+    waiting_nbytes: that a call has between its forward and its backward, and shares with no other call.
     """
 
     nbytes: int
     present_nbytes: int
+    waiting_nbytes: int
     takes: Mapping[int, int]
     gives: Mapping[int, tuple[object, int]]
 

@@ -121,6 +121,20 @@ def test_files_of_calls_that_wait_together_are_reserved(storage):
         assert 0 <= sum(found) - optimizer.engine.planning.ssd_nbytes < PAGE_NBYTES * len(found)
 
 
+@pytest.mark.parametrize("device_memory", ["600KiB", "500KiB"])
+def test_calls_that_wait_share_the_device(storage, device_memory):
+    """Faults: each had all of it for itself, and a second step refused what the first had repeated."""
+    harness, place = harness_of(), {"separate_device": True, "accumulate": True, "ratios": {"device_checkpoint": 1.0}}
+    words = "device_memory 500.0 KiB for 2 calls .* wait for .* for each, device_memory is"
+    refusal = pytest.raises(MemoryBudgetError, match=words) if device_memory == "500KiB" else nullcontext()
+    with harness.fresh(adamw, options(storage, device_memory=device_memory, **place)) as optimizer:
+        with refusal:
+            sum(loss_of(harness.model, tokens(number)) for number in range(2)).backward()
+        optimizer.zero_grad()
+        step(harness.model, optimizer, tokens(2))
+        assert optimizer.num_steps == 1
+
+
 def test_a_step_that_storage_has_no_room_for_is_refused_before_it_begins(storage, monkeypatch):
     """And the run goes on without it."""
 
