@@ -101,8 +101,8 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
     if name in REPEATING and source.runs is not None:
         return SampleLayout(source.runs * (own.number // source.number))
     alike = [each for each in places[: 1 if name in WRITING else None] if each.number == own.number]
-    found = {each.runs for each in alike} - {None}
-    return SampleLayout(found.pop()) if len(found) == 1 else alone
+    runs = {each.runs for each in alike} - {None}
+    return SampleLayout(runs.pop()) if len(runs) == 1 else alone
 
 
 def _joined(node: fx.Node, own: _Along) -> tuple[int, ...] | None:
