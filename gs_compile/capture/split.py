@@ -342,13 +342,14 @@ class _Cut:
             return OutputSpec("constant", value=value)
         if value.op == "placeholder" and value.meta["source"].kind == "input":
             return OutputSpec("input", index=value.meta["source"].index)
-        kind, value = self.separated.kinds[value], self.returned.get(value, value)
+        kind = self.separated.kinds[value]
+        runs = (value.meta.get("runs") if kind == "local" else None) or (1,)
+        value = self.returned.get(value, value)
         self._refuse_unsized(value)
         spec = value.meta["spec"]
         position = self.num_layers + 1 if is_free(value) else self.at[value]
         unit = self._name(position)
         dim = spec.batch_dims[0] if kind == "local" else 0
-        runs = (value.meta.get("runs") if kind == "local" else None) or (1,)
         combine: Any = {"local": "concat", "sum": "sum", "same": "same"}[kind]
         is_loss = not spec.shape and spec.requires_grad and unit == EPILOGUE and combine == "sum"
         if self.main is None and is_loss:
