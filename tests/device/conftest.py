@@ -9,6 +9,7 @@ import pytest
 from carded import Card
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gs_compile.codegen import codes
 from gs_compile.runtime import stream
 
 
@@ -30,8 +31,11 @@ def built():
 
 @pytest.fixture(autouse=True, scope="module")
 def the_card(built):
-    """The card is the accelerator of this module's tests, and attention is the same operators on it and on the CPU."""
+    """The card is the accelerator of this module's tests, and attention is the same operators on it and on the CPU: also
+    of layers that modules before have traced with others.
+    """
     with pytest.MonkeyPatch.context() as patched, card.installed(), sdpa_kernel(SDPBackend.MATH):
+        patched.setattr(codes, "_codes", codes.Codes())
         patched.setattr(stream, "DEVICES", {**stream.DEVICES, "card": Card})
         yield
 
