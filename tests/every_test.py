@@ -32,7 +32,7 @@ torch.set_num_threads(1)  # for tiny models more only get in each other's way
 capture_cheaply()
 
 YOUNG = 50_000  # objects that may refer to others, made since the last collection and not gone: that is a capture
-LEFT = 4_000_000  # blocks of memory that wait to be looked at together, dead or alive: that is a search through all there are
+LEFT = 8_000_000  # blocks of memory that wait to be looked at together, dead or alive: that is a search through all there are
 
 
 def pytest_collection_finish():
