@@ -68,7 +68,7 @@ class Watch:
         """Dynamo was reset, or is new: it numbers frames from the first one on."""
         self._last.clear()
         self._frames.clear()
-        REASONS.latest()
+        REASONS.new()
         self._first = next(reversed(get_compilation_metrics()), None)
         callback_handler.register_end_callback(self.end)
 
@@ -76,7 +76,7 @@ class Watch:
         """A compilation ends, well or badly."""
         if ended.callback_trigger is not CallbackTrigger.DYNAMO:
             return
-        REASONS.latest()
+        REASONS.new()
         compiled = compiled_frame()
         if not is_ours(compiled["compiler_fn"]):
             return

@@ -49,16 +49,14 @@ _UNHOOK = (
 
 def graph_break_of(module: fx.GraphModule) -> GraphBreakError | None:
     """The error of a graph that is a part of a forward."""
-    found, reason = getattr(module, "compile_subgraph_reason", None), "step_unsupported"
+    found, reason = getattr(module, "compile_subgraph_reason", None), ""
     if found is not None and found.graph_break:
         where, reason = user_line(found.user_stack), str(found.reason)
+        if reason == "step_unsupported":  # an inlined call, or a line where Dynamo cannot go on later
+            reason = REASONS.new() or "it cannot go on behind this line (step_unsupported)"
     else:
         where = next(filter(None, map(_resumed_at, module.graph.nodes)), "")
-    if not where:
-        return None
-    said = REASONS.latest()
-    # Dynamo's own word is of an inlined call, or of a line where it cannot go on later.
-    return _graph_break(where, said or reason if reason == "step_unsupported" else reason)
+    return _graph_break(where, reason or REASONS.latest()) if where else None
 
 
 class Reasons:
@@ -68,13 +66,19 @@ class Reasons:
         self._counted: dict[tuple[str, str], int] = {}
         self._latest = ""
 
-    def latest(self) -> str:
-        """The last reason; of several since the last call, one of a graph break. Called as each compilation ends."""
+    def new(self) -> str:
+        """The last reason since the last call, one of a graph break if there is any; empty: none. Called as each
+        compilation ends, so that it is of the current one.
+        """
         kinds = ("unimplemented", "graph_break")
         counted = {(kind, words): times for kind in kinds for words, times in counters[kind].items()}
         new = [words for (kind, words), times in counted.items() if times > self._counted.get((kind, words), 0)]
         self._counted, self._latest = counted, [self._latest, *new][-1]
-        return self._latest
+        return "".join(new[-1:])
+
+    def latest(self) -> str:
+        """The last reason, also of earlier compilations, as of a frame that Dynamo resumes behind a break."""
+        return self.new() or self._latest
 
 
 REASONS = Reasons()
