@@ -211,10 +211,7 @@ MIXES = {
     "tokens of all in order": (lambda x: like(flat(x)[flat(x).sum(-1).argsort()], x), ALONG),
     "values in order": (lambda x: x.sort(0).values, ALONG),
     "values in order, by another name": (lambda x: torch.msort(x), ALONG),
-    "as many tokens as there is room for": (
-        lambda x: like(flat(x) * (order(x).argsort() < 7)[:, None], x),
-        RANKS,
-    ),
+    "as many tokens as there is room for": (lambda x: like(flat(x) * (order(x).argsort() < 7)[:, None], x), RANKS),
     "rows for columns": (lambda x: x.reshape(TOKENS, -1, WIDTH).transpose(0, 1), ROWS),
     "rows for columns, in two steps": (lambda x: flat(x).view(TOKENS, -1, WIDTH).transpose(0, 1), ROWS),
     "heads for samples": (
