@@ -412,12 +412,10 @@ def capture_cheaply() -> None:
     torch._dynamo.config.run_gc_after_compile = False
     if hasattr(torch._dynamo.config, "side_effect_replay_policy"):  # of later releases
         torch._dynamo.config.side_effect_replay_policy = "silent"
-    torch._dynamo.config.recompile_limit = 32
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 32, True
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     traces = logging.getLogger("torch.__trace")
-    traces.handlers.clear()
-    traces.propagate = traces.disabled = True
+    traces.handlers, traces.propagate, traces.disabled = [], True, True
     for module in (engine, first_step):
         module.gc = SimpleNamespace(collect=_collect_models)
     patch_method: Any = _Patcher.patch_method

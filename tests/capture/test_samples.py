@@ -72,21 +72,12 @@ class Counting(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, function):
+    def __init__(self, function, ahead=None):
         super().__init__()
-        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+        self.ahead, self.function = ahead or nn.Linear(WIDTH, WIDTH), function
 
     def forward(self, x):
-        return x + self.function(self.linear(x))
-
-
-class Residual(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return x + self.function(x)
+        return x + self.function(self.ahead(x))
 
 
 def flat(x):
@@ -322,7 +313,7 @@ KEEPS = {
 
 
 def made(function):
-    return function() if isinstance(function, partial | type) else Residual(function)
+    return function() if isinstance(function, partial | type) else Block(function, nn.Identity())
 
 
 class Each(nn.Module):
