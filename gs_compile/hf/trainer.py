@@ -116,7 +116,8 @@ class TrainerMixin(DurableTrainer):
         self._batch_size = self._train_batch_size
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
-            given = reference or {}
+            apart = {"storage": [each / "reference" for each in asked.storage]} if asked.durability else {}
+            given = apart | dict(reference or {})  # called first, it would have the folder of the durable run
             first = {**chosen, "durability": "off"}  # what is never trained has no steps
             self._reference_optimizer, within = stored_reference(second, first, given, self.accelerator.autocast)
             self._compile_within.append(within)

@@ -215,11 +215,12 @@ def test_twenty_steps(case, tmp_path):
 
 
 def test_preferences_against_a_stored_reference(tmp_path):
-    mine, theirs = both(
-        dpo, tmp_path, options={"reference": {"host_memory": "40MiB"}}, adapter=False, bf16=False, learning_rate=1e-2
-    )
+    """A durable run needs the folder that models of one directory have by turns: the reference has another."""
+    durable = {"reference": {"host_memory": "40MiB"}, "durability": "step"}
+    mine, theirs = both(dpo, tmp_path, options=durable, adapter=False, bf16=False, learning_rate=1e-2)
     assert_alike(mine, theirs, (*METRICS, *REWARDS, "grad_norm"), 1e-5)
     assert all(is_offloaded(parameter) for parameter in mine.ref_model.parameters())
+    assert {each.name for each in (tmp_path / "storage" / "reference").iterdir()} == {"greedysnake-run"}
 
 
 def test_a_fused_head_gives_all_outputs_from_the_first_step_on(tmp_path):
