@@ -73,6 +73,8 @@ class CaptureError(GreedySnakeError, ValueError):
 class GraphBreakError(CaptureError):
     """Dynamo split the model's forward, or a layer's backward cannot be traced; names the place and the reason."""
 
+    is_of_a_raise = False  # the forward itself raises an exception there
+
 
 class NoBatchInputError(CaptureError):
     """No input of the model has a batch dimension."""

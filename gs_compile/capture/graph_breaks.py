@@ -99,21 +99,19 @@ def _graph_break(where: str, reason: object) -> GraphBreakError:
         return GraphBreakError(f"Dynamo breaks the model's forward at {where}\n{ABSENT}")
     if _BACKWARD_HOOKS in str(reason):
         return GraphBreakError(f"a module that is called at {where}\nhas a hook on its backward: {_UNHOOK}")
-    return GraphBreakError(
+    found = GraphBreakError(
         f"the model's forward is not one graph: Dynamo breaks it at {where}\n"
         f"Dynamo's reason: {str(reason).strip()}\n"
         f"greedysnake reorders the whole step, so it needs forward in one graph: {remedy(reason, where)}"
     )
-
-
-def is_of_a_raise(error: GraphBreakError) -> bool:
-    """Whether the forward was broken where its own code raises an exception."""
-    where, _, reason = error.message.partition("\nDynamo's reason: ")
-    return is_raise(reason, where)
+    found.is_of_a_raise = is_raise(reason, where)
+    return found
 
 
 def is_raise(reason: object, where: str) -> bool:
-    """Whether the line says so, too, and is not torch's: Dynamo also fails where the code itself would not."""
+    """Whether the forward's own code raises an exception: the line says so, too, and is not torch's, as Dynamo also
+    fails where the code itself would not.
+    """
     is_raised = re.search(r":\d+: .*\b(raise|assert)\b", where) is not None and _TORCH not in where
     return is_raised and str(reason).startswith(RAISES)
 

@@ -27,7 +27,7 @@ from gs_compile.capture.dynamo import (
 )
 from gs_compile.capture.given_up import frame_of, watch
 from gs_compile.capture.graph import at_line
-from gs_compile.capture.graph_breaks import is_last_compile, is_of_a_raise, refuse, refuse_block
+from gs_compile.capture.graph_breaks import is_last_compile, refuse, refuse_block
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.inductor import check_mode
 from gs_compile.capture.internals import without_overrides
@@ -138,7 +138,7 @@ class _Run:
             try:
                 refuse(error, watch().why(arg for arg in args if isinstance(arg, torch.nn.Parameter)))
             except GraphBreakError as broken:
-                if ranks is not None or not is_of_a_raise(broken):
+                if ranks is not None or not broken.is_of_a_raise:
                     raise
                 return run_until_it_raises(self.module, args, GraphBreakError(broken.message))
         if type(call) is Call:  # else a backward says so
