@@ -81,6 +81,9 @@ class Watch:
         if not is_ours(compiled["compiler_fn"]):
             return
         error = sys.exc_info()[1]
+        if isinstance(error, Unsupported) and str(error).startswith(RAISES):
+            # The next call may be of a good batch, and by itself Dynamo would never capture the frame again.
+            error.frame_exec_strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
         words = _given_up(error) if isinstance(error, Unsupported) else ""
         for module in modules_in(compiled["locals"]).values():
             self._frames.setdefault(module, {})[frame_of(current_compile_id())] = words
@@ -134,13 +137,9 @@ class Watch:
 
 
 def _given_up(error: Unsupported) -> str:
-    """What to warn of; nothing where the forward raises an exception, which the user gets. After one, Dynamo is to
-    trace the next call, which may be of a good batch: by itself it would never capture the frame again.
-    """
+    """What to warn of; nothing where the forward raises an exception, which the user gets."""
     stack = getattr(error, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
-    if str(error).startswith(RAISES):
-        error.frame_exec_strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
     if is_raise(error, where):
         return ""
     return (
