@@ -224,8 +224,21 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
 
 
 def _tries(problem: Problem, best: Solution) -> list[Candidate]:
-    """With memory left free as long as that is faster; then without late updates, where they may be faster."""
-    candidates = [candidate] if (candidate := _fitting(problem, None, NOTHING)) else []
+    """With the best alpha; then with others, where those may be faster."""
+    candidates = _with_spare(problem, None)
+    if candidates and candidates[-1].is_good_enough:
+        return candidates
+    first = candidates[-1] if candidates else None
+    for alpha in _other_alphas(problem, first.solution if first else best):
+        bound = problem.solved(problem.number, alpha)
+        if bound and (first is None or bound.seconds < first.seconds):
+            candidates += _with_spare(problem, alpha)
+    return candidates
+
+
+def _with_spare(problem: Problem, alpha: float | None) -> list[Candidate]:
+    """With memory left free as long as that is faster; none where nothing fits."""
+    candidates = [candidate] if (candidate := _fitting(problem, alpha, NOTHING)) else []
     for tier, turn_nbytes in _turns(problem).items():
         for turns in SPARE_TURNS:
             if not candidates or candidates[-1].is_good_enough or not candidates[-1].fills(tier):
@@ -237,14 +250,6 @@ def _tries(problem: Problem, best: Solution) -> list[Candidate]:
             if candidate is None or candidate.seconds > FASTER * last.seconds:
                 break
             candidates.append(candidate)
-    if candidates and candidates[-1].is_good_enough:
-        return candidates
-    first = candidates[-1] if candidates else None
-    for alpha in _other_alphas(problem, first.solution if first else best):
-        bound = problem.solved(problem.number, alpha)
-        if bound and (first is None or bound.seconds < first.seconds):
-            candidate = _fitting(problem, alpha, first.spare if first else NOTHING)
-            candidates += [candidate] if candidate else []
     return candidates
 
 

@@ -21,10 +21,11 @@ from itertools import pairwise
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.placement.levels import Share, Shares
-from gs_compile.placement.placement import Placement
+from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.boundary import BOUNDARY
 from gs_compile.planner.choose import choose, fastest, is_small_step
+from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, richer
@@ -70,25 +71,34 @@ def _by_program(problem: Problem, plan: StepPlan) -> Iterator[StepPlan]:
 def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     """The plan with as many of the topmost layers' items as fit where the device computes, if that is faster: their
     memory is free again before the backward needs it, which the linear program does not know. Of others they take the
-    place where these leave none.
+    place where these leave none, and that of all that lives in host memory, if that is faster.
     """
     here: Tier = "device" if problem.profile.separate else "host"
     others = Shares(share for share in plan.shares if share.tier != here)
     steps = problem.steps
     chosen = plan.placement.decision
+    beside = {name: getattr(chosen, name) for name in BOUNDARY}
 
-    def placed(shares: Shares) -> Placement:
+    def placed(relaxed: Decision, shares: Shares) -> Placement:
         left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0
         rest = (share._replace(part=left * share.part) for share in others)
-        beside = {name: getattr(chosen, name) for name in BOUNDARY}
-        return steps.builder.placement(replace(plan.relaxed, shares=Shares((*shares, *rest)), **beside))
+        return steps.builder.placement(replace(relaxed, shares=Shares((*shares, *rest)), **beside))
 
-    ladders = ([placed(shares) for shares in ladder] for ladder in topmost(problem.workload.worthwhile, here))
+    decisions = dict.fromkeys((plan.relaxed, *((_emptied(problem, plan.relaxed),) if here == "host" else ())))
+    tops = [(relaxed, each) for relaxed in decisions for each in topmost(problem.workload.worthwhile, here)]
+    ladders = ([placed(relaxed, shares) for shares in ladder] for relaxed, ladder in tops)
     parts = PARTS if is_small_step(problem) else PARTS[:1]
     simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
-    placement = simulation.placed
-    plan = replace(plan, problem=problem, solved=plan.bound, simulated=simulation)
-    return replace(plan, relaxed=replace(plan.relaxed, shares=placement.decision.shares), placement=placement)
+    placement, solved = simulation.placed, plan.bound
+    kept = {name: getattr(placement.decision, name) for name in ("ratios", "shares")}
+    relaxed = replace(plan.relaxed, **kept)
+    return replace(plan, problem=problem, relaxed=relaxed, placement=placement, solved=solved, simulated=simulation)
+
+
+def _emptied(problem: Problem, decision: Decision) -> Decision:
+    """With nothing in host memory of what nobody has said a ratio of: the most room for what layers save there."""
+    open_names = set(CLASSES) - problem.request.ratios.given().keys()
+    return replace(decision, ratios=tuple(replace(each, **dict.fromkeys(open_names, 0.0)) for each in decision.ratios))
 
 
 def topmost(levels: Sequence[int], tier: Tier) -> Iterator[list[Shares]]:
