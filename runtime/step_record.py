@@ -54,7 +54,8 @@ class StepRecord:
     loss_scale: float = 1.0  # in all gradients
     num_ranks: int = 1  # over which gradients are summed: they are those of the mean of the ranks' losses
     scale: float = 1.0  # that clips
-    is_too_large: bool = False  # the norm, for float32
+    dtype: torch.dtype = torch.float32  # of the scale: the widest of the gradients
+    is_too_large: bool = False  # the norm, for that dtype
     is_dropped: bool = False  # its gradients: between the backward and `optimizer.step()`
     adds: bool = False  # to the sums of backwards before it
     issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
@@ -127,8 +128,8 @@ class StepRecord:
         return replace(self, squares=dict(self.squares))
 
     def clip(self) -> None:
-        """Find what torch's clip_grad_norm_ would multiply by, in its float32; skip where a gradient is not finite."""
-        norm = torch.tensor(self.grad_norm, dtype=torch.float32)
+        """Find what torch's clip_grad_norm_ would multiply by, in its dtype; skip where a gradient is not finite."""
+        norm = torch.tensor(self.grad_norm, dtype=self.dtype)
         self.is_too_large = not bool(norm.isfinite())
         if self.max_grad_norm is not None and not self.skipped:
             self.scale = min(1.0, (self.max_grad_norm / (norm + 1e-6)).item())

@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +143,7 @@ class Optimizer(torch.optim.Optimizer):
         groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
         record = StepRecord(self.steps.taken + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
+        record.dtype = reduce(torch.promote_types, (each.dtype for each in self._parameters), record.dtype)
         return record
 
     def close_step(self) -> None:

@@ -38,6 +38,20 @@ def test_clipping_is_exact(tmp_path):
     same_tensors(trained(separate_device=True, ratios={"parameter": 0.5, "optimizer": 0.3, "checkpoint": 1.0}), first)
 
 
+def test_clipping_in_float64_is_exact(tmp_path):
+    """Fault: the scale was one of float32, and values were 1e-8 from plain PyTorch's."""
+    model, plain = GPT().double(), GPT().double()
+    optimizer = gs_compile.SGD(model.parameters(), lr=1.0, max_grad_norm=0.5)
+    model.compile(backend="greedysnake", options={"storage": str(tmp_path)})
+    ids = tokens(0) % VOCAB
+    for each in (model, plain):
+        each(ids, ids)[1].backward()
+    assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5) > 0.5
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-14)
+
+
 def test_a_bound_that_comes_too_late_is_refused(tmp_path):
     with learner(tmp_path) as one:
         one.train(0)
