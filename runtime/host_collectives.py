@@ -18,7 +18,10 @@ Begin = Callable[[], Any]  # a collective; gives torch's Work
 
 
 def shares(whole: Tensor, shard: Tensor, rank: int, group: Any) -> list[Begin]:
-    """What brings every rank's `shard`, one after the other, into `whole`; this one's is there."""
+    """What brings every rank's `shard`, one after the other, into `whole`; this one's is there. As bytes: gloo refuses
+    int16 and floats of 8 bits.
+    """
+    whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
     parts = list(whole.view(-1, len(shard)))
     parts[rank].copy_(shard)
     return [partial(dist.broadcast, part, group=group, group_src=at, async_op=True) for at, part in enumerate(parts)]

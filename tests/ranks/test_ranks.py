@@ -44,6 +44,9 @@ def moves(info, tmp_path):
         found[dtype] = whole.clone()
         ranks.reduce_scatter(shard, whole * (info.rank + 1))
         found[dtype, "sum"] = shard
+    for dtype in (torch.int16, torch.float8_e4m3fn):  # which gloo does not know
+        ranks.all_gather(whole := torch.empty(6, dtype=dtype), torch.full((3,), info.rank + 1.0).to(dtype))
+        found[dtype] = whole.float()
     numbers = torch.tensor([1.0, info.rank], dtype=torch.float64)
     ranks.all_reduce(numbers)
     values = torch.full((2, 2), info.rank, dtype=torch.int16)  # which gloo does not know
@@ -66,8 +69,9 @@ def test_what_ranks_move(pair, tmp_path):
     found = pair.run(moves, tmp_path)
     for rank, each in enumerate(found):
         assert each["place"] == (rank, 2, 2)
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.float8_e4m3fn):
             assert each[dtype].tolist() == [1, 1, 1, 2, 2, 2]
+        for dtype in (torch.float32, torch.bfloat16):
             assert each[dtype, "sum"].tolist() == [3 * (rank + 1)] * 3
         assert each["numbers"].tolist() == [2, 1]
         assert each["broadcast"].tolist() == [[1, 1], [1, 1]]
