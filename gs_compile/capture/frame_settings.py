@@ -42,7 +42,7 @@ symbolic_config: Any = _config
 
 
 def set_from_the_start() -> None:
-    """Frames that Dynamo compiles for this backend have their settings from the first trace on; until a reset."""
+    """Frames that Dynamo compiles for this backend have their settings from the first trace on."""
     if _begin not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_begin)
 
@@ -59,7 +59,7 @@ def free(batch: Sequence[str]) -> None:
 
 
 def enter_settings() -> bool:
-    """Have this frame traced under its settings; returns whether it was not, as after ``torch._dynamo.reset()``."""
+    """Have this frame traced under its settings; returns whether it was not, as where Dynamo has lost its callbacks."""
     if _current() is not None:
         return False
     _keep_whole(compiled_frame()["compiler_fn"])

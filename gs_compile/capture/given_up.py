@@ -42,15 +42,17 @@ GIVEN_UP = "Dynamo gave the model's forward up at"
 
 
 def watch() -> Watch:
-    """The watch among torch's hooks, where it stays, and among Dynamo's callbacks, where it stays until a reset. The
-    backend may be asked from now on.
-    """
-    set_from_the_start()
+    """The watch among torch's hooks, where it stays. The backend may be asked from now on."""
     owners = (getattr(hook, "__self__", None) for hook in _global_optimizer_pre_hooks.values())
-    found = next((each for each in owners if isinstance(each, Watch)), None) or Watch()
-    if found.end not in callback_handler.end_callbacks:
-        found.begin()
-    return found
+    return next((each for each in owners if isinstance(each, Watch)), None) or Watch()
+
+
+class _Callbacks(list[Any]):
+    """What Dynamo calls as compilations end. A reset of Dynamo clears it, behind those as they start."""
+
+    def clear(self) -> None:
+        super().clear()
+        watch().begin()
 
 
 class Watch:
@@ -63,9 +65,12 @@ class Watch:
         self._frames: MutableMapping[nn.Module, dict[str, str]] = WeakKeyDictionary()
         self._first: object = None  # later ones of what Dynamo has kept have numbers since its reset
         register_optimizer_step_pre_hook(self.warn)  # for good: torch calls its hooks while it goes through them
+        callback_handler.end_callbacks = _Callbacks(callback_handler.end_callbacks)
+        self.begin()
 
     def begin(self) -> None:
         """Dynamo was reset, or is new: it numbers frames from the first one on."""
+        set_from_the_start()
         self._last.clear()
         self._frames.clear()
         REASONS.new()
@@ -126,8 +131,6 @@ class Watch:
         """An optimizer steps; one of this package finds no backward, and says why itself."""
         told = [] if getattr(optimizer, "tells_of_given_up", False) else [self.words]
         self.forget()
-        if self.end not in callback_handler.end_callbacks:  # since a reset others have these numbers
-            self._last.clear()
         for frame, since in list(self._last.items()):
             if words := self.over_limit({frame}, since):
                 del self._last[frame]

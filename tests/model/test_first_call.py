@@ -16,7 +16,6 @@ from tiered import adamw, files_in, loss_of, options, step, tokens, two_groups
 from torch import nn
 
 import gs_compile
-from gs_compile.capture.given_up import watch
 from gs_compile.errors import (
     CaptureError,
     GraphBreakError,
@@ -304,7 +303,6 @@ def test_a_forward_that_is_given_up_before_the_backend_is_asked_is_warned_of_onc
     model = Recurrent()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.compile(backend="greedysnake", options={"micro_batch_size": 2})
-    watch()  # which the reset has ended
     model(torch.rand(4, 3, 8)).backward()
     line = r"test_first_call\.py:\d+: x = x \+ layer\(x\)\[0\]"
     with pytest.warns(UncapturedWarning, match=rf"(?s)gave the model's forward up at .*{line}.* RNN, GRU, or LSTM"):

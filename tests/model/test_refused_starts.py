@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zoo import GPT, batch, compile_model, train
 
 import gs_compile
-from gs_compile.capture.frame_settings import set_from_the_start
 from gs_compile.errors import (
     GraphBreakError,
     GreedySnakeError,
@@ -52,10 +51,9 @@ class Backend:
     ],
 )
 def test_options_are_refused_before_the_trace_and_dynamo_keeps_nothing_of_it(given, error, words):
-    """After its reset, and where it passes over errors of its own, a model is traced first."""
-    for num_traces, prepare in ((0, set_from_the_start), (1, torch._dynamo.reset)):
+    """Where it passes over errors of its own, a model is traced first."""
+    for num_traces in (0, 1):
         torch._dynamo.reset()
-        prepare()
         model, backend = GPT(), Backend()
         model.compile(backend=backend, options=given)
         with dynamo_config.patch(suppress_errors=bool(num_traces)), pytest.raises(error, match=words) as caught:
@@ -203,10 +201,10 @@ def test_an_exception_of_the_forward_arrives_as_itself_and_the_next_batch_trains
     """Faults: it was a GraphBreakError where a block had been captured, and from a bad batch on the model ran as plain
     PyTorch does, so that a run on the tiers was over.
     """
-    torch._dynamo.reset()
     model = Checked([Halved([nn.Linear(4, 4)]) for _ in range(3)], wrong)
     optimizer = adamw([{"params": list(model.parameters())}])
     model.compile(backend="greedysnake", options=options(tmp_path))
+    torch._dynamo.reset()
     for size in sizes:
         with pytest.raises(KeyError, match="five rows") if size == 5 else nullcontext():
             model(torch.ones(4, size, 4)).backward()
