@@ -17,8 +17,8 @@ from gs_compile.placement.stacks import Stacks
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, StepShape
 
-# Updates of a layer where memory is scarce: three pieces of state, not the states of three layers, are in it. As less
-# is read ahead a step that waits for drives is slower so: nothing that fits with whole updates has pieces.
+# Updates of a layer where memory is scarce: three pieces of state, not the states of three layers, are in it. Less is
+# read ahead then, and more of the states of a model of few layers is in memory.
 SCARCE_UPDATES = 4
 ROUNDING = 1e-6  # of the linear program's parts
 

@@ -7,8 +7,8 @@
                                 (`saved`), with delayed updates and speculative ones
     nothing fits by that        but the program of the least does: host memory keeps the least it can
 
-Updates are whole; where not even the least fits so, they are in pieces, which take less memory. Layers run on all
-tokens at a time, or on some of them where the device has no room for that, or better use for it (`in_pieces`).
+Updates are whole, or in pieces, which take less memory; layers run on all tokens at a time, or on some of them: where
+there is no room for whole ones, or better use for it (`in_pieces`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gs_compile.planner.apart import plan_stacks
 from gs_compile.planner.boundary import Ladder, carrying, retaining
 from gs_compile.planner.builder import SCARCE_UPDATES, planned_peak
 from gs_compile.planner.choose import highest
-from gs_compile.planner.in_pieces import WORTH, faster, smaller, with_layer_tokens
+from gs_compile.planner.in_pieces import faster, smaller, with_layer_tokens
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.lp.search import GROWTH, Search, shortfall
 from gs_compile.planner.problem import Problem, fits
@@ -95,12 +95,12 @@ def _solved(problem: Problem, search: Search | None) -> StepPlan:
         plan = _best_clipping(problem, search)
     except MemoryBudgetError:
         return _scarce(problem)
-    best, most = plan, WORTH * plan.seconds
-    for cut in faster(problem, plan):
+    best = plan
+    for pieces, part in faster(problem, plan):
         with suppress(MemoryBudgetError):
-            other = _best_clipping(cut)
-            best = other if other.seconds < min(most, best.seconds) else best
-    return best
+            other = _best_clipping(pieces)
+            best = other if other.seconds < min(part * plan.seconds, best.seconds) else best
+    return replace(best, history=plan.history)
 
 
 # By the linear program and the simulator ------------------------------------------------------------------------------

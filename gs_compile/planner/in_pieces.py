@@ -2,7 +2,7 @@
 
     a step does not fit         updates in pieces; if it is the device's memory that is short, the largest pieces of
                                 layers (`codegen.pieces`) with which it does, too
-    it fits                     layers in pieces, if the device memory that whole ones compute in is worth that much to
+    it fits                     updates or layers in pieces, if the memory that whole ones take is worth that much to
                                 values
 
 Layers in pieces compute a little more and save nothing but their inputs, which the plan of each size counts. Only a
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from gs_compile.errors import NoFitError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 SIZES = (8192, 2048, 512)  # tokens: what depends on them falls to a quarter each time
 WORTH = 0.95  # of the time with whole layers: what it takes to launch more, smaller operations is not counted
+FASTER = 0.99  # of the time with whole updates: all that those in pieces take is simulated
 
 
 def sizes(num_tokens: int, request: Request, *, separate: bool) -> tuple[int, ...]:
@@ -63,12 +65,22 @@ def _may_help(problem: Problem) -> bool:
     return problem.of(workload.scaled(workspace=0.0)).does_fit()
 
 
-def faster(problem: Problem, plan: StepPlan) -> Iterator[Problem]:
-    """The problem of a plan with layers in pieces, where the memory that they save could make a step faster."""
+def faster(problem: Problem, plan: StepPlan) -> Iterator[tuple[Problem, float]]:
+    """The problem of a plan with updates or with layers in pieces, where the memory that they save could make a step
+    faster, and the part of the plan's time that a step is to take then.
+    """
+
+    def bound_seconds(each: Problem) -> float:
+        found = each.solved(plan.num_micro_batches)
+        return found.seconds if found else inf
+
+    scarce, as_published = problem.updated_in(SCARCE_UPDATES), problem.request.spec.as_published
+    if not as_published and bound_seconds(scarce) < FASTER * bound_seconds(problem):
+        yield scarce, FASTER
     if problem.in_pieces and not problem.request.saves:
-        bound = problem.of(problem.workload.scaled(workspace=0.0)).solved(plan.num_micro_batches)
-        if bound and bound.seconds < WORTH * plan.bound_seconds:
-            yield from map(problem.cut, problem.in_pieces)
+        no_workspace = problem.of(problem.workload.scaled(workspace=0.0))
+        if bound_seconds(no_workspace) < WORTH * plan.bound_seconds:
+            yield from ((problem.cut(size), WORTH) for size in problem.in_pieces)
 
 
 def with_layer_tokens(plan: StepPlan) -> StepPlan:

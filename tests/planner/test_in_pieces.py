@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,20 @@ def test_what_takes_less_and_less(device_memory, sizes):
     last = smallest(given)
     assert (last.layer_tokens, last.layer_updates, last.number) == found[-1]
     assert seen == sizes[1:][-1:]
+
+
+def test_updates_in_pieces_where_states_have_better_use_for_the_memory():
+    """With a little more than fits in pieces alone a step is no slower, as it was by half with whole updates; with
+    enough for all states updates are whole. So they are of a schedule as others publish it.
+    """
+    words = gpt(5, 512, sequence=64, vocabulary=1000, bf16=False, tied=False)  # a layer's states: 24 MiB of 136 MiB
+    slow = replace(A100, device="cpu", device_nbytes=0, matmul_flops_per_second={"fp32": 2e12})
+    budgets = {"116MiB": 4, "124MiB": 4, "156MiB": 4, "300MiB": 1}
+    plans = [decide(problem(words, slow, 1, request=Request(host_memory=each))) for each in budgets]
+    assert [each.placement.decision.layer_updates for each in plans] == list(budgets.values())
+    assert all(more.seconds < less.seconds for less, more in pairwise(plans))
+    published = decide(problem(words, slow, 1, request=Request(host_memory="156MiB", schedule="horizontal")))
+    assert published.placement.decision.layer_updates == 1
 
 
 def test_pieces_where_values_have_better_use_for_the_memory():
