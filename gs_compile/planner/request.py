@@ -6,7 +6,6 @@ also the flags of the command line, the second by the options of the backend (`R
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -32,6 +31,8 @@ OptimizerName = Literal["adamw", "muon"]
 ALPHAS = tuple(number / 100 for number in range(51))  # that the planner chooses from
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
 SECONDS_PER_YEAR = 365 * 86400
+MOST_YEARS = 1_000_000  # that drives are asked to last: the solver has no room for more
+MOST_MICRO_BATCHES = 1_000_000  # of a step: each has numbers of its own in a plan
 CHOSEN = "chosen"  # by the plan, where nothing is given
 
 
@@ -160,8 +161,8 @@ class Request:
             raise PlanError(wrong)
         if self.optimizer == "muon" and self.states == "8bit":
             raise PlanError("optimizer is muon, whose states are fp32 or bf16, not 8bit")
-        if self.wear_years is not None and not 0 < self.wear_years < math.inf:
-            raise PlanError(f"wear_years is {self.wear_years:g}; it must be more than 0, and finite")
+        if self.wear_years is not None and not 0 < self.wear_years <= MOST_YEARS:
+            raise PlanError(f"wear_years is {self.wear_years:g}; it must be more than 0, and {MOST_YEARS:,} at most")
 
     @classmethod
     def of(cls, options: Options, *, clip: bool, accumulate: bool = False) -> Request:
@@ -277,9 +278,14 @@ class Request:
         """Micro-batches of `size` samples, where they are given or follow."""
         if self.spec.whole_batch:
             return 1
-        if self.num_micro_batches is not None or (batch_size := self.own_batch_size) is None:
-            return self.num_micro_batches
-        return -(-batch_size // size)
+        batch_size = self.own_batch_size
+        number = self.num_micro_batches or (None if batch_size is None else -(-batch_size // size))
+        if number is not None and number > MOST_MICRO_BATCHES:
+            raise PlanError(
+                f"a step has {several(number)} of {size}, and {MOST_MICRO_BATCHES:,} at most: batch_size is in "
+                "samples, not tokens; give a smaller one, or a larger micro_batch_size"
+            )
+        return number
 
     def budgets(self, profile: Profile, *, host_nbytes: int | None = None, device_nbytes: int | None = None) -> Budgets:
         """What a run may use of a machine; host_nbytes, device_nbytes: what is asked for, where that is known in bytes.

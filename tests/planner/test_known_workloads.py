@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zoo
 
+from gs_compile.errors import PlanError
 from gs_compile.planner.cost import known_workloads
 from gs_compile.planner.cost.known_workloads import KnownWorkloads
 from gs_compile.planner.cost.workload import ModelSpec
@@ -50,6 +51,12 @@ def known(model, request=ASKED, keeps=True):
         patch.setattr(ModelSpec, "of", refused)
         planner = planner_of(model, request, keeps=keeps)
         return planner.problem(2).workload, planner.workloads.levelled(planner.problem(2).workload)
+
+
+def test_a_config_that_is_no_text_is_refused_in_words(model):
+    model.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(PlanError, match=r"config\.json: no config can be read there"):
+        planner_of(model, ASKED, keeps=True).problem(1)
 
 
 def test_a_workload_is_taken_from_where_it_was_kept(model, monkeypatch):

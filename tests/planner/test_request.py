@@ -37,7 +37,8 @@ WORDS = words_of(Request, Profile=object)
         ({"alpha": 0.2, "clip": True, "clipping": "delayed"}, 'alpha is 0.2, but with clipping="delayed"'),
         ({"wear_years": 0}, "wear_years is 0; it must be more than 0"),
         ({"wear_years": float("nan")}, "wear_years is nan; it must be more than 0"),
-        ({"wear_years": float("inf")}, "wear_years is inf; it must be more than 0, and finite"),
+        ({"wear_years": float("inf")}, "wear_years is inf; it must be more than 0, and 1,000,000 at most"),
+        ({"wear_years": 1e300}, "wear_years is 1e+300; it must be more than 0, and 1,000,000 at most"),
         (
             {"ratios": {"activation": 0.5}, "recompute": "all"},
             'recompute is "all", but ratios.activation is 0.5: leave',
@@ -62,6 +63,15 @@ def test_what_a_plan_cannot_be_asked_for(settings, complaint):
     with pytest.raises(PlanError) as caught:
         Request(**settings)
     assert str(caught.value).startswith(complaint)
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 4 * 10**9}, {"num_micro_batches": 10**9}])
+def test_a_step_of_more_micro_batches_than_a_plan_can_hold(settings):
+    """As of a batch that somebody counts in tokens: it took all memory of the machine."""
+    with pytest.raises(
+        PlanError, match=r"a step has \d+ micro-batches of 4, and 1,000,000 at most: batch_size is in samples"
+    ):
+        Request(**settings).number(4)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class KnownWorkloads:
         path = where / "config.json" if where.is_dir() else where
         if not path.is_file() and "/" in str(model):
             return cls()
-        config = path.read_text() if path.is_file() else ""
+        config = path.read_text(errors="replace") if path.is_file() else ""  # what is no text is refused as it is read
         facts = json.dumps([str(model), config, dict(asked), _versions()], default=str)
         return cls(default_storage() / CACHE / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json")
 
