@@ -7,7 +7,6 @@ also the flags of the command line, the second by the options of the backend (`R
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -203,16 +202,15 @@ class Request:
         """What is made of this. Where that does not fit and nobody asks when updates run, it is made of the same with
         gradients that wait for the norm on SSD too, as those of several backwards.
 
-        That takes less host memory, and each step writes and reads all gradients.
+        That takes less host memory, and each step writes and reads all gradients. A refusal says what that needs.
         """
         is_free = self.clipping is None and self.alpha is None and self.schedule == "vertical"
         try:
             return made(self)
         except MemoryBudgetError:
-            if self.clip and is_free and not self.accumulate:
-                with suppress(MemoryBudgetError):
-                    return made(replace(self, accumulate=True))
-            raise
+            if not (self.clip and is_free) or self.accumulate:
+                raise
+        return made(replace(self, accumulate=True))
 
     @property
     def alphas(self) -> tuple[float, ...]:

@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_planned_and_learns_the_same(harness, storage, budg
 def test_gradients_that_wait_for_the_norm_go_to_ssd_where_host_memory_has_no_room(harness, storage, caplog):
     """Unless somebody has said how updates are to run."""
     make = partial(adamw, max_grad_norm=0.5)
-    budget = least(harness, storage, make) - 1
+    budget = least(harness, storage, make, clip="delayed") - 1
     with harness.fresh(make, given(storage, host_memory=budget)) as optimizer:
         losses = [step(harness.model, optimizer, tokens(number)) for number in range(3)]
         engine = optimizer.engine

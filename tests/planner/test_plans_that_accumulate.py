@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from planned import gpt
 
@@ -26,6 +28,16 @@ def test_sums_go_to_ssd_where_host_memory_has_no_room(clip):
     assert 0 < found.ratios["gradient"] < 0.9
     assert found.seconds > one.seconds
     assert found.placement.accumulates
+
+
+def test_a_refusal_names_what_is_enough_with_sums_on_ssd():
+    """With clipping that nobody asks to delay: it named what delayed clipping needs, which is half as much again."""
+    asked = GIVEN | {"clip": True, "host_memory": "100MiB"}
+    with pytest.raises(NoFitError, match="of host memory") as refusal:
+        plan(WORKLOAD, **asked)
+    enough = re.search(r"it needs (\S+) (\S+) of host memory", str(refusal.value))
+    found = plan(WORKLOAD, **asked | {"host_memory": "".join(enough.groups())})
+    assert STORES_GRADIENTS in found.notes
 
 
 @pytest.mark.parametrize(
