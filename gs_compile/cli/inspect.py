@@ -87,7 +87,7 @@ def _changes(config: Any, request: InspectRequest) -> dict[str, Any]:
     if layers := request.layers:
         fields["num_hidden_layers"] = layers
         if types := getattr(config, "layer_types", None):
-            fields["layer_types"] = types[:layers]
+            fields["layer_types"] = types[:layers] if layers <= len(types) else None  # of more the config's own default
     if hidden := request.hidden:
         fields["hidden_size"] = multiple = hidden
         for name in ("num_attention_heads", "num_key_value_heads"):

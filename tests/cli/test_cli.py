@@ -16,6 +16,7 @@ from command_line import run
 
 import gs_compile
 from gs_compile.cli import inspect
+from gs_compile.cli.requests import InspectRequest
 from gs_compile.errors import (
     InspectionError,
     MemoryBudgetError,
@@ -27,6 +28,7 @@ from gs_compile.errors import (
     StorageFullError,
     StorageLockedError,
 )
+from gs_compile.planner.cost.model import named_config
 from gs_compile.program.text import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +109,16 @@ def test_a_config_file_made_narrow_and_shallow(tmp_path):
     assert found["checkpoint"]["spec"] == "float32[3, 16, 64]"
     attention, mlp, norms = 64 * 64 * 2 + 64 * 32 * 2, 64 * 128 * 3, 64 * 2
     assert found["units"][1]["parameters_nbytes"] == 4 * (attention + mlp + norms)
+
+
+@pytest.mark.parametrize("layers", [3, 40])
+def test_layers_of_several_types_may_be_more_than_a_config_has(layers):
+    found = named_config("gemma3_text")
+    changed = named_config(
+        "gemma3_text", **inspect._changes(found, InspectRequest("gemma3_text", layers=layers, hidden=None))
+    )
+    assert len(changed.layer_types) == layers
+    assert changed.layer_types[:3] == found.layer_types[:3]
 
 
 @pytest.mark.parametrize(
