@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import CaptureError, NoFitError, PlanError
 from gs_compile.planner.in_pieces import smallest
+from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.plan import Planner, planner_of
+from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
 from gs_compile.planner.step_plan import SECONDS_PER_DAY
 
@@ -118,22 +120,35 @@ def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
         planner, (problem, search) = planner.or_storing_gradients(lambda each: (each, each.searched()[0]))
     except NoFitError as error:
         return Fit(way=way, missing=error.message)
-    peaks, written = problem.needs(search.best)
-    size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
+    best = _in_memory(problem, search.best)
+    peaks, written = problem.needs(best)
+    size, number = problem.workload.micro_batch_size, best.num_micro_batches
     largest = _largest(planner, size)
     return Fit(
         way=way,
         ranks=planner.request.ranks,
         batch_size=planner.request.ranks * size * number,
         micro_batch_size=size,
-        tokens_per_second=problem.workload.tokens * search.best.throughput,
-        seconds=search.best.seconds,
+        tokens_per_second=problem.workload.tokens * best.throughput,
+        seconds=best.seconds,
         peaks=peaks,
         written_nbytes=written,
         rated_nbytes=problem.profile.ssd_rated_nbytes,
         largest_micro_batch=largest,
         longest=_longest(planner, largest) if longest else None,
     )
+
+
+def _in_memory(problem: Problem, best: Solution) -> Solution:
+    """The best with everything in host memory where a run has it there, as the device reads that and it has room: the
+    linear program has checkpoints on SSD to be spared a copy.
+    """
+    if problem.profile.separate or problem.request.ratios.given():
+        return best
+    everything = dict.fromkeys(problem.formulas.classes, 1.0)
+    ratios = tuple(replace(each, **everything) for each in best.decision.ratios)
+    found = problem.at(best.num_micro_batches).valued(replace(best.decision, ratios=ratios))
+    return found if problem.needs(found)[0]["host"] <= problem.budgets.host_nbytes else best
 
 
 def _largest(planner: Planner, size: int) -> int:

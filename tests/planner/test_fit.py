@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 import zoo
+from planned import gpt
 from standin import fails
 
 from gs_compile.errors import CaptureError, PlanError
 from gs_compile.planner import fit as module
-from gs_compile.planner.fit import Fit, fit, ways
+from gs_compile.planner.fit import Fit, _fit, fit, ways
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.measure.machines import profile
-from gs_compile.planner.plan import Planner
+from gs_compile.planner.plan import Planner, planner_of
 from gs_compile.planner.request import Request
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
@@ -141,3 +142,11 @@ def test_adapters_that_cannot_be_captured_leave_the_other_ways(config, found, pl
     full, *adapted = fit(config, **ASKED, **BATCH, planners=list(planners))
     assert full.tokens_per_second == pytest.approx(found[0].tokens_per_second)
     assert [each.missing for each in adapted] == ["no batch", "no batch"]
+
+
+def test_what_fits_in_memory_wears_no_drive():
+    """As of a run: the linear program has a checkpoint on SSD, which spares a copy of it."""
+    words = gpt(4, 512, sequence=256, vocabulary=5000)
+    planner = planner_of(words, Request(machine="laptop", sequence=256, micro_batch_size=1))
+    found = _fit("in full", planner, longest=False)
+    assert (found.peaks["ssd"], found.written_nbytes, found.drive_days) == (0, 0, None)
