@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate
-from operator import mul
+from operator import add, mul
 from typing import Any, Literal, Protocol
 
 import sympy
@@ -84,15 +84,24 @@ class Length(int):
         found.symbols = {symbol: values[symbol] for symbol in expression.free_symbols}
         return found
 
-    @staticmethod
-    def product(left: int, right: int) -> int:
+    @classmethod
+    def product(cls, left: int, right: int) -> int:
         """The product of two sizes; a length where one of them is."""
+        return cls._made(mul, left, right)
+
+    @classmethod
+    def sum(cls, left: int, right: int) -> int:
+        """Their sum, as well."""
+        return cls._made(add, left, right)
+
+    @classmethod
+    def _made(cls, operation: Callable[[Any, Any], Any], left: int, right: int) -> int:
         own = [each for each in (left, right) if isinstance(each, Length)]
         if not own:
-            return left * right
-        expression = sympy.prod([each.expression if isinstance(each, Length) else int(each) for each in (left, right)])
+            return int(operation(left, right))
+        expressions = [each.expression if isinstance(each, Length) else int(each) for each in (left, right)]
         values = {symbol: value for each in own for symbol, value in each.symbols.items()}
-        return Length.of(int(left) * int(right), expression, values)
+        return cls.of(operation(int(left), int(right)), operation(*expressions), values)
 
 
 @dataclass(frozen=True, slots=True)

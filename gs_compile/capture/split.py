@@ -10,10 +10,11 @@ on the last layer, or only feeds what does, is the epilogue; the rest is the pro
 Where a model has several stacks a layer is their joint, in the prologue's place for the layers above it: these have
 side inputs from the joint alone, which hands on what they need of those below it.
 
-Exactly one tensor goes from a layer to the next, its checkpoint. What layers make for the epilogue, as the logits of
-routers for a loss of their own, is tapped: it goes there beside the checkpoints, and its gradient back. What a loss
-makes of the taps of all samples at once is no part of the epilogue, which reads it (`whole_batch`). Anything else that
-crosses is refused by name. A layer is a block, or a part of one where the schedule cuts blocks (`BlockCut`).
+Exactly one tensor goes from a layer to the next, its checkpoint; several of one type go as one (`packed`). What layers
+make for the epilogue, as the logits of routers for a loss of their own, is tapped: it goes there beside the
+checkpoints, and its gradient back. What a loss makes of the taps of all samples at once is no part of the epilogue,
+which reads it (`whole_batch`). Anything else that crosses is refused by name. A layer is a block, or a part of one
+where the schedule cuts blocks (`BlockCut`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from gs_compile.capture.graph import (
 from gs_compile.capture.in_place import is_changed, refuse_changes, storage_of
 from gs_compile.capture.loss import Separated
 from gs_compile.capture.operations import is_free, operation
+from gs_compile.capture.packed import pack, together
 from gs_compile.capture.reached import reached_from
 from gs_compile.capture.residual_stream import is_like
 from gs_compile.capture.stacks import stacks
@@ -185,6 +187,7 @@ class _Cut:
         self.origins = {at: self._begun(at, origin) for at, origin in self.origins.items()}
         for at in filter(None, self.origins):
             self._given_on(at)
+        self._pack()
         crossing, carried, epilogue = self._crossing(), [self.origins[0]], self.num_layers + 1
         self.taps: list[fx.Node] = []
         for position in range(1, epilogue):
@@ -202,6 +205,14 @@ class _Cut:
             carried += on
             self.taps += taps
         return self._without_gaps(carried)
+
+    def _pack(self) -> None:
+        """Let one tensor have all that a layer hands on to the next, which takes it apart."""
+        for at, values in together(self._crossing(), self.at, self.num_layers).items():
+            made, taken = pack(values, [node for node in self.readers if self.at[node] == at + 1])
+            self.at |= dict.fromkeys(made, at) | dict.fromkeys(taken, at + 1)
+            self.origins = {unit: made[-1] if unit == at else each for unit, each in self.origins.items()}
+            self.readers = needed_by(self.wanted, self.graph)
 
     def _without_gaps(self, carried: Sequence[fx.Node]) -> list[fx.Node]:
         """Have what units hand on be stored as it is read: where its memory has gaps, others read a copy without."""
@@ -308,7 +319,8 @@ class _Cut:
         )
         return (
             f"{name(position)} must pass exactly one tensor, to the next layer; found {found}. Carry it inside the "
-            "hidden state, or compute it in the embedding so that it becomes a side input"
+            "hidden state, have all that goes on be of one floating dtype, or compute it in the embedding so that it "
+            "becomes a side input"
         )
 
     def _sides(self) -> dict[int, list[fx.Node]]:

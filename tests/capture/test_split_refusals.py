@@ -20,31 +20,45 @@ def refused(error, model, *args):
 
 
 class Two(Block):
+    """Blocks that take in and hand on two tensors."""
+
     def forward(self, pair):
         x, y = pair
-        return super().forward(x), y + x.mean(-1)
+        return super().forward(x + y.mean(-1)[:, None, None].to(x.dtype)), y + x.mean(-1)
 
 
 class Carrying(Tiny):
-    def __init__(self):
-        super().__init__(lambda p, y: p, [Two(), Two()])
+    def __init__(self, dtype, blocks=2):
+        super().__init__(lambda p, y: p, [Two() for _ in range(blocks)])
+        self.dtype = dtype
 
     def forward(self, ids, labels):
         x = self.embed(ids)
         pair = x, torch.zeros_like(x)[..., 0]
         for block in self.blocks:
-            pair = block(pair)
-        return self.criterion(self.head(pair[0] + pair[1][..., None]), labels)
+            x, y = block(pair)
+            pair = x, y.to(self.dtype)
+        return self.criterion(self.head(pair[0] + pair[1][..., None].to(x.dtype)), labels)
 
 
-def test_two_tensors_carried():
-    message = refused(UniformityError, Carrying())
+def test_two_tensors_of_one_type_go_on_as_one():
+    model = Carrying(torch.float32, 3)
+    cut = captured(model, *batch(4)).split(2)
+    assert [unit.results for unit in cut.units] == [("x",), ("x",), ("x",), ("x",), ("y",)]
+    assert cut.units[1].result_specs[0].shape == (2, 5 * WIDTH + 5)
+    assert [len(unit.sources) for unit in cut.units[1:4]] == [5, 5, 5]
+    assert_units_equal_the_model(model, *batch(4))
+
+
+def test_two_tensors_of_two_types():
+    message = refused(UniformityError, Carrying(torch.float64))
     assert re.search(
         r"layer 0 must pass exactly one tensor, to the next layer; found `\w+` float32\[2, 5, 8\]", message
     )
-    assert re.search(r"; `\w+` float32\[2, 5\] read by layer 1 at .*test_split_refusals.py:\d+: return super", message)
+    assert re.search(r"; `\w+` float64\[2, 5\] read by layer 1 at .*test_split_refusals.py:\d+: pair = x, y", message)
     assert message.endswith(
-        "Carry it inside the hidden state, or compute it in the embedding so that it becomes a side input"
+        "Carry it inside the hidden state, have all that goes on be of one floating dtype, or compute it in the embedding "
+        "so that it becomes a side input"
     )
 
 

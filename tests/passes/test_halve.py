@@ -124,7 +124,7 @@ layer 0 (blocks.0) cannot be cut in two: the single schedule keeps a checkpoint 
             halves(Both(), Both())
         self.assertExpectedInline(
             shown(caught.value),
-            """the attention half of layer 0 must pass exactly one tensor, to the next layer; found `table` float32[5, 1] read by the feed-forward half of layer 0 at test_halve.py: table = torch.arange(x.shape[1])[:, None] * 0.1; `x_1` float32[2, 5, 8] read by the feed-forward half of layer 0 at test_halve.py: x = x + self.attention(x * table). Carry it inside the hidden state, or compute it in the embedding so that it becomes a side input""",
+            """the attention half of layer 0 must pass exactly one tensor, to the next layer; found `table` float32[5, 1] read by the feed-forward half of layer 0 at test_halve.py: table = torch.arange(x.shape[1])[:, None] * 0.1; `x_1` float32[2, 5, 8] read by the feed-forward half of layer 0 at test_halve.py: x = x + self.attention(x * table). Carry it inside the hidden state, have all that goes on be of one floating dtype, or compute it in the embedding so that it becomes a side input""",
         )
 
     def test_classes_are_of_halves(self):

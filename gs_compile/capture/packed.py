@@ -1,0 +1,113 @@
+"""packed: several tensors that one unit hands on, as one.
+
+    layer 0                                     layer 1
+    image --> reshape --.                      .--> split --> reshape --> image
+                         cat --> checkpoint --|
+    text  --> reshape --'                      '--> split --> reshape --> text
+
+Image and text of a diffusion model are such tensors, which each of its blocks takes in and hands on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from functools import reduce
+from itertools import product
+from typing import Any
+
+import torch
+from torch import fx
+
+from gs_compile.capture.graph import Length, TensorSpec
+from gs_compile.capture.in_place import is_changed
+from gs_compile.capture.operations import tensor_spec
+from gs_compile.capture.residual_stream import is_like
+
+
+def together(
+    crossing: Mapping[fx.Node, Set[int]], at: Mapping[fx.Node, int], num_layers: int
+) -> dict[int, Sequence[fx.Node]]:
+    """Of the values that each unit makes for the next alone, those that one tensor is to have.
+
+    The last layer's are those that are like what it takes in itself; the prologue's, those that stand for what the
+    first layer makes of them, so that its code is that of the others. crossing: of values that units read that do not
+    make them, these units; at: the unit of each node.
+    """
+    units = defaultdict[int, list[fx.Node]](list)
+    for value, readers in crossing.items():
+        if at[value] + 1 in readers <= {at[value] + 1, num_layers + 1}:
+            units[at[value]].append(value)
+    found = {unit: values for unit, values in units.items() if 0 < unit < num_layers and _fits(values)}
+    above = [value.meta["spec"] for value in found.get(num_layers - 1, ())]
+    last = [value for value in units[num_layers] if any(is_like(value, spec) for spec in above)]
+    first = _in_place_of(found.get(1, ()), units[0])
+    found |= {unit: values for unit, values in ((num_layers, last), (0, first)) if _fits(values)}
+    return {unit: values for unit, values in found.items() if _are_made_first(values, unit, at)}
+
+
+def pack(values: Sequence[fx.Node], readers: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Add a tensor of all values to their graph, behind the last of them, and have some nodes read what is in it.
+
+    Returns the nodes that make it, it last, and those that take it apart.
+    """
+    graph, specs = values[0].graph, [value.meta["spec"] for value in values]
+    sizes = [reduce(Length.product, spec.shape[1:]) for spec in specs]
+    requires_grad = any(spec.requires_grad for spec in specs)
+    whole = _rows(replace(specs[0], requires_grad=requires_grad), reduce(Length.sum, sizes))
+    made, taken, found = list[fx.Node](), list[fx.Node](), dict[fx.Node, fx.Node]()
+
+    def add(nodes: list[fx.Node], spec: Any, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        nodes.append(graph.call_function(function, args, kwargs))
+        nodes[-1].meta = {"spec": spec, "storage": None}
+        return nodes[-1]
+
+    with graph.inserting_before(max(values).next):
+        rows = [
+            add(made, _rows(spec, size), torch.reshape, value, (spec.shape[0], size))
+            for value, spec, size in zip(values, specs, sizes, strict=True)
+        ]
+        packed = add(made, whole, torch.cat, rows, 1)
+        parts = tuple(replace(whole, shape=(whole.shape[0], size)) for size in sizes)
+        split = add(taken, parts, torch.split, packed, sizes, 1)
+        for number, (value, spec) in enumerate(zip(values, specs, strict=True)):
+            part = add(taken, parts[number], operator.getitem, split, number)
+            shaped = replace(spec.contiguous, requires_grad=requires_grad)
+            part = add(taken, shaped, torch.reshape, part, spec.shape)
+            found[value] = add(taken, shaped, torch.clone, part, memory_format=torch.contiguous_format)
+    for node, value in product(readers, values):
+        node.replace_input_with(value, found[value])
+    return made, taken
+
+
+def _are_made_first(values: Sequence[fx.Node], unit: int, at: Mapping[fx.Node, int]) -> bool:
+    """Whether the unit above reads each of some values behind all of them."""
+    return all(max(values) < user for value in values for user in value.users if at.get(user) == unit + 1)
+
+
+def _fits(values: Sequence[fx.Node]) -> bool:
+    """Whether one tensor can have these, which are several: each has numbers of one type for the same samples.
+
+    Readers of what is changed in place later look at memory that a copy would not have.
+    """
+    specs = [spec for value in values if (spec := tensor_spec(value)) is not None and not is_changed(value)]
+    kinds = {(spec.shape[:1], spec.dtype, spec.device, spec.batch_dims) for spec in specs}
+    are_rows = all(len(spec.shape) > 1 and spec.is_sized and spec.dtype.is_floating_point for spec in specs)
+    is_one_kind = len(kinds) == 1 and specs[0].batch_dims == (0,)
+    return 1 < len(values) == len(specs) and is_one_kind and are_rows
+
+
+def _in_place_of(values: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of others that are like these, one for one; none if one has no like."""
+    found = list[fx.Node]()
+    for value in values:
+        like = (each for each in others if each not in found and is_like(each, value.meta["spec"]))
+        found += [each] if (each := next(like, None)) is not None else []
+    return found if len(found) == len(values) else []
+
+
+def _rows(spec: TensorSpec, size: int) -> TensorSpec:
+    """The spec of a tensor with so many numbers for each sample, in a row."""
+    return replace(spec, shape=(spec.shape[0], size)).contiguous
