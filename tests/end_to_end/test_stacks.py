@@ -215,6 +215,31 @@ class FirstValues(Model):
         return x
 
 
+class Joint(nn.Module):
+    """A block of two streams, each of which reads the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = Block(), Block()
+
+    def forward(self, image, text):
+        seen = image.mean(1, keepdim=True)
+        return self.image(image + text.mean(1, keepdim=True)), self.text(text + seen)
+
+
+class TwoStreams(Model):
+    """Two tensors of different shapes go from block to block, and come to the head."""
+
+    def __init__(self):
+        super().__init__([Joint() for _ in range(3)])
+
+    def stack(self, x, ids):
+        text = self.embed(ids[:, 1:3].flip(1))
+        for block in self.blocks:
+            x, text = block(x, text)
+        return x + text.mean(1, keepdim=True)
+
+
 class LongSkips(Model):
     """The last blocks add what the first ones make, in the reverse order, as in a U-Net."""
 
@@ -349,6 +374,7 @@ CASES = [
     (SharedBias, "012", 0),
     (FirstValues, "012", 0),  # the first block runs with the embedding, as the first two of the next case
     (LongSkips, "0 1 23", 0),
+    (TwoStreams, "012", 0),
     (Narrowing, "0 1 2 3 4", 0),
     (Bare, "012", 0),
     (Container, "012", 0),
