@@ -259,11 +259,13 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        read = [each for each in ctx.saved_tensors if each.requires_grad] if torch.is_grad_enabled() else []
         found = _Step.of_first_order(ctx, *gradients)
         if not torch.is_grad_enabled():
             return found
-        # Without that, a penalty on gradients would learn nothing.
-        return tuple(each if each is None else refusing(each, OutputGradientError(SECOND_ORDER)) for each in found)
+        # Without that, a penalty on gradients would learn nothing, and their gradients for what was read be zero.
+        error = OutputGradientError(SECOND_ORDER)
+        return tuple(each if each is None else refusing(each, error, *read) for each in found)
 
     @staticmethod
     @once_differentiable
@@ -289,15 +291,16 @@ class _Step(torch.autograd.Function):
             return (None, *call.backward(gradients))
 
 
-def refusing(tensor: torch.Tensor, error: GreedySnakeError) -> torch.Tensor:
-    """A tensor with the same values, whose backward raises an error."""
-    found: torch.Tensor = _Refusing.apply(error, torch.ones((), requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+def refusing(tensor: torch.Tensor, error: GreedySnakeError, *sources: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same values, whose backward raises an error, also one for some sources alone."""
+    given = (torch.ones((), requires_grad=True), *sources)
+    found: torch.Tensor = _Refusing.apply(error, tensor, *given)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, error: GreedySnakeError, _: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, error: GreedySnakeError, tensor: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         ctx.error = error
         return tensor.view_as(tensor)
 

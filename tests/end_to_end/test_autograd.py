@@ -340,6 +340,10 @@ def test_a_gradient_of_gradients_is_refused():
     assert torch.equal(found, wanted)
     with pytest.raises(OutputGradientError, match=r"a gradient of gradients was asked for \(create_graph=True\)"):
         (loss.detach() + found.square().sum()).backward()
+    with pytest.raises(
+        OutputGradientError, match="a gradient of gradients was asked for"
+    ):  # as of a Hessian's diagonal
+        torch.autograd.grad(found.sum(), weight, allow_unused=True)
 
 
 def test_a_loss_that_lives_on_keeps_nothing_of_its_step():
