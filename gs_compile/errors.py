@@ -97,7 +97,7 @@ class MutationError(CaptureError):
 
 
 class UniformityError(CaptureError):
-    """The model has no blocks one after the other, or its blocks exchange more than one tensor."""
+    """The model has no blocks one after the other, or its blocks exchange tensors that cannot be stored as one."""
 
 
 class UniformityWarning(GreedySnakeWarning):
