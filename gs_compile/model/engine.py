@@ -81,6 +81,7 @@ class Engine(ParameterStore):
         self.open = OpenCalls()
         self.record: StepRecord | None = None  # of backwards that optimizer.step() has not closed yet
         self.num_backwards = 0  # of the step under way
+        self._makes_way = False  # for another engine
         self.snapshots: tuple[Program, ...] = ()  # of the program of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
@@ -111,8 +112,11 @@ class Engine(ParameterStore):
 
     @property
     def failed_at_start(self) -> bool:
-        """Whether the run has ended before its first step, and all that it began with is there: it can begin again."""
-        return self.closed and self.ranks is None and not (self.num_steps or self.has_loaded_state)
+        """Whether the run has ended before its first step, or made way for another, and all that it began with is
+        there: it can begin again.
+        """
+        is_at_start = self._makes_way or not (self.num_steps or self.has_loaded_state)
+        return self.closed and self.ranks is None and is_at_start
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -283,6 +287,7 @@ class Engine(ParameterStore):
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""
+        self._makes_way = True
         self.open.abandon(refusal)
         self.record = None
         self.tiers.close()

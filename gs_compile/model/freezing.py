@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -59,25 +60,27 @@ def train_others(engine: Engine, call: Call) -> Engine:
     optimizer = next(optimizers_of(read), None)
     if optimizer is None:
         raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
-    missed = optimizer.steps.missed
-    optimizer.note_missed(each for each in read if each.requires_grad and not residency_of(each).is_trained)
-    try:
+    with ExitStack() as undo:  # also where the user interrupts it: the engine is as it was
+        undo.callback(setattr, optimizer.steps, "missed", optimizer.steps.missed)
+        undo.callback(optimizer.state.update, dict(optimizer.state))
+        optimizer.note_missed(each for each in read if each.requires_grad and not residency_of(each).is_trained)
         prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes)
-    except BaseException:
-        optimizer.steps.missed = missed
-        raise
-    log.info(
-        "%s: %d parameters are trained in the place of %d. The run is planned anew%s",
-        reason,
-        sum(each.requires_grad for each in read),
-        sum(residency_of(each).is_trained for each in spans),
-        "" if optimizer is not engine.optimizer else "; parameters that stay trained keep their states",
-    )
-    with stage("moving parameters to their new plan", len(spans)) as advance, torch.inference_mode(False):
-        for parameter, span in spans.items():
-            optimizer.keep_state(parameter)
-            bring_out(engine, parameter, span)
-            advance()
+        log.info(
+            "%s: %d parameters are trained in the place of %d. The run is planned anew%s",
+            reason,
+            sum(each.requires_grad for each in read),
+            sum(residency_of(each).is_trained for each in spans),
+            "" if optimizer is not engine.optimizer else "; parameters that stay trained keep their states",
+        )
+        with stage("moving parameters to their new plan", len(spans)) as advance, torch.inference_mode(False):
+            for parameter, span in spans.items():
+                residency = residency_of(parameter)
+                before = {name: getattr(residency, name) for name in ("stash", "folder", "codec")}
+                undo.callback(vars(residency).update, before)
+                optimizer.keep_state(parameter)
+                bring_out(engine, parameter, span)
+                advance()
+        undo.pop_all()
     engine.end(reason)
     for parameter in spans:
         hand_back(parameter)

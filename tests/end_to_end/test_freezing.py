@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import logging
 import math
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
 from learner import distance
-from tiered import Harness, Outcome, adamw, gpt2, loss_of, options, outcome, step, tokens
+from tiered import Harness, Outcome, adamw, gpt2, loss_of, options, outcome, shared, step, tokens
 
 import gs_compile
-from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError, StorageFullError
+from gs_compile.model import engine, freezing
 
 pytestmark = pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")  # layers, one of them frozen
 SCHEDULE = ["h.1", "", "h.0", ""]  # of each step, what is in the names of all that is trained
@@ -115,17 +118,24 @@ def plain_steps(state_dict):
     return state_dict
 
 
-def trained(harness, folder, *, detour=False, **given) -> Outcome:
-    """detour: before a step another schedule is begun, and given up."""
+def trained(harness, folder, *, detour=False, hinder=None, **given) -> Outcome:
+    """detour: before a step another schedule is begun, and given up. hinder: has the call fail that begins a schedule."""
     model = harness.model
+
+    def call(number):
+        with pytest.MonkeyPatch.context() as patched, nullcontext() if hinder is None else hinder(patched):
+            loss_of(model, tokens(number))
+
     with harness.fresh(partial(adamw, state_dtype="8bit"), options(folder, **given)) as optimizer:
         freeze(model, "h.1")
         step(model, optimizer, tokens(0))
         freeze(model, "")
+        if hinder is not None:
+            call(1)
         step(model, optimizer, tokens(1))
         if detour:
             freeze(model, "h.0")
-            loss_of(model, tokens(2))
+            call(2)
             freeze(model, "")
         step(model, optimizer, tokens(2))
         return outcome(model, optimizer, [], [])
@@ -137,6 +147,42 @@ def test_the_same_bits_wherever_data_is_stored(tmp_path):
     harness = Harness(partial(gpt2, norms=torch.float32))
     in_memory = trained(harness, tmp_path, ratios=everywhere, masters="whole", alpha=1.0)
     assert in_memory.differences(trained(harness, tmp_path, alpha=0.3, separate_device=True, detour=True)) == []
+
+
+def hindrance(owner, name, index, error):
+    """The index-th call of a function fails, as on a disk that is full for a while."""
+
+    @contextmanager
+    def hinder(patched):
+        real, calls = getattr(owner, name), count()
+
+        def call(*given):
+            if next(calls) == index:
+                raise error
+            return real(*given)
+
+        patched.setattr(owner, name, call)
+        with pytest.raises(type(error)):
+            yield
+
+    return hinder
+
+
+@pytest.mark.parametrize("detour", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name", "index", "error"),
+    [
+        (freezing, "bring_out", 2, KeyboardInterrupt()),
+        (engine, "open_tiers", 0, StorageFullError("full")),
+        (engine, "move_in", 0, StorageFullError("full")),
+    ],
+)
+def test_a_schedule_that_fails_to_begin_costs_nothing(owner, name, index, error, detour, tmp_path):
+    """The call is made again, or the schedule is given up."""
+    harness = shared()
+    wanted = trained(harness, tmp_path, alpha=0.3)
+    found = trained(harness, tmp_path, alpha=0.3, detour=detour, hinder=hindrance(owner, name, index, error))
+    assert found.differences(wanted) == []
 
 
 def test_what_is_trained_changes_between_steps(tmp_path):
