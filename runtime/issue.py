@@ -127,6 +127,7 @@ class TieredExecutor(Executor):
                     self.tiers.failure.check()
                     self._wait_for_memory(at)
                     self._issue_at(at)
+                self.tiers.pending = None  # late updates are issued with a program's first half
             self._segment.waits = self.program.trains and stop == self._half
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -171,6 +172,7 @@ class TieredExecutor(Executor):
             is_gone = op.verb == "free" and op.reads[0] not in self._table(op.reads[0]).contents
             if all(map(is_of_units, values)) and not is_gone:
                 self._issue_at(index)
+        self.tiers.pending = None
 
     def _wait_for_memory(self, at: int) -> None:
         """Until there is room on the device for what an operation takes: lanes may lag behind this thread."""

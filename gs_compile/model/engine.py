@@ -196,8 +196,6 @@ class Engine(ParameterStore):
         try:
             executor.forward()
         finally:
-            if shape.training:
-                self.tiers.pending = None
             if self.durable is not None:
                 self.durable.end_call(training=shape.training)
         if shape.training:
@@ -342,7 +340,6 @@ class Engine(ParameterStore):
             program = self.planning.flush(_after(pending, self.placement, seals=seals))
             nothing = Bindings(dict.fromkeys(self._units, ()), {})
             TieredExecutor(self.tiers, self.placement, program, None, {}, nothing).backward()
-            self.tiers.pending = None
 
     # Values ----------------------------------------------------------------------------------------------------------
 
