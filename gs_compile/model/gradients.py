@@ -72,6 +72,16 @@ def refuse_left(parameters: Iterable[Tensor]) -> None:
         )
 
 
+def refuse_zeros(parameters: Iterable[Tensor]) -> None:
+    """Raise `StepOrderError` where a step comes without a backward, and gradients were set to zero in place."""
+    if have_zeros(parameters):
+        raise StepOrderError(
+            "optimizer.step() was called without a backward, and gradients of zeros are left from "
+            "zero_grad(set_to_none=False): torch would update by them, so moments and weight decay would change "
+            "parameters. Call optimizer.zero_grad(), which drops them, or leave this step() out"
+        )
+
+
 def are_dropped(parameters: Collection[Tensor]) -> bool:
     """Whether the gradients of the step that `optimizer.step()` is to close were dropped, all of them.
 

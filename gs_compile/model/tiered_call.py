@@ -20,7 +20,7 @@ from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
 from gs_compile.model.gradients import is_zeroed, mark_gradient_unavailable, refuse_left, take_given
 from gs_compile.model.outputs import Gradients
-from gs_compile.model.residency import is_offloaded
+from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.program.ir import StepShape, Unit, Value
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.stream import without_autocast
@@ -35,7 +35,7 @@ class TieredCall(Call):
     engine: Engine
     random: Mapping[str, str] | None  # the state that it has found, where steps are durable
     executor: TieredExecutor = field(init=False, repr=False)
-    changes: Sequence[int] = field(init=False, default=())  # in place, of the arguments, when the forward ran
+    changes: Sequence[int] = field(init=False, default=())  # of the arguments, when the forward ran
 
     def forward(self) -> list[torch.Tensor]:
         durable = self.engine.durable
@@ -83,8 +83,9 @@ class TieredCall(Call):
 
     @property
     def _changes(self) -> list[int]:
-        """How often each argument that is no parameter was changed in place."""
-        return [changes(arg) for arg in self.args if isinstance(arg, torch.Tensor) and not is_offloaded(arg)]
+        """How often each argument was changed in place, or was given another value as a parameter."""
+        tensors = (arg for arg in self.args if isinstance(arg, torch.Tensor))
+        return [residency_of(each).num_writes if is_offloaded(each) else changes(each) for each in tensors]
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
@@ -192,8 +193,8 @@ class TieredCall(Call):
         if self.changes != self._changes:
             raise StepOrderError(
                 "the first step of this run has several backwards, but the inputs of its first call were changed in "
-                'place since then, so that call cannot be repeated: give options={"accumulate": True}, or pass each '
-                "call its own tensors"
+                "place since then, or its parameters were given other values, so that call cannot be repeated: give "
+                'options={"accumulate": True}, or pass each call its own tensors'
             )
         self.engine = engine
         with torch.no_grad():
