@@ -71,6 +71,7 @@ class Durable:
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
         self._is_open = False  # that commit was made between two calls: schedulers and values may change after it
         self.former = setting.store.former if setting.store else None
+        self._goes_on = self.former is not None
         tiers.commits.snapshot = self.snapshot
 
     @staticmethod
@@ -125,10 +126,12 @@ class Durable:
         """Whether a program between two calls commits what `num_steps` have left; `always`: it is asked for.
 
         On ranks it has to be asked for, and they leave it at that commit: one of them alone may have asked for values.
+        A run that goes on may have changed what it has taken up, before its first step.
         """
         self._num_steps, self._is_open = num_steps, self._tiers.setting.ranks is None
         is_due = self._is_open and num_steps > self._num_committed and num_steps % self.every == 0
-        return is_due or (always and num_steps > max(0, self._num_committed - self._is_open))
+        first = -1 if self._goes_on else 0
+        return is_due or (always and num_steps > max(first, self._num_committed - self._is_open))
 
     @contextmanager
     def within(self, random: Mapping[str, str] | None) -> Iterator[None]:

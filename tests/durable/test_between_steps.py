@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from killed import resumed
 from safetensors.torch import load_file
 from tiered import adamw, loss_of, options, step, tokens
 from torch.utils.data import Sampler
@@ -85,3 +86,20 @@ def test_a_call_that_is_refused_leaves_commits_the_random_numbers_of_now(harness
         torch.rand(1)
         optimizer.commit()
         assert read(tmp_path / FOLDER).random == random_state()
+
+
+def test_what_a_resumed_run_changes_before_its_first_step_is_committed(harness, tmp_path):
+    """Fault: commit() did nothing then, without a word."""
+    given, model = options(tmp_path, durability="step"), harness.model
+    with harness.fresh(adamw, given) as optimizer:
+        step(model, optimizer, tokens(0))
+        optimizer.commit()
+    with resumed(harness, adamw, given) as optimizer, torch.no_grad():
+        loss_of(model, tokens(1))
+        model.get_parameter(NAME).fill_(3.0)
+        optimizer.kept.user = "changed"
+        optimizer.commit()
+    with resumed(harness, adamw, given) as optimizer, torch.no_grad():
+        loss_of(model, tokens(1))
+        assert (optimizer.num_steps, read(tmp_path / FOLDER).user) == (1, "changed")
+        assert bool((model.get_parameter(NAME) == 3).all())
