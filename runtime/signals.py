@@ -12,9 +12,10 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from gs_compile.runtime.forks import leave_in_children
 
@@ -54,6 +55,8 @@ def _handle(numbers: Iterable[signal.Signals]) -> Ending | None:
         return None
     known = (signal.getsignal(number) for number in (*ENDING, signal.SIGINT))
     ending = next((each for each in known if isinstance(each, Ending) and each.pid == os.getpid()), None) or Ending()
+    if getattr(sys.unraisablehook, "func", None) != ending.send_again:
+        sys.unraisablehook = partial(ending.send_again, sys.unraisablehook)
     for number in numbers:
         found = signal.getsignal(number)
         if found in (signal.SIG_DFL, signal.default_int_handler) or (isinstance(found, Ending) and found is not ending):
@@ -72,9 +75,7 @@ class Ending:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self.pid and _is_in_finalizer(frame):
-            again = threading.Timer(SOON_SECONDS, signal.pthread_kill, [threading.main_thread().ident, number])
-            again.daemon = True
-            again.start()
+            _send_soon(number)
             return
         if number in ENDING:
             signal.signal(number, signal.SIG_DFL)
@@ -85,6 +86,15 @@ class Ending:
             self._answered.discard(number)
             return
         raise _error(number)
+
+    def send_again(self, before: Callable[[Any], object], ignored: Any) -> None:
+        """A signal whose exception Python has ignored, as in a callback of a weak reference. before: for others."""
+        number = getattr(ignored.exc_value, "signal_number", None)
+        if number is None or os.getpid() != self.pid:
+            before(ignored)
+            return
+        signal.signal(number, self)
+        _send_soon(number)
 
     def listen(self) -> None:
         """Start the thread that hears of signals at once; not where the process listens for something of its own."""
@@ -134,5 +144,13 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
     return False
 
 
+def _send_soon(number: int) -> None:
+    again = threading.Timer(SOON_SECONDS, signal.pthread_kill, [threading.main_thread().ident, number])
+    again.daemon = True
+    again.start()
+
+
 def _error(number: int) -> BaseException:
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+    error = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+    error.signal_number = number  # type: ignore[attr-defined]
+    return error
