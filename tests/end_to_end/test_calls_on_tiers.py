@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from learner import distance
-from tiered import LENGTH, VOCABULARY, Harness, adamw, gpt2, options, step, tokens
+from tiered import LENGTH, VOCABULARY, Harness, adamw, gpt2, loss_of, options, step, tokens
 from torch import nn
 from zoo import VOCAB, WIDTH, small
 
@@ -135,10 +135,10 @@ def test_terms_beside_the_loss(separate, tmp_path, monkeypatch):
     optimizer, theirs = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
     given = options(tmp_path, alpha=0.5, separate_device=separate)
     model.compile(backend="greedysnake", options={**given, "outputs": "all"})
-    for number, loss_of in enumerate(TERMS):
+    for number, term_of in enumerate(TERMS):
         ids = tokens(number) % VOCAB
         for each, update in ((model, optimizer), (reference, theirs)):
-            loss_of(each(input_ids=ids, labels=ids, output_hidden_states=True)).backward()
+            term_of(each(input_ids=ids, labels=ids, output_hidden_states=True)).backward()
             update.step()
             update.zero_grad()
     assert distance(model.state_dict(), reference.state_dict()) < 1e-7
@@ -270,3 +270,30 @@ def test_gradients_of_inputs(name, freeze, given, tmp_path):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)
     assert distance(model.state_dict(), reference.state_dict()) < 1e-7
     optimizer.engine.tiers.close()
+
+
+def test_a_step_of_zeros_that_had_no_backward_is_refused(harness, tmp_path):
+    """torch would update by them; fault: nothing was done, without a word."""
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        loss_of(harness.model, tokens(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        with pytest.raises(
+            StepOrderError, match=r"gradients of zeros .* Call optimizer\.zero_grad\(\), which drops them"
+        ):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert optimizer.num_steps == 1
+
+
+def test_a_call_is_not_done_again_with_other_parameters(harness, tmp_path):
+    """Fault: where another call had come after the change, the gradient was that of the new values."""
+    with harness.fresh(adamw, options(tmp_path)):
+        loss = loss_of(harness.model, tokens(0))
+        with torch.no_grad():
+            harness.model.lm_head.weight.mul_(0.5)
+        other = loss_of(harness.model, tokens(1))
+        with pytest.raises(StepOrderError, match=r"its parameters were given other values"):
+            loss.backward()
+        del other
