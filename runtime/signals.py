@@ -152,5 +152,5 @@ def _send_soon(number: int) -> None:
 
 def _error(number: int) -> BaseException:
     error = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
-    error.signal_number = number  # type: ignore[attr-defined]
+    error.signal_number = number  # type: ignore[union-attr]
     return error
