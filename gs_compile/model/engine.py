@@ -223,7 +223,8 @@ class Engine(ParameterStore):
         record = self._new_record(losses, reached, zeroed=zeroed)
         self.announce("one more backward" if record.adds else "the backward", f", {record.told_settings}")
         with self.tiers.whole():
-            executor.record = self.record = record
+            self._take(record, zeroed=zeroed)
+            executor.record = record
             self.num_backwards += 1
             yield
 
@@ -234,8 +235,6 @@ class Engine(ParameterStore):
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
         count(optimizer.param_groups, record, self.ranks)
-        if zeroed:
-            forget_gradients(optimizer.group_of)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
         record.idle = self._may_be_idle.difference(reached, map(self.trained_span, have_zeros(optimizer.group_of)))
@@ -250,6 +249,12 @@ class Engine(ParameterStore):
             record.num_losses += self.record.num_losses
             record.num_tokens = self.record.num_tokens
         return record
+
+    def _take(self, record: StepRecord, *, zeroed: bool) -> None:
+        """Have a record as that of the step under way; zeroed: as of `backward`."""
+        if zeroed and self.optimizer is not None:
+            forget_gradients(self.optimizer.group_of)
+        self.record = record
 
     def end_backward(self, executor: TieredExecutor, call: Call, repeat: Callable[[Engine], None]) -> None:
         """The backward of a call has run; repeat: runs the call and its backward on another engine."""
@@ -281,7 +286,7 @@ class Engine(ParameterStore):
         record = self._new_record([], (), zeroed=True)
         with self.tiers.whole():
             self.sums.clear()
-            self.record = record
+            self._take(record, zeroed=True)
 
     def end(self, refusal: str) -> None:
         """Close the tiers, for another engine; refusal: what backwards of open calls are told."""

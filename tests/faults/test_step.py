@@ -277,29 +277,6 @@ def test_an_interrupt_in_the_computation(harness, monkeypatch, tmp_path, verb, a
             whole_steps(harness.model, optimizer, 2)
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])  # "backward": late updates alone, as reading has them made
-def test_an_interrupt_behind_late_updates_does_not_have_them_made_again(harness, monkeypatch, tmp_path, half):
-    """Fault: where sums stay, as those of several backwards do, the next call made them once more."""
-    real = getattr(TieredExecutor, half)
-
-    def interrupted(executor):
-        real(executor)
-        raise KeyboardInterrupt
-
-    given = options(tmp_path, accumulate=True)
-    with harness.fresh(adamw, given) as optimizer:
-        step(harness.model, optimizer, tokens(0))
-        use = partial(loss_of, harness.model, tokens(1)) if half == "forward" else optimizer.synchronize
-        with monkeypatch.context() as patched:
-            patched.setattr(TieredExecutor, half, interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                use()
-        found = outcome(harness.model, optimizer, [], [])
-    with harness.fresh(adamw, given) as optimizer:
-        step(harness.model, optimizer, tokens(0))
-        assert not found.differences(outcome(harness.model, optimizer, [], []))
-
-
 def test_an_interrupt_ahead_of_the_backward_half_ends_the_run(harness, monkeypatch, tmp_path):
     """Where updates wait, `step()` would make them of sums that have no gradient yet."""
 

@@ -1,0 +1,57 @@
+"""An interrupt between two parts of a step: what was done counts once, and what was dropped stays so."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from tiered import adamw, loss_of, options, outcome, step, tokens
+
+from gs_compile.model import engine
+from gs_compile.runtime.issue import TieredExecutor
+
+KEEPS_CAPTURES = True
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])  # "backward": late updates alone, as reading has them made
+def test_an_interrupt_behind_late_updates_does_not_have_them_made_again(harness, monkeypatch, tmp_path, half):
+    """Fault: where sums stay, as those of several backwards do, the next call made them once more."""
+    real = getattr(TieredExecutor, half)
+
+    def interrupted(executor):
+        real(executor)
+        raise KeyboardInterrupt
+
+    given = options(tmp_path, accumulate=True)
+    with harness.fresh(adamw, given) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        use = partial(loss_of, harness.model, tokens(1)) if half == "forward" else optimizer.synchronize
+        with monkeypatch.context() as patched:
+            patched.setattr(TieredExecutor, half, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                use()
+        found = outcome(harness.model, optimizer, [], [])
+    with harness.fresh(adamw, given) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        assert not found.differences(outcome(harness.model, optimizer, [], []))
+
+
+def test_an_interrupt_ahead_of_a_backward_does_not_bring_back_what_was_dropped(harness, monkeypatch, tmp_path):
+    """Fault: `step()` made updates of the gradients of the backward before."""
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with harness.fresh(adamw, options(tmp_path, accumulate=True)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        before = outcome(harness.model, optimizer, [], [])
+        loss_of(harness.model, tokens(1)).backward()
+        optimizer.zero_grad()
+        loss = loss_of(harness.model, tokens(2))
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "have_zeros", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+        optimizer.step()
+        assert (optimizer.num_steps, optimizer.num_skipped) == (1, 1)
+        assert not outcome(harness.model, optimizer, [], []).differences(before)
