@@ -56,10 +56,17 @@ def take_given(parameters: Iterable[Tensor]) -> None:
         grads = [(each, each.grad) for each in parameters if is_offloaded(each)]
     others = [(each, grad) for each, grad in grads if grad is not None and grad is not residency_of(each).gradient]
     given = [(each, grad) for each, grad in others if isinstance(grad, UnavailableGradient) or bool(grad.any())]
-    for parameter, _ in given:
-        parameter.grad = None
-    for parameter, gradient in given:
-        residency_of(parameter).add_gradient(parameter, gradient)
+    left = dict(given)
+    try:
+        for parameter in left:
+            parameter.grad = None
+        for parameter, gradient in given:
+            residency_of(parameter).add_gradient(parameter, gradient)
+            del left[parameter]
+    except BaseException:  # what is refused, or interrupted, is where it was: `step()` does not go on without it
+        for parameter, gradient in left.items():
+            parameter.grad = gradient
+        raise
 
 
 def refuse_left(parameters: Iterable[Tensor]) -> None:

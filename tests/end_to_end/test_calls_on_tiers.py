@@ -14,7 +14,7 @@ from torch import nn
 from zoo import VOCAB, WIDTH, small
 
 import gs_compile
-from gs_compile.errors import OptimizerError, StepOrderError
+from gs_compile.errors import OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.placement.ranges import result_ranges
 from gs_compile.planner import programs
 from gs_compile.planner.simulate.measured import measured
@@ -297,3 +297,17 @@ def test_a_call_is_not_done_again_with_other_parameters(harness, tmp_path):
         with pytest.raises(StepOrderError, match=r"its parameters were given other values"):
             loss.backward()
         del other
+
+
+def test_gradients_that_are_refused_stay_where_they_were(harness, tmp_path):
+    """Fault: the next step() did nothing, without a word."""
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        for parameter in harness.model.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+        for use in (loss_of(harness.model, tokens(1)).backward, optimizer.step, optimizer.step):
+            with pytest.raises(ReleasedParameterError, match="the first step of this run had none"):
+                use()
+        optimizer.zero_grad()
+        step(harness.model, optimizer, tokens(1))
+        assert optimizer.num_steps == 2
