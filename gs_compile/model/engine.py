@@ -302,7 +302,7 @@ class Engine(ParameterStore):
         self.tiers.wait_for_commit()  # of the step before: a kill costs one closed step at most
         if (record := self.record) is None:
             return None
-        if not self.num_backwards:
+        if not (self.num_backwards or dropped):
             raise StepOrderError(
                 "gradients have come only from outside of the compiled model: a step needs a backward of the model"
             )
