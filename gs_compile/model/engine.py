@@ -302,7 +302,10 @@ class Engine(ParameterStore):
         self.tiers.wait_for_commit()  # of the step before: a kill costs one closed step at most
         if (record := self.record) is None:
             return None
-        if not (self.num_backwards or dropped):
+        if not self.num_backwards and dropped:
+            self.record, self.sums.has_outside = None, False
+            return None
+        if not self.num_backwards:
             raise StepOrderError(
                 "gradients have come only from outside of the compiled model: a step needs a backward of the model"
             )
