@@ -36,7 +36,7 @@ from gs_compile.model.open_calls import OpenCalls
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
-from gs_compile.model.residency import residency_of
+from gs_compile.model.residency import hand_back, residency_of
 from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
@@ -289,11 +289,15 @@ class Engine(ParameterStore):
             self._take(record, zeroed=True)
 
     def end(self, refusal: str) -> None:
-        """Close the tiers, for another engine; refusal: what backwards of open calls are told."""
+        """Close the tiers, for another engine, and give their parameters up; refusal: what backwards of open calls are
+        told.
+        """
         self._makes_way = True
         self.open.abandon(refusal)
         self.record = None
         self.tiers.close()
+        for parameter in self.spans:
+            hand_back(parameter)
 
     def step_to_finish(self, *, dropped: bool = False) -> StepRecord | None:
         """The record of the step whose backward has run, for `finish` of the optimizer's engine, which may be another

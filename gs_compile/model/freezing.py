@@ -21,7 +21,7 @@ from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_call import plan_tiers
 from gs_compile.model.first_step import FirstStep
-from gs_compile.model.residency import bring_out, hand_back, residency_of
+from gs_compile.model.residency import bring_out, residency_of
 from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.progress import stage
 from gs_compile.runtime.spans import Slice
@@ -82,8 +82,6 @@ def train_others(engine: Engine, call: Call) -> Engine:
                 advance()
         undo.pop_all()
     engine.end(reason)
-    for parameter in spans:
-        hand_back(parameter)
     return FirstStep().begin(optimizer, call, prepared)
 
 

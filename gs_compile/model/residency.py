@@ -341,7 +341,7 @@ def bring_out(store: ParameterStore, parameter: Tensor, span: Slice) -> None:
 
 
 def hand_back(parameter: Tensor) -> None:
-    """Take a value out of a store that failed at its start: the parameter is stashed again."""
+    """Take a value out of a store that failed at its start, or made way: the parameter is stashed again."""
     residency_of(parameter).home = None
 
 

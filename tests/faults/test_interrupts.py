@@ -1,12 +1,14 @@
-"""An interrupt between two parts of a step: what was done counts once, and what was dropped stays so."""
+"""What comes between two parts of a step: what was done counts once, and what was dropped stays so."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import pytest
+from learner import same_tensors
 from tiered import adamw, loss_of, options, outcome, step, tokens
 
+from gs_compile.errors import StorageFullError
 from gs_compile.model import engine
 from gs_compile.runtime.issue import TieredExecutor
 
@@ -55,3 +57,24 @@ def test_an_interrupt_ahead_of_a_backward_does_not_bring_back_what_was_dropped(h
         optimizer.step()
         assert (optimizer.num_steps, optimizer.num_skipped) == (1, 1)
         assert not outcome(harness.model, optimizer, [], []).differences(before)
+
+
+def test_a_first_step_that_cannot_begin_again_costs_no_values(harness, monkeypatch, tmp_path):
+    """As where a disk is full for a while. Fault: the optimizer's state dict was an AssertionError."""
+
+    def full(*_):
+        raise StorageFullError("full")
+
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        before = {name: value.clone() for name, value in harness.model.state_dict().items()}
+        loss_of(harness.model, tokens(0)).backward()
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "open_tiers", full)
+            with pytest.raises(StorageFullError):
+                loss_of(harness.model, tokens(1))
+        same_tensors(harness.model.state_dict(), before)
+        assert not any(each["exp_avg"].any() for each in optimizer.state_dict()["state"].values())
+        for number in range(2):
+            loss_of(harness.model, tokens(number)).backward()
+        optimizer.step()
+        assert optimizer.num_steps == 1
