@@ -133,11 +133,16 @@ def test_two_ranks_with_several_backwards_a_step_against_ddp(pair, tmp_path):
     check(pair.run(learn_all, tmp_path, names=["positional"], backwards=2, bound=1.45, num_steps=FEW, accumulate=True))
 
 
-@pytest.mark.slow
-def test_four_ranks_against_ddp(tmp_path):
+@pytest.fixture(scope="module")
+def four():
     with Fleet(4) as fleet:
-        check(fleet.run(learn_all, tmp_path, timeout=400, names=list(MODELS)))
-        check(fleet.run(learn_all, tmp_path, names=["gpt2"], mesh=True))
+        yield fleet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), [*((name, False) for name in MODELS), ("gpt2", True)])
+def test_four_ranks_against_ddp(four, tmp_path, name, mesh):
+    check(four.run(learn_all, tmp_path, names=[name], mesh=mesh))
 
 
 # Placements -----------------------------------------------------------------------------------------------------------
@@ -284,9 +289,8 @@ def spoils_a_replica(info, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_in_one_replica_is_skipped_in_all(tmp_path):
-    with Fleet(4) as fleet:
-        found = fleet.run(spoils_a_replica, tmp_path)
+def test_a_loss_that_is_not_finite_in_one_replica_is_skipped_in_all(four, tmp_path):
+    found = four.run(spoils_a_replica, tmp_path)
     for skipped, norms in found:
         assert skipped == [number == 1 for number in range(6)]
         assert norms == found[0][1]

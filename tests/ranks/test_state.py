@@ -252,8 +252,9 @@ def test_reads_and_writes_of_all_kinds(pair, tmp_path):
 def reads_alone(info, tmp_path):
     one = Learner(info, tmp_path)
     one.call()
-    if info.rank == 0:
-        one.model.lm_head.weight.norm()
+    if info.rank == 1:
+        raise SystemExit
+    one.model.lm_head.weight.norm()
 
 
 @pytest.mark.slow
