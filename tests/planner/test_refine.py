@@ -110,6 +110,21 @@ def test_memory_is_left_free_as_long_as_the_step_is_faster():
     assert len(faked.asked) == 2
 
 
+def test_each_alpha_leaves_memory_free_of_its_own():
+    """The best by the linear program needs all that there is; another is faster once less of it is in memory."""
+    faked = Faked(seconds=falling, late=lambda alpha: 1 + alpha)
+    solved = faked.solved
+
+    def scarce(number, alpha, *, budgets=None):
+        is_late = (faked.best if alpha is None else alpha) > 0
+        is_short = budgets is not None and budgets.host_nbytes < BUDGET
+        return None if is_late and is_short else solved(number, alpha, budgets=budgets)
+
+    faked.solved = scarce
+    found = faked.refined(best=0.25)
+    assert (found.solution.alpha, found.solution.resident) == (0.0, BUDGET - 2 * TURN)
+
+
 @pytest.mark.parametrize(
     ("settings", "asked", "alpha"),
     [

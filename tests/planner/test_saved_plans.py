@@ -178,6 +178,19 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
     assert dict(found.program.peaks)["host"] <= host_nbytes
 
 
+def test_what_is_saved_may_take_the_place_of_all_that_lives_in_memory(monkeypatch):
+    """Where computation binds, memory is worth more to activations than to parameters, which drives bring in time."""
+    workload = levelled(gpt(8, 256, sequence=256, vocabulary=4000, bf16=False), 256)
+    rates = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
+    slow = replace(CPU, matmul_flops_per_second={"fp32": 1.6e11}, compute_mixed_speed=0.5, **dict.fromkeys(rates, 2e8))
+    given = problem(workload, slow, 8, request=Request(alpha=0.0), bare=True, host_nbytes=53 * 10**6)
+    without = choose(given, given.search())
+    found = with_saved(given, without)
+    assert without.ratios["parameter"] > 0.0 == found.ratios["parameter"]
+    monkeypatch.setattr(saved, "_emptied", lambda problem, decision: decision)
+    assert with_saved(given, without).seconds / found.seconds > 1.02
+
+
 def test_a_step_that_computes_nearly_all_the_time_saves_however_slow_the_linear_program_holds_drives(monkeypatch):
     """By the linear program drives take as long with less to compute: what stays in memory between two uses it does not
     know.
