@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gs_compile.capture.internals import untraced
+from gs_compile.capture.internals import untraced, without_overrides
 from gs_compile.errors import OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import optimizer_state
 from gs_compile.model.kept import Kept
@@ -143,7 +143,8 @@ class Optimizer(torch.optim.Optimizer):
         groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
         record = StepRecord(self.steps.taken + 1, self.hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
-        record.dtype = reduce(torch.promote_types, (each.dtype for each in self._parameters), record.dtype)
+        with without_overrides():
+            record.dtype = reduce(torch.promote_types, {each.dtype for each in self._parameters}, record.dtype)
         return record
 
     def close_step(self) -> None:
