@@ -84,14 +84,14 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
         rest = (share._replace(part=left * share.part) for share in others)
         return steps.builder.placement(replace(relaxed, shares=Shares((*shares, *rest)), **beside))
 
-    decisions = dict.fromkeys((plan.relaxed, *((_emptied(problem, plan.relaxed),) if here == "host" else ())))
-    tops = [(relaxed, each) for relaxed in decisions for each in topmost(problem.workload.worthwhile, here)]
+    emptied = _emptied(problem, plan.relaxed) if here == "host" else plan.relaxed
+    decisions, levels = dict.fromkeys((plan.relaxed, emptied)), problem.workload.worthwhile
+    tops = [(relaxed, ladder) for relaxed in decisions for ladder in topmost(levels, here)]
     ladders = ([placed(relaxed, shares) for shares in ladder] for relaxed, ladder in tops)
     parts = PARTS if is_small_step(problem) else PARTS[:1]
     simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
     placement, solved = simulation.placed, plan.bound
-    kept = {name: getattr(placement.decision, name) for name in ("ratios", "shares")}
-    relaxed = replace(plan.relaxed, **kept)
+    relaxed = replace(plan.relaxed, ratios=placement.decision.ratios, shares=placement.decision.shares)
     return replace(plan, problem=problem, relaxed=relaxed, placement=placement, solved=solved, simulated=simulation)
 
 
