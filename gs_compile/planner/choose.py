@@ -4,7 +4,8 @@ Why the program is asked. The linear program does not know cuts at whole tensors
 Where a program takes more than a budget, the linear program is given less. A full host memory can cost more than it
 brings, too: where the drive is busy, writes end late, and the step waits for their buffers, so some is left free where
 that is faster. And a late update that costs nothing in the linear program, as long as the forward hides its traffic,
-stands between two steps in the program.
+stands between two steps in the program. Nor does it know what else memory is good for: of a small step, the fastest of
+those that store nothing there is finished, too.
 
 Of placements that may be faster, those that keep the budgets are simulated too. A ladder is what one idea proposes:
 placements, each of which takes no less memory than the one before. The last one that keeps the budgets is a candidate.
@@ -20,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -86,7 +88,7 @@ class Candidate:
 def choose(problem: Problem, search: Search) -> StepPlan:
     """What the search's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
     steps, best, is_small = problem.steps, search.best, is_small_step(problem)
-    finished = [(each, _with_boundary(steps, each, is_small=is_small)) for each in refined(problem, best)]
+    finished = [(each, _with_boundary(steps, each, is_small=is_small)) for each in _to_finish(problem, best)]
     chosen, simulation = min(finished, key=lambda pair: pair[1].seconds)
     if chosen.solution.alpha != best.alpha:  # what is said of the plan is said of its own alpha
         solved = problem.solved(problem.number, chosen.solution.alpha)
@@ -102,6 +104,18 @@ def choose(problem: Problem, search: Search) -> StepPlan:
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
         notes=(*_of_commits(problem, best, chosen.placement), *_of_boundary(chosen.simulation, simulation)),
     )
+
+
+def _to_finish(problem: Problem, best: Solution) -> list[Candidate]:
+    """What `refined` finds, and the fastest that stores nothing in host memory, which has most room for what follows.
+
+    Raises `MemoryBudgetError` where none keeps the budgets.
+    """
+    candidates, emptied = refined(problem, best), problem.emptied
+    if emptied is not problem and is_small_step(problem) and not problem.profile.separate:
+        with suppress(MemoryBudgetError):
+            candidates.append(min(refined(emptied, best), key=lambda each: each.seconds))
+    return candidates
 
 
 def _with_boundary(steps: Problem, chosen: Candidate, *, is_small: bool) -> Simulation:

@@ -24,7 +24,7 @@ from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder, planned_peak
 from gs_compile.planner.lp.coefficients import Formulas
-from gs_compile.planner.lp.counting import DEVICE_RATIOS, Counted
+from gs_compile.planner.lp.counting import CLASSES, DEVICE_RATIOS, Counted
 from gs_compile.planner.lp.search import Search, best_for, check, has_solution, search
 from gs_compile.planner.lp.solve import ProblemData, Solution, System
 from gs_compile.planner.measure.profile import Profile
@@ -147,6 +147,12 @@ class Problem:
         if request == self.request:
             return self
         return replace(self, request=request, builder=self.builder.laid_out(accumulates=request.accumulate))
+
+    @property
+    def emptied(self) -> Problem:
+        """With nothing in host memory of what nobody has given a ratio of."""
+        ratios = replace(self.request.ratios, **dict.fromkeys(CLASSES, 0.0) | self.request.ratios.given())
+        return self.asked(replace(self.request, ratios=ratios))
 
     def updated_in(self, number: int) -> Problem:
         """With each layer's update in so many pieces."""

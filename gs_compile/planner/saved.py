@@ -97,8 +97,8 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
 
 def _emptied(problem: Problem, decision: Decision) -> Decision:
     """With nothing in host memory of what nobody has said a ratio of: the most room for what layers save there."""
-    open_names = set(CLASSES) - problem.request.ratios.given().keys()
-    return replace(decision, ratios=tuple(replace(each, **dict.fromkeys(open_names, 0.0)) for each in decision.ratios))
+    ratios = {name: problem.emptied.request.ratios.given()[name] for name in CLASSES}
+    return replace(decision, ratios=tuple(replace(each, **ratios) for each in decision.ratios))
 
 
 def topmost(levels: Sequence[int], tier: Tier) -> Iterator[list[Shares]]:

@@ -182,8 +182,8 @@ def test_what_is_saved_may_take_the_place_of_all_that_lives_in_memory(monkeypatc
     """Where computation binds, memory is worth more to activations than to parameters, which drives bring in time."""
     workload = levelled(gpt(8, 256, sequence=256, vocabulary=4000, bf16=False), 256)
     rates = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
-    slow = replace(CPU, matmul_flops_per_second={"fp32": 1.6e11}, compute_mixed_speed=0.5, **dict.fromkeys(rates, 2e8))
-    given = problem(workload, slow, 8, request=Request(alpha=0.0), bare=True, host_nbytes=53 * 10**6)
+    slow = replace(CPU, matmul_flops_per_second={"fp32": 1.6e11}, compute_mixed_speed=0.5, **dict.fromkeys(rates, 4e8))
+    given = problem(workload, slow, 4, request=Request(alpha=0.0), bare=True, host_nbytes=53 * 10**6)
     without = choose(given, given.search())
     found = with_saved(given, without)
     assert without.ratios["parameter"] > 0.0 == found.ratios["parameter"]
