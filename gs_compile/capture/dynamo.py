@@ -164,7 +164,7 @@ def _stored(module: fx.GraphModule) -> frozenset[int]:
         if isinstance(variable, TensorVariable):
             found.add(variable.as_proxy().node.name)
 
-    for holder in effects.id_to_variable.values():
+    for holder in list(effects.id_to_variable.values()):  # a visit may add what it finds
         is_of_user = isinstance(holder.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
         if is_of_user and effects.is_modified(holder):
             VariableTracker.visit(note, [holder, effects.store_attr_mutations.get(holder, {})])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -30,40 +30,77 @@ class _Question:
     has_grad: bool
 
 
-def compile_for_strands(
-    model: Any, options: dict[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Callable[..., None]:
-    """Compile a model in place, to run in a context. From now on strands ask for its results; `answered` calls it.
+class ForStrands:
+    """A model that is compiled in place, to run in a context. Strands ask for its results; `answered` calls it."""
 
-    options: get what the model is compiled with, where it needs something else. Returns what compiles it again, with
-    micro-batches of so many samples at most, and other options.
-    """
-    base = base_model(model)
-    if has_fused_head(base):
-        make_capturable(base)
-        options["outputs"] = "all"  # a loss that it gives, as that of routers, is a term of the trainer's
+    def __init__(
+        self, model: Any, options: dict[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """options: get what the model is compiled with, where it needs something else."""
+        self.model, self.options, self.around, self.base = model, options, around, base_model(model)
+        self._own_forward: Any = None
+        self._asking_forward: Any = None
+        if has_fused_head(self.base):
+            make_capturable(self.base)
+            options["outputs"] = "all"  # a loss that it gives, as that of routers, is a term of the trainer's
+        self.compile_within(options["micro_batch_size"])
 
-    def asking(call: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_within(self, most_samples: int, **changes: Any) -> None:
+        """Compile the model, again if it is, with micro-batches of so many samples at most, and other options."""
+        self.options.update(changes)
+        size = min(most_samples, self.options["micro_batch_size"])
+        self.model.compile(backend="greedysnake", options={**self.options, "micro_batch_size": size})
+        wrap_compiled_call(self.model, self._asked)
+
+    @contextmanager
+    def wrappable(self) -> Iterator[None]:
+        """While it lasts, the model's forward is its compiled call, so that a loss may put a function around it.
+
+        MatryoshkaLoss keeps what the forward returns. Otherwise its function would be compiled with the model.
+        """
+
+        @wraps(self.model.forward)
+        def asking(*args: Any, **batch: Any) -> Any:
+            with self._forward(asking):  # another strand finds it without what this one's loss has put around it
+                return self.model(*args, **batch)
+
+        self._own_forward, self._asking_forward = vars(self.model).get("forward"), asking
+        try:
+            with self._forward(asking):
+                yield
+        finally:
+            self._asking_forward = None
+
+    @contextmanager
+    def _forward(self, forward: Any) -> Iterator[None]:
+        """While it lasts, the model has this forward; None: that of its class."""
+        before = vars(self.model).get("forward")
+        _set_forward(self.model, forward)
+        try:
+            yield
+        finally:
+            _set_forward(self.model, before)
+
+    def _asked(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **batch: Any) -> Any:
-            with around():
+            with self.around(), self._forward(self._own_forward) if self._asking_forward else nullcontext():
                 return call(*args, **batch)
 
         def ask(*args: Any, **batch: Any) -> Any:
+            if self._asking_forward and self.model.forward is not self._asking_forward:
+                return self.model.forward(*args, **batch)
             if not strands.in_strand():
                 return run(*args, **batch)
-            named = dict(zip(_names(model, base), args, strict=False))
+            named = dict(zip(_names(self.model, self.base), args, strict=False))
             return strands.ask(_Question(run, {**named, **batch}, torch.is_grad_enabled()))
 
         return ask
 
-    def compile_within(most_samples: int, **changes: Any) -> None:
-        options.update(changes)
-        size = min(most_samples, options["micro_batch_size"])
-        model.compile(backend="greedysnake", options={**options, "micro_batch_size": size})
-        wrap_compiled_call(model, asking)
 
-    compile_within(options["micro_batch_size"])
-    return compile_within
+def _set_forward(model: Any, forward: Any) -> None:
+    vars(model).pop("forward", None)
+    if forward is not None:
+        vars(model)["forward"] = forward
 
 
 @cache
@@ -109,10 +146,10 @@ def stored_reference(
     options: Mapping[str, Any],
     given: Mapping[str, Any],
     autocast: Callable[[], AbstractContextManager[Any]],
-) -> tuple[SGD, Callable[..., None]]:
+) -> tuple[SGD, ForStrands]:
     """Compile a model that is never trained, so that its parameters are stored.
 
-    Returns the optimizer that holds them, and what `compile_for_strands` does.
+    Returns the optimizer that holds them, and the compiled model.
 
     options: of the model that is trained; given: in what this one differs, over what it has of `from_pretrained`;
     autocast: what Accelerate has wrapped its forward in. Raises OptionError where there is no model.
@@ -122,8 +159,8 @@ def stored_reference(
             "reference=: this Trainer has no ref_model; with adapters, its reference is the model without them"
         )
     model.requires_grad_(False)
-    compile_within = compile_for_strands(model, {**options, **options_of(model, given)}, autocast)
-    return SGD(model.parameters(), lr=0.0), compile_within
+    compiled = ForStrands(model, {**options, **options_of(model, given)}, autocast)
+    return SGD(model.parameters(), lr=0.0), compiled
 
 
 class ReadsMore(Exception):  # noqa: N818  what a loss does, and no fault of it

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from gs_compile.hf import strands
 from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import Padding, gathered, padding_of
-from gs_compile.hf.together import ReadsMore, answered, compile_for_strands, stored_reference
+from gs_compile.hf.together import ForStrands, ReadsMore, answered, stored_reference
 from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
@@ -110,7 +110,7 @@ class TrainerMixin(DurableTrainer):
         self._batches = []
         overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None
-        self._compile_within = [compile_for_strands(self.model, chosen)]
+        self._compiled = [ForStrands(self.model, chosen)]
         if chosen["outputs"] == "all":
             self._asked["outputs"] = "all"
         self._batch_size = self._train_batch_size
@@ -119,8 +119,8 @@ class TrainerMixin(DurableTrainer):
             apart = {"storage": [each / "reference" for each in asked.storage]} if asked.durability else {}
             given = apart | dict(reference or {})  # called first, it would have the folder of the durable run
             first = {**chosen, "durability": "off"}  # what is never trained has no steps
-            self._reference_optimizer, within = stored_reference(second, first, given, self.accelerator.autocast)
-            self._compile_within.append(within)
+            self._reference_optimizer, compiled = stored_reference(second, first, given, self.accelerator.autocast)
+            self._compiled.append(compiled)
         if not isinstance(self, _Gathering):
             self.__class__ = _gathers(type(self))
 
@@ -190,8 +190,8 @@ class TrainerMixin(DurableTrainer):
         if self._batch_size != self._train_batch_size:
             self._batch_size = self._train_batch_size
             torch.compiler.reset()  # Dynamo compiles a model a few times only
-            for compile_within in self._compile_within:
-                compile_within(self._batch_size)
+            for compiled in self._compiled:
+                compiled.compile_within(self._batch_size)
         try:
             yield
         except (MemoryBudgetError, RuntimeError) as error:
@@ -259,11 +259,12 @@ class _Gathering(_Trainer):  # type: ignore[misc]
     _asked: dict[str, Any]
     _batches: list[Any]
     _has_own_loss: bool
+    _compiled: list[ForStrands]  # the model, and its reference if it is stored
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; where the loss is all that is asked for, and the model computes it, it makes nothing else."""
         is_alone = prediction_loss_only and not self._has_own_loss
-        with loss_alone() if is_alone else nullcontext():
+        with loss_alone() if is_alone else self._compiled[0].wrappable():
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -295,7 +296,8 @@ class _Gathering(_Trainer):  # type: ignore[misc]
         def losses_of(model: Any, batches: list[Any], **kwargs: Any) -> list[torch.Tensor]:
             losses = [partial(loss_of, model, copy.copy(batch), **kwargs) for batch in batches]
             is_alone = "outputs" not in self._asked
-            return strands.run(losses, partial(answered, padding=self._padding, has_loss_alone=is_alone))
+            with self._compiled[0].wrappable():
+                return strands.run(losses, partial(answered, padding=self._padding, has_loss_alone=is_alone))
 
         def loss_of_all(*args: Any, **kwargs: Any) -> torch.Tensor:
             try:
@@ -307,7 +309,7 @@ class _Gathering(_Trainer):  # type: ignore[misc]
                     raise
             log.info("compute_loss seems to read other outputs than the loss, which the model returns from now on")
             self._asked["outputs"] = "all"
-            self._compile_within[0](self._batch_size, outputs="all")
+            self._compiled[0].compile_within(self._batch_size, outputs="all")
             return torch.stack(losses_of(*args, **kwargs)).sum()
 
         with _replaced(self, compute_loss=loss_of_all):

@@ -307,6 +307,47 @@ def test_a_loss_of_the_users_own(tmp_path):
     assert_alike(*both(of_a_function, tmp_path), ("loss", "grad_norm"), 1e-5)
 
 
+class Kept:
+    """A forward that is called once, as MatryoshkaLoss has it."""
+
+    def __init__(self, forward):
+        self.forward, self.outputs = forward, None
+
+    def __call__(self, **batch):
+        self.outputs = self.forward(**batch) if self.outputs is None else self.outputs
+        return self.outputs
+
+
+class Nested(Trainer):
+    """A loss of the first logits, of more of them, and of all, which puts a function around the model's forward."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        labels, forward = inputs.pop("labels"), model.forward
+        model.forward = Kept(forward)
+        try:
+            logits = [model(**inputs).logits[..., :size] for size in (VOCAB // 4, VOCAB // 2, VOCAB)]
+        finally:
+            model.forward = forward
+        losses = [
+            functional.cross_entropy(each[:, :-1].flatten(0, 1), labels[:, 1:].flatten() % each.shape[-1])
+            for each in logits
+        ]
+        return (sum(losses), {}) if return_outputs else sum(losses)
+
+
+def test_a_loss_that_wraps_the_models_forward(tmp_path):
+    """While it trains, for the batches of a step by turns, and in an evaluation."""
+
+    def nested(folder):
+        evaluated = settings(TrainingArguments, folder, eval_strategy="steps", eval_steps=1)
+        data = samples()
+        return Nested(tiny(), evaluated, train_dataset=data, eval_dataset=data[:4], data_collator=padded)
+
+    mine, theirs = both(nested, tmp_path)
+    assert_alike(mine, theirs, ("loss", "grad_norm", "eval_loss"), 1e-5)
+    assert type(mine.model).forward == mine.model.forward.__func__
+
+
 class Flipped(Doubled):
     """Makes new batches while it trains, as distillation on what the student writes does."""
 
