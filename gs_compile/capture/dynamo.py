@@ -161,10 +161,11 @@ def _stored(module: fx.GraphModule) -> frozenset[int]:
     effects = output.side_effects
 
     def note(variable: VariableTracker) -> None:
-        if isinstance(variable, TensorVariable):
+        # isinstance would realize what the forward has not read, as an input that the finished graph does not have
+        if variable.is_realized() and isinstance(variable, TensorVariable):
             found.add(variable.as_proxy().node.name)
 
-    for holder in list(effects.id_to_variable.values()):  # a visit may add what it finds
+    for holder in effects.id_to_variable.values():
         is_of_user = isinstance(holder.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
         if is_of_user and effects.is_modified(holder):
             VariableTracker.visit(note, [holder, effects.store_attr_mutations.get(holder, {})])

@@ -241,6 +241,23 @@ def test_what_a_forward_stores_is_kept_beside_the_loss():
     assert len(model.seen) == 2
 
 
+def test_what_a_forward_does_not_read_stays_unread():
+    """The second call found the losses of the first as inputs that its graph did not have."""
+
+    class Logging(Tiny):
+        def forward(self, ids, labels):
+            loss = cross_entropy(super().forward(ids, labels), labels)
+            self.log["losses"].append(loss)
+            return loss
+
+    torch.manual_seed(0)
+    model, args = Logging(lambda logits, _: logits), batch(5)
+    model.log = {"losses": []}
+    call = compiled(model)
+    losses = [call(*args) for _ in range(3)]
+    assert [each.item() for each in model.log["losses"]] == [each.item() for each in losses]
+
+
 @pytest.mark.parametrize(
     "criterion",
     [
