@@ -196,11 +196,12 @@ def test_preferences_against_the_model_without_adapters(tmp_path):
 
 
 LONG = {
-    "defaults": (sft, {"adapter": False}),
-    "adapters": (sft, {}),
-    "packed": (sft, {"adapter": False, "packing": True, "max_length": 24}),
-    "preferences": (dpo, {"learning_rate": 1e-6}),  # as by default; at 1e-3 bf16 makes 1.1e-4 of it
-    "preferences, learning": (dpo, {"bf16": False}),
+    "defaults": (sft, {"adapter": False}, 1e-4),
+    "adapters": (sft, {}, 1e-4),
+    "packed": (sft, {"adapter": False, "packing": True, "max_length": 24}, 1e-4),
+    # as by default, where all losses are within 5e-5 of log 2; at 1e-3 bf16 makes 1.1e-4 of it
+    "preferences": (dpo, {"learning_rate": 1e-6}, 1e-6),
+    "preferences, learning": (dpo, {"bf16": False}, 1e-4),
 }
 
 
@@ -208,10 +209,10 @@ LONG = {
 @pytest.mark.parametrize("case", LONG)
 def test_twenty_steps(case, tmp_path):
     """In bf16, as all is by default, and learning faster than by default."""
-    make, changes = LONG[case]
+    make, changes, tolerance = LONG[case]
     mine, theirs = both(make, tmp_path, max_steps=20, **changes)
     assert len(curve(mine, "loss")) == 20
-    assert curve(mine, "loss") == pytest.approx(curve(theirs, "loss"), rel=1e-4)
+    assert curve(mine, "loss") == pytest.approx(curve(theirs, "loss"), rel=tolerance)
 
 
 def test_preferences_against_a_stored_reference(tmp_path):
