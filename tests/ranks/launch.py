@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -110,8 +111,9 @@ class Fleet:
         pending = dict(enumerate(self._pipes))
         while pending:
             left = self._begun + timeout - time.monotonic()
-            ready = multiprocessing.connection.wait(list(pending.values()), max(0, left))
-            for rank in [rank for rank, pipe in pending.items() if pipe in ready or not ready]:
+            ends = {rank: {pipe, self.processes[rank].sentinel} for rank, pipe in pending.items()}
+            ready = multiprocessing.connection.wait([*itertools.chain(*ends.values())], max(0, left))
+            for rank in [rank for rank, each in ends.items() if not each.isdisjoint(ready) or not ready]:
                 found[rank] = self._outcome(rank, tmp_path, is_late=not ready)
                 del pending[rank]
         if any(each.failure for each in found.values()):
@@ -161,6 +163,8 @@ class Fleet:
             process.kill()
             return Outcome(None, f"{printed.read_text()}\nnot ended after {seconds:.0f} s", seconds)
         try:
+            if not self._pipes[rank].poll():  # a process that it has forked holds the other end
+                raise EOFError
             failure = self._pipes[rank].recv()
         except (EOFError, OSError):
             process.join()

@@ -59,7 +59,7 @@ def ends(info, tmp_path, how, last=1):
         (3, "raises", "rank 2 has failed: ValueError: its loss is negative; rank {} was in all_gather of step 3"),
         (2, "raises elsewhere", "rank 1 has failed: KeyboardInterrupt: its user is tired; rank {} was in all_gather"),
         (3, "is killed", "rank 2 has failed: it was killed, or its machine is gone"),
-        pytest.param(2, "is killed beside a worker", "rank 1 has failed: it was killed", marks=pytest.mark.slow),
+        (2, "is killed beside a worker", "rank 1 has failed: it was killed"),
     ],
 )
 def test_one_ends_and_so_do_all(number, how, reason, tmp_path):
