@@ -99,7 +99,7 @@ def test_ranks_on_other_machines_than_before_do_not_begin_anew(pair, tmp_path):
     pair.run(looks_elsewhere, tmp_path)
 
 
-def trains(info, tmp_path, dies_at=None, **changes):
+def trains(info, tmp_path, dies_at=None, saved=(), **changes):
     """Steps until the last; a rank is killed after it has prepared the commit of a step, or has made it."""
     torch.manual_seed(info.rank)
     learner = Learner(info, tmp_path / "storage", build=partial(gpt2, dropout=0.1), durability="step", **changes)
@@ -118,6 +118,8 @@ def trains(info, tmp_path, dies_at=None, **changes):
         manifest.system.rename = rename
     learner.train(*range(run.step, LAST))
     values = learner.values()
+    placement = learner.optimizer.engine.placement  # the first rank plans for all
+    assert not saved or (placement.carried_values and placement.decision.shares == saved)
     assert manifest.read(folder_in(tmp_path / "storage")).step == LAST - 1, "schedulers may move on after this"
     learner.optimizer.commit()
     committed = manifest.read(folder_in(tmp_path / "storage"))
@@ -126,10 +128,9 @@ def trains(info, tmp_path, dies_at=None, **changes):
 
 def saves(info, tmp_path, dies_at=None):
     """The same with saved activations, parameters that are kept from step to step, and split masters."""
-    with saving(Share(1, "host", 0.4), Share(2, "ssd", 0.3), carried=FIRST) as made:
-        found = trains(info, tmp_path, dies_at, precision="bf16")
-    assert made[-1].carried_values
-    return found
+    saved = Share(1, "host", 0.4), Share(2, "ssd", 0.3)
+    with saving(*saved, carried=FIRST):
+        return trains(info, tmp_path, dies_at, saved, precision="bf16")
 
 
 @pytest.mark.parametrize(
