@@ -108,9 +108,7 @@ def _solved(problem: Problem, search: Search | None) -> StepPlan:
 
 def _best_clipping(problem: Problem, search: Search | None = None) -> StepPlan:
     """The plan of the way to clip that is asked for, or that is faster: of equal ones, with delayed updates."""
-    request, sizes = problem.request, problem.workload.sizes  # priced, once the machine is known
-    if sizes != problem.builder.sizes:
-        problem = replace(problem, builder=replace(problem.builder, sizes=sizes))
+    request, problem = problem.request, problem.priced
     chosen = plan_stacks(problem, search or problem.search())
     is_settled = request.clipping is not None or request.alpha is not None or request.accumulate
     if not request.clip or is_settled:

@@ -130,6 +130,12 @@ class Problem:
         code = cache(lambda: saving.workload(self.workload, last=request.saves_all))
         return replace(self, builder=self.builder.laid_out(levels=levels), code=code)
 
+    @cached_property
+    def priced(self) -> Problem:
+        """The problem with units whose updates have their price, once the machine is known."""
+        sizes = self.workload.sizes
+        return self if sizes == self.builder.sizes else replace(self, builder=replace(self.builder, sizes=sizes))
+
     # Others -----------------------------------------------------------------------------------------------------------
 
     def of(self, workload: Workload | None = None, profile: Profile | None = None, **changes: Any) -> Problem:

@@ -71,7 +71,12 @@ class StepPlan:
 
     @cached_property
     def simulation(self) -> Simulation:
-        return self.simulated or self.problem.steps.predicted(self.placement)
+        return self.simulated or self.problem.priced.steps.predicted(self.priced)
+
+    @cached_property
+    def priced(self) -> Placement:
+        """The placement with the price of updates, also where the plan was made before the machine was known."""
+        return self.problem.priced.steps.builder.placement(self.placement.decision)
 
     @cached_property
     def bound(self) -> Solution:

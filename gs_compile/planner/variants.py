@@ -25,7 +25,7 @@ def with_variant(plan: StepPlan) -> StepPlan:
 
     With gaps between what is in host memory, a variant may need more than there is: then it is left out.
     """
-    steps, plain = plan.problem.steps, plan.placement
+    steps, plain = plan.problem.priced.steps, plan.priced
     variants, program = _variants(plain), steps.builder.program
     if program(plain).ops == program(plain.decided(own=variants.unbounded)).ops:
         return replace(plan, simulated=plan.simulation, notes=(variants.none, *plan.notes))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import gpt, problem
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, lower
@@ -17,7 +18,9 @@ from gs_compile.placement.shards import QUANTUM
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.workload import Products, UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.timing import priced
+from gs_compile.planner.decide import decide
 from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.request import Request
 from gs_compile.planner.simulate.prices import op_prices, update_nbytes, with_products, work_nbytes
 from gs_compile.program.ir import DRAIN, EPILOGUE, PROLOGUE, Op, Program, Stage, StepShape, Value
 
@@ -246,6 +249,19 @@ def test_products_of_matrices_take_their_time_on_both_lanes(profile):
     seconds = flops / profile.matmul_flops_per_second["bf16"]
     assert update == pytest.approx(seconds, rel=1e-2)
     assert norm == pytest.approx(seconds * profile.separate, rel=1e-2)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "lifetime"])
+def test_a_plan_that_needs_no_machine_has_the_price_of_updates_once_it_is_known(schedule):
+    """A run lays its units out before; here the products of their updates, as Muon has them, take a second each."""
+    plain = gpt(4, 512, sequence=256, vocabulary=5000)
+    products = Products(CPU.matmul_flops_per_second["bf16"], 0, 0)
+    sizes = tuple(replace(size, products=products) for size in plain.sizes)
+    unpriced, known = replace(plain, sizes=sizes), replace(plain, sizes=with_products(sizes, CPU))
+    steps = problem(unpriced, CPU, 2, will_run=True, request=Request(schedule=schedule), host_nbytes=10**12)
+    found = decide(replace(steps, code=lambda: known))
+    assert found.is_solved == (schedule == "lifetime")
+    assert found.seconds > len(sizes) > decide(steps).seconds
 
 
 @settings(max_examples=20, deadline=None)
