@@ -196,7 +196,8 @@ def test_preferences_against_the_model_without_adapters(tmp_path):
 
 
 LONG = {
-    "defaults": (sft, {"adapter": False}, 1e-4),
+    "defaults": (sft, {"adapter": False}, 3e-4),  # bf16 makes 1.04e-4 of it on some CPUs, a wrong update 1e-2
+    "all in fp32": (sft, {"adapter": False, "bf16": False}, 1e-6),
     "adapters": (sft, {}, 1e-4),
     "packed": (sft, {"adapter": False, "packing": True, "max_length": 24}, 1e-4),
     # as by default, where all losses are within 5e-5 of log 2; at 1e-3 bf16 makes 1.1e-4 of it
@@ -208,7 +209,7 @@ LONG = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LONG)
 def test_twenty_steps(case, tmp_path):
-    """In bf16, as all is by default, and learning faster than by default."""
+    """In bf16, as all is by default, where nothing else is said, and learning faster than by default."""
     make, changes, tolerance = LONG[case]
     mine, theirs = both(make, tmp_path, max_steps=20, **changes)
     assert len(curve(mine, "loss")) == 20
