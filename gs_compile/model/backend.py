@@ -55,6 +55,7 @@ from gs_compile.model.materialize import stores_of
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
 from gs_compile.model.outputs import LOSS_ALONE
 from gs_compile.model.residency import for_evaluation, is_offloaded, residency_of, roll_back, stash
+from gs_compile.model.settings import check_kind
 from gs_compile.model.tiered_call import TieredCall
 from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.options import Options
@@ -357,6 +358,8 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     tiered = options.precision == "bf16" or any(is_offloaded(parameter) for parameter in parameters)
     if not tiered and next(optimizers_of(parameters), None) is None:
         return False
+    for parameter in parameters:
+        check_kind(parameter)
     changed = False
     for parameter in parameters:
         before, dtype = parameter.dtype, kept_dtype(parameter, options)

@@ -75,8 +75,19 @@ def refuse_other_rules(name: str, given: Mapping[str, Any]) -> None:
             raise OptimizerError(f"{name}: {key} is not supported by greedysnake's optimizers; leave it out")
 
 
+def check_kind(parameter: torch.Tensor) -> None:
+    """Raise OptimizerError for a parameter that has no memory of its own, as DTensors and weights of torchao."""
+    if hasattr(parameter, "__tensor_flatten__"):
+        raise OptimizerError(
+            f"a parameter of shape {tuple(parameter.shape)} is a {type(parameter).__name__}, which is made of other "
+            "tensors and cannot go to the tiers: make it an ordinary parameter, or use a torch.optim optimizer, which "
+            "leaves parameters in memory. Frozen weights are quantized by the option frozen"
+        )
+
+
 def check_parameter(parameter: torch.Tensor) -> None:
     """Raise OptimizerError for a parameter without values or a shape."""
+    check_kind(parameter)
     if parameter.is_meta:
         raise OptimizerError(ABSENT)
     if is_lazy(parameter):

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.testing._internal.two_tensor import TwoTensor
 from zoo import GPT, batch, compile_model, train
 
 import gs_compile
@@ -248,3 +249,20 @@ def test_an_optimizer_in_whose_place_another_was_made_is_refused_by_name(tmp_pat
     last.step()
     assert last.num_steps == 1
     last.engine.tiers.close()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_that_are_made_of_other_tensors_are_refused_by_name(trained, tmp_path):
+    """As those of torchao, and DTensors: Dynamo's guard of one met the placeholder of an ordinary parameter."""
+    model = GPT()
+    weight = model.head.weight.detach()
+    model.head.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=trained)
+    trains = [each for each in model.parameters() if each.requires_grad]
+
+    def begin():
+        optimizer = gs_compile.AdamW(trains)
+        train(compile_model(model, storage=tmp_path), *batch())
+        optimizer.step()
+
+    with pytest.raises(OptimizerError, match=r"of shape .* is a TwoTensor, which is made of other tensors"):
+        begin()
