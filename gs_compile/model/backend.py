@@ -219,7 +219,7 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
     """The call of a model whose parameters an engine has. random: the state that the call has found."""
     models, ranks = call.models, call.ranks
     if call.training:
-        engine = engine.first_step.engine_that_reads(engine, call)
+        engine = engine.first_step.engine_for_training(engine, call)
     _refuse_other_layers(engine, models[0], training=call.training)
     if not call.training:
         call.args = [for_evaluation(arg) if isinstance(arg, torch.nn.Parameter) else arg for arg in call.args]

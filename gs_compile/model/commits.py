@@ -71,7 +71,7 @@ class Durable:
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
         self._is_open = False  # that commit was made between two calls: schedulers and values may change after it
         self.former = setting.store.former if setting.store else None
-        self._goes_on = self.former is not None
+        self.goes_on = self.former is not None
         tiers.commits.snapshot = self.snapshot
 
     @staticmethod
@@ -130,7 +130,7 @@ class Durable:
         """
         self._num_steps, self._is_open = num_steps, self._tiers.setting.ranks is None
         is_due = self._is_open and num_steps > self._num_committed and num_steps % self.every == 0
-        first = -1 if self._goes_on else 0
+        first = -1 if self.goes_on else 0
         return is_due or (always and num_steps > max(first, self._num_committed - self._is_open))
 
     @contextmanager
@@ -207,16 +207,20 @@ def rest_nbytes(optimizer: Optimizer, stored: Container[torch.Tensor]) -> int:
 
 
 @torch.no_grad()
-def give_back_rest(optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor]) -> None:
-    """The inverse; buffers: by name, get what a script has made of them. Who has no state there has none here."""
+def give_back_rest(
+    optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor], *, states_alone: bool
+) -> None:
+    """The inverse; buffers: by name, get what a script has made of them. Who has no state there has none here.
+
+    states_alone: the values have come before, and the script may have changed them since.
+    """
     for parameter in [each for each in optimizer.state if residency_of(each).tiered is None]:
         del optimizer.state[parameter]
     beside = list(optimizer.group_of)
     for name, values in rest.items():
         number, _, component = name.partition(".")
-        if name.startswith(BUFFER):
-            buffers[name.removeprefix(BUFFER)].copy_(values)
-        elif component:
+        is_buffer = name.startswith(BUFFER)
+        if component and not is_buffer:
             optimizer.state[beside[int(number)]][component] = values
-        else:
-            beside[int(number)].copy_(values)
+        elif not states_alone:
+            (buffers[name.removeprefix(BUFFER)] if is_buffer else beside[int(number)]).copy_(values)

@@ -57,7 +57,7 @@ KEPT = (
 class Beginning(Protocol):
     """What an engine and its calls ask of the step that a run begins with (`first_step.FirstStep`)."""
 
-    def engine_that_reads(self, engine: Engine, call: Call) -> Engine: ...
+    def engine_for_training(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_forward(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_backward(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_gradient(self, engine: Engine, *, zeroed: bool) -> Engine: ...
@@ -101,13 +101,15 @@ class Engine(ParameterStore):
         try:
             if self.durable is not None and self.durable.former is not None:
                 find = partial(self.durable.find_buffers, call.compilation.captured.buffers())
-                give_back_rest(optimizer, take_up(self, spans, stored, find), self.durable.buffers)
+                rest = take_up(self, spans, stored, find)
+                give_back_rest(optimizer, rest, self.durable.buffers, states_alone=prepared is not None)
             else:
                 move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
             self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
         except BaseException:  # also where the user has interrupted it: no later call goes on with half of a run
             tiers.close()
             raise
+        self.is_changed = False  # what a commit has brought, by the user: nothing has what the first step began with
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property
@@ -377,6 +379,7 @@ class Engine(ParameterStore):
         self.flush()
         self.open.abandon("a parameter was given another value")
         super().write(span, values)
+        self.is_changed = self.durable is not None and self.durable.goes_on
 
     @in_turn
     def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
@@ -385,6 +388,7 @@ class Engine(ParameterStore):
         if self.open.undone:  # given-up ones too, which could be repeated otherwise; an engine that begins has none
             self.open.abandon("a state of the optimizer was loaded")
         super().load_state(span, state)
+        self.is_changed = self.durable is not None and self.durable.goes_on
 
     def trained_span(self, parameter: Tensor) -> Slice | None:
         """The span of a parameter that this engine trains; None for others."""

@@ -74,6 +74,7 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None,
             tied=tied_units(split, first.spans),
             where=where_of([args[index] for index in first.spans]),
             clip=optimizer.max_grad_norm is not None,
+            is_provisional=not call.training and may_plan_again(ranks, options.expert.schedule),
             accumulate=loop.accumulates or bool(former.get(ACCUMULATES)),
             num_calls=max(loop.num_calls, num_calls_of(former)),
             ranks=ranks,
@@ -83,6 +84,11 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None,
     )
     found = planner.plan(former)
     return Prepared(layouts[found.masters], stored, StepPrograms(planner, found))
+
+
+def may_plan_again(ranks: Ranks | None, schedule: str) -> bool:
+    """Whether the first step of such a run may have another plan than the run has begun with."""
+    return ranks is None and schedule == "vertical"
 
 
 def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:

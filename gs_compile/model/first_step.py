@@ -1,10 +1,10 @@
 """first_step: the first step of a run shows how its steps are to be planned, and begins again where they were not so.
 
 Nobody says how many backwards come before `optimizer.step()`, how many calls wait for theirs at a time, or that
-settings change after them. Nor does an evaluation before the first step say what steps read. So the parameters of the
-first call are planned for, updates run beside the first backward, and one call has memory, until there is
+settings change after them. Nor does an evaluation before the first step say what steps read and save. So what the first
+call does is planned for, updates run beside the first backward, and one call has memory, until there is
 
-[0] a first training call that reads parameters which an evaluation before it did not; in a durable run, or fewer
+[0] a first training call behind an evaluation, or that reads more than the first did; in a durable run, or less
 [1] a call after a backward
 [2] a backward of several calls, or of one that was given up for another
 [3] a gradient from outside of the model
@@ -33,7 +33,7 @@ from gs_compile.model.aliases import aliases_of, refuse_overlaps
 from gs_compile.model.call import Call
 from gs_compile.model.engine import KEPT, Engine
 from gs_compile.model.files import trim
-from gs_compile.model.first_call import Prepared, plan_tiers
+from gs_compile.model.first_call import Prepared, may_plan_again, plan_tiers
 from gs_compile.model.gradients import forget_gradients, is_zeroed
 from gs_compile.model.meeting import agree
 from gs_compile.model.offloaded import Alias
@@ -81,13 +81,16 @@ class FirstStep:
 
     # Where it shows another plan -------------------------------------------------------------------------------------
 
-    def engine_that_reads(self, engine: Engine, call: Call) -> Engine:
-        """The engine that has what a training call reads [0]: commits name all that steps read, and nothing else."""
+    def engine_for_training(self, engine: Engine, call: Call) -> Engine:
+        """The engine that is planned for a training call, and has what it reads [0]: commits name all that steps read,
+        and nothing else.
+        """
         if not self.may_begin_again or engine.open or engine.record is not None or self.done:
             return engine
+        is_provisional = engine.planning.planner.model.is_provisional
         captured, had = call.compilation.captured, engine.spans_of(call.args)
         read = {index for graph in call.models[0].split.units for index in graph.parameters(captured)}
-        if read <= had.keys() and (engine.durable is None or len(had) == len(engine.spans)):
+        if not is_provisional and read <= had.keys() and (engine.durable is None or len(had) == len(engine.spans)):
             return engine
         return self.begin_again(engine, call, Loop(engine.accumulates, engine.num_calls))
 
@@ -189,9 +192,9 @@ class FirstStep:
     @property
     def may_begin_again(self) -> bool:
         """Whether the step is under way, and all is there that it began with."""
-        if (engine := self.engine()) is None or engine.sums.has_outside or engine.closed:
+        if (engine := self.engine()) is None or engine.sums.has_outside or engine.closed or engine.is_changed:
             return False
-        return engine.ranks is None and engine.placement.layout.schedule == "vertical"
+        return may_plan_again(engine.ranks, engine.placement.layout.schedule)
 
     def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None) -> Engine:
         """Another engine in the place of one, with what the step has done so far.
@@ -212,7 +215,7 @@ class FirstStep:
         optimizer.loop = loop
         words = ["updates wait for step(), as several backwards or settings come before it"] if loop.accumulates else []
         words += [f"{loop.num_calls} calls are between forward and backward at a time"] if loop.num_calls > 1 else []
-        words = words or ["a call is larger than the first, or reads other parameters"]
+        words = words or ["a call is no evaluation, is larger than the first, or reads other parameters"]
         log.info("in this loop %s: the first step starts again", ", and ".join(words))
         had = engine.spans
         engine.end("optimizer.step() was called")  # until then its calls go where the step goes

@@ -37,10 +37,11 @@ class ModelAtHand:
     """What a plan of a model at hand is made of.
 
     sizes: of its units, with each kind of masters that may be chosen: "split" first. layouts: of each micro-batch.
-    tied: the units that share parameters. clip: the optimizer clips gradients. accumulate: a step is known to have
-        several backwards. num_calls: that are between forward and backward at a time, as far as that is known.
-        host_nbytes: the budget of host memory, where it is known; None: as the options say. rest_nbytes: of a commit
-        beside the tiers.
+    tied: the units that share parameters. clip: the optimizer clips gradients. is_provisional: the plan is of an
+        evaluation, which shows neither what layers can save nor how large steps are: the first step has another one.
+    accumulate: a step is known to have several backwards. num_calls: that are between forward and backward at a time,
+        as far as that is known. host_nbytes: the budget of host memory, where it is known; None: as the options say.
+        rest_nbytes: of a commit beside the tiers.
     where: the device, and what leaves it.
     """
 
@@ -50,6 +51,7 @@ class ModelAtHand:
     tied: Set[Any]
     where: Where
     clip: bool
+    is_provisional: bool = False
     accumulate: bool = False
     num_calls: int = 1
     host_nbytes: int | None = None

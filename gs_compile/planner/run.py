@@ -83,7 +83,8 @@ class RunPlanner:
     def __init__(self, model: ModelAtHand) -> None:
         options, ranks, layouts = model.options, model.ranks, model.layouts
         self.model, self.ranks, self.options, self.num_calls = model, ranks, options, model.num_calls
-        self.request = Request.of(options, clip=model.clip, accumulate=model.accumulate)
+        request = Request.of(options, clip=model.clip, accumulate=model.accumulate)
+        self.request = request.recomputing() if model.is_provisional else request
         self.num_threads = options.expert.threads or update_threads(not has_own_memory(model.device), model.num_here)
         self.beside_nbytes = beside_slab(chain.from_iterable(model.sizes.values()))
         host_nbytes = model.host_nbytes or host_budget(options, model.num_here) - self.beside_nbytes

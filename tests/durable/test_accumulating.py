@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import contextmanager
 
 import pytest
 import torch
 from killed import resumed
+from setups import SetUp, Tiny
 from tiered import Harness, adamw, gpt2, options, outcome, tokens
 
+from gs_compile.errors import StepOrderError
 from gs_compile.runtime.storage.manifest import read
 from gs_compile.runtime.storage.stored import FOLDER
 
@@ -94,3 +97,66 @@ def test_an_evaluation_between_two_backwards_changes_no_commit(harness, tmp_path
 
         train(harness, optimizer, first=NUM_STEPS - 2, between=evaluate)
     assert found == NUM_BACKWARDS * found[:1]
+
+
+class Shifted(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(()))
+
+    def forward(self, ids):
+        return super().forward(ids) * (1 + self.shift)
+
+
+@contextmanager
+def goes_on(folder, model=Tiny):
+    """A run that resumes, if there is one, and is committed in the end."""
+    torch.manual_seed(0)
+    run = SetUp(folder, model(), {"storage": folder, "durability": "step", "resume": "auto"})
+    yield run
+    run.optimizer.commit()
+    run.optimizer.engine.tiers.close()
+
+
+def take_step(run):
+    (run.model(run.batch) if run.optimizer else run.call()).backward()
+    run.optimizer.step()
+
+
+def halve(model, optimizer):
+    with torch.no_grad():
+        model.head.mul_(0.5)
+
+
+def forget(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {}})
+
+
+def test_what_a_resumed_run_was_given_is_not_lost_where_its_first_step_begins_again(tmp_path):
+    """The commit has not what a script has written since: the step began again from values and states without it."""
+    with goes_on(tmp_path) as run:
+        take_step(run)
+    for change in (halve, forget):
+        with goes_on(tmp_path) as run:
+            with torch.no_grad():
+                run.call()
+            change(run.model, run.optimizer)
+            run.model(run.batch).backward()
+            with pytest.raises(StepOrderError, match='"accumulate": True'):
+                run.model(run.batch).backward()
+            run.optimizer.step()
+
+
+def test_a_buffer_that_changes_behind_the_evaluation_that_a_resumed_run_begins_with(tmp_path):
+    """Its first step has another plan, and not the commit's buffer."""
+    losses = []
+    for evaluates in (True, False):
+        with goes_on(tmp_path / str(evaluates), Shifted) as run:
+            take_step(run)
+            run.model.shift += 1
+        with goes_on(tmp_path / str(evaluates), Shifted) as run, torch.no_grad():
+            run.call()
+            run.model.shift += evaluates
+            with torch.enable_grad():
+                losses.append(run.model(run.batch).item() / (3 if evaluates else 2))
+    assert losses[0] == pytest.approx(losses[1])

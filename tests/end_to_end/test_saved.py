@@ -10,8 +10,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from saving import saving
-from tiered import adamw, files_in, options, step, tokens
+from tiered import adamw, files_in, loss_of, options, step, tokens
 
 from gs_compile.placement.levels import Share
 from gs_compile.planner.builder import planned_peak
@@ -55,6 +56,23 @@ def test_a_larger_batch_that_has_no_room_computes_again(harness, slow_code, tmp_
         found, saved, _ = trained(harness, {**given, "host_memory": nbytes}, (2, 5))
     assert found.differences(usual) == []
     assert saved[0] > 0 == saved[1]
+
+
+@pytest.mark.parametrize("recompute", ["auto", "none"])
+def test_steps_save_what_they_would_without_an_evaluation_ahead(harness, slow_code, tmp_path, recompute):
+    """The run kept the plan of that, whose layers have nothing to save; it was refused where all was to be saved."""
+    found = []
+    for evaluates in (False, True):
+        ratios = IN_MEMORY | {"checkpoint": None}
+        with harness.fresh(adamw, options(tmp_path, ratios=ratios, recompute=recompute)) as optimizer:
+            if evaluates:
+                with torch.no_grad():
+                    loss_of(harness.model, tokens(1, 2))
+            torch.manual_seed(1)
+            losses = [step(harness.model, optimizer, tokens(number)) for number in range(2)]
+            found.append((losses, optimizer.engine.placement))
+    assert found[0] == found[1]
+    assert found[0][1].decision.shares
 
 
 def test_batches_of_many_sizes_take_no_more_storage(harness, tmp_path):
