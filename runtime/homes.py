@@ -102,8 +102,11 @@ class Homes:
         return self.read_any(span, None)
 
     def here(self, span: Slice) -> Tensor | None:
-        """A parameter's values where they live, if that is memory in one piece; they change with the next update."""
-        if self.setting.ranks or span.codec:
+        """A parameter's values where they live, if that is memory in one piece; they change with the next update.
+
+        None for halves of masters too: who changes these there leaves the other halves as they are.
+        """
+        if self.setting.ranks or span.codec or (self.has_master(span) and self.is_pair(span, 0)):
             return None
         pieces = list(self._pieces(span, None))
         content = self.at_home(pieces[0][0]) if len(pieces) == 1 else None

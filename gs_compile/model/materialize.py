@@ -117,9 +117,9 @@ def streaming(model: nn.Module) -> Iterator[nn.Module]:
     """The model runs as in plain PyTorch inside the block, and reads parameters as layers use them, every update done.
 
     This is for evaluations that cannot run in layers, such as `generate` with its cache. Each use reads a parameter
-    once. Parameters in memory are not copied. Others stay in memory until the end of the block as far as the budget has
-    room: `host_memory`, or the device's own memory. As in `materialize`, a call with gradients enabled raises
-    StepOrderError.
+    once. Parameters in memory are not copied, except those in bf16 whose masters are split. Copies and others stay in
+    memory until the end of the block as far as the budget has room: `host_memory`, or the device's own memory. As in
+    `materialize`, a call with gradients enabled raises StepOrderError.
     """
     parameters = list(model.parameters())
     for store in stores_of(parameters):

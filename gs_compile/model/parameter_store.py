@@ -47,7 +47,7 @@ class Reader:
     held: list[Tensor] = field(default_factory=list)
 
     def read(self, store: ParameterStore, span: Slice, device: torch.device) -> Tensor:
-        """A value, not copied if it lives in memory in one piece."""
+        """A value, not copied if it lives in memory in one piece, and is not half of its master."""
         here = store.tiers.here(span)
         values = (store.tiers.read(span) if here is None else here).to(device).detach()
         nbytes = 0 if here is not None and shares_memory(values, here) else values.nbytes

@@ -90,6 +90,19 @@ def test_streaming_reads_what_is_used(room_nbytes, tmp_path, monkeypatch):
             one.loss(7)
 
 
+def test_what_is_written_inside_of_streaming_is_the_whole_master(tmp_path):
+    """Where masters are split and in memory, a new upper half was there with the old lower one."""
+    found = []
+    for place in (0.0, 1.0):
+        ratios = dict.fromkeys(("parameter", "optimizer", "checkpoint"), place)
+        with learner(tmp_path, make, precision="bf16", masters="split", ratios=ratios) as one:
+            one.train(0)
+            with gs_compile.streaming(one.model), torch.no_grad():
+                one.model.transformer.h[0].mix.weight.mul_(0.3)
+            found.append(one.values())
+    same_tensors(*found)
+
+
 def test_what_torch_compile_returns(tmp_path):
     """The other form: the compiled module is another one than the model."""
     torch._dynamo.reset()
