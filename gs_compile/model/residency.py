@@ -78,7 +78,9 @@ class Residency:
     gradient: UnavailableGradient | None = None  # to be shown as .grad
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
-    shown: dict[torch.device, Shown] = field(default_factory=dict)
+    shown: dict[tuple[torch.device, bool], Shown] = field(
+        default_factory=dict
+    )  # whether by a reader: it may live there
     reader: Reader | None = None  # for the time of an evaluation
     num_writes: int = 0  # of values that somebody has given
     warned_of: str = ""  # why an evaluation has read the value as plain PyTorch does
@@ -128,7 +130,7 @@ class Residency:
             return home.store.rows(home.span)
         if home is None and isinstance(self.stash, DTensor) and not self.codec:
             return self.stash.detach().to(parameter.dtype)
-        return self.shown_value(parameter, torch.device("cpu"))
+        return self.shown_value(parameter, torch.device("cpu"), is_own=True)
 
     def check(self) -> None:
         """Raise StepOrderError where the value is still to come from a commit."""
@@ -148,27 +150,30 @@ class Residency:
             return home.store.tiers.dtype(home.span, master=True)
         return parameter.dtype if self.codec else self.stashed_value(parameter).dtype
 
-    def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor:
-        """`value` on a device; the same tensor again while it is in use and true, so that tied entries stay tied."""
-        known = self.shown.get(device)
+    def shown_value(self, parameter: Tensor, device: torch.device, *, is_own: bool = False) -> Tensor:
+        """`value` on a device; the same tensor again while it is in use and true, so that tied entries stay tied.
+
+        is_own: what later steps do not change, also where an evaluation reads values where they live.
+        """
+        reader = None if is_own or self.tiered is None else self.reader
+        known = self.shown.get((device, reader is not None))
         values = known.values() if known is not None else None
-        if values is None or not self.is_shown(values):
+        if known is None or values is None or not known.is_true(values, self._state):
             with torch.inference_mode(False):  # its changes are counted
-                if self.reader is not None and self.tiered is not None:
-                    values = self.reader.read(*self.tiered, device)
+                if reader is not None and self.tiered is not None:
+                    values = reader.read(*self.tiered, device)
                 else:
                     values = self.value(parameter).to(device).detach()  # no view of another: views of it keep it alive
-            self._show(values)
+            self._show(values, reader is not None)
         return values
 
     def is_shown(self, values: Tensor) -> bool:
         """Whether a tensor of `shown_value`, or a view of it, still has the value."""
-        known = self.shown.get(values.device)
-        return known is not None and known.is_true(values, self._state)
+        return any(each.is_true(values, self._state) for each in self.shown.values())
 
     def forget(self, values: Tensor) -> None:
         """A tensor of `shown_value` has no memory of its own from now on."""
-        self.shown = {device: each for device, each in self.shown.items() if each.values() is not values}
+        self.shown = {where: each for where, each in self.shown.items() if each.values() is not values}
 
     def copied(self, parameter: Tensor) -> nn.Parameter | None:
         """Another parameter with the value in a file beside, before the first call; None after it.
@@ -202,10 +207,10 @@ class Residency:
         if home is None or self.stash is not None:  # until the first step has ended
             values_as_stashed = CODECS[self.codec].encode(values) if self.codec else values
             files.write(self.stashed_value(parameter), values_as_stashed)
-        known = self.shown.get(values.device)
         self.num_writes += 1
-        if known is not None and (shown := known.values()) is not None and shares_memory(shown, values):
-            self._show(shown)
+        for (_, is_read), known in list(self.shown.items()):
+            if (shown := known.values()) is not None and shares_memory(shown, values):
+                self._show(shown, is_read)
 
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient from outside of the compiled model to that model's own.
@@ -224,8 +229,8 @@ class Residency:
         """Another one whenever the value has changed."""
         return self.num_writes, self.home and self.home.store.num_steps
 
-    def _show(self, values: Tensor) -> None:
-        self.shown[values.device] = Shown(weakref.ref(values), self._state, changes(values))
+    def _show(self, values: Tensor, is_read: bool) -> None:
+        self.shown[values.device, is_read] = Shown(weakref.ref(values), self._state, changes(values))
 
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """Have the model compute with the parameter in another dtype or on another device, before its first call.

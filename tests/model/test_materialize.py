@@ -103,6 +103,24 @@ def test_what_is_written_inside_of_streaming_is_the_whole_master(tmp_path):
     same_tensors(*found)
 
 
+def test_a_state_dict_of_an_evaluation_is_a_copy_that_steps_do_not_change(tmp_path):
+    """Where the evaluation reads parameters where they live, as `generate` does: a script keeps the best state so."""
+    with learner(tmp_path, make, ratios=dict.fromkeys(("parameter", "optimizer", "checkpoint"), 1.0)) as one:
+        one.train(0)
+        with gs_compile.streaming(one.model), torch.no_grad():
+            one.loss(7)
+            weight = next(one.model.parameters())
+            view, inside_it = weight.detach(), one.model.state_dict()
+            assert view.tolist() == weight.tolist()
+        behind_it = one.model.state_dict()
+        wanted = {name: values.clone() for name, values in inside_it.items()}
+        one.train(1)
+        first = next(iter(wanted))
+        assert not torch.equal(one.model.state_dict()[first], wanted[first])
+        same_tensors(inside_it, wanted)
+        same_tensors(behind_it, wanted)
+
+
 def test_what_torch_compile_returns(tmp_path):
     """The other form: the compiled module is another one than the model."""
     torch._dynamo.reset()
