@@ -112,7 +112,8 @@ def _to_finish(problem: Problem, best: Solution) -> list[Candidate]:
     Raises `MemoryBudgetError` where none keeps the budgets.
     """
     candidates, emptied = refined(problem, best), problem.emptied
-    if emptied is not problem and is_small_step(problem) and not problem.profile.separate:
+    is_open = emptied is not problem and not problem.profile.separate
+    if is_open and is_small_step(problem) and not any(each.is_good_enough for each in candidates):
         with suppress(MemoryBudgetError):
             candidates.append(min(refined(emptied, best), key=lambda each: each.seconds))
     return candidates

@@ -102,7 +102,8 @@ def nbytes_in_memory(placement):
 @pytest.mark.usefixtures("given_figures")
 def test_a_plan_is_taken_again_where_nothing_has_changed(harness, moved, tmp_path, monkeypatch, caplog):
     """Nothing is measured, timed or solved; what is in memory is read, and nothing is written."""
-    make, given = partial(adamw, max_grad_norm=0.5), options([tmp_path / "a"], ratios=FREE, host_memory=BUDGET)
+    make, ratios = partial(adamw, max_grad_norm=0.5), FREE | {"parameter": 0.5}
+    given = options([tmp_path / "a"], ratios=ratios, host_memory=BUDGET)
     first = life(harness, make, given, tmp_path / "first", range(3))
     assert first.plan["decision"]["ratios"][0]["parameter"] < 1, "there is something on storage"
     assert nbytes_in_memory(first.placement) > 0, "and something in memory"
