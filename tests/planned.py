@@ -25,6 +25,7 @@ from gs_compile.planner.workloads import Levelled
 from gs_compile.program.ir import Program, StepShape, Unit
 
 GB = 10**9
+SSD_RATES = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
 A100 = Profile(
     name="server",
     device="cuda",

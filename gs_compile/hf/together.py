@@ -30,8 +30,8 @@ class _Question:
     has_grad: bool
 
 
-class ForStrands:
-    """A model that is compiled in place, to run in a context. Strands ask for its results; `answered` calls it."""
+class AskedModel:
+    """A model that is compiled in place, and runs in a context. Strands ask for its results; `answered` calls it."""
 
     def __init__(
         self, model: Any, options: dict[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -146,7 +146,7 @@ def stored_reference(
     options: Mapping[str, Any],
     given: Mapping[str, Any],
     autocast: Callable[[], AbstractContextManager[Any]],
-) -> tuple[SGD, ForStrands]:
+) -> tuple[SGD, AskedModel]:
     """Compile a model that is never trained, so that its parameters are stored.
 
     Returns the optimizer that holds them, and the compiled model.
@@ -159,7 +159,7 @@ def stored_reference(
             "reference=: this Trainer has no ref_model; with adapters, its reference is the model without them"
         )
     model.requires_grad_(False)
-    compiled = ForStrands(model, {**options, **options_of(model, given)}, autocast)
+    compiled = AskedModel(model, {**options, **options_of(model, given)}, autocast)
     return SGD(model.parameters(), lr=0.0), compiled
 
 

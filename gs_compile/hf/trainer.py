@@ -21,7 +21,7 @@ from gs_compile.hf import strands
 from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import Padding, gathered, padding_of
-from gs_compile.hf.together import ForStrands, ReadsMore, answered, stored_reference
+from gs_compile.hf.together import AskedModel, ReadsMore, answered, stored_reference
 from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
@@ -110,7 +110,7 @@ class TrainerMixin(DurableTrainer):
         self._batches = []
         overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None
-        self._compiled = [ForStrands(self.model, chosen)]
+        self._compiled = [AskedModel(self.model, chosen)]
         if chosen["outputs"] == "all":
             self._asked["outputs"] = "all"
         self._batch_size = self._train_batch_size
@@ -259,7 +259,7 @@ class _Gathering(_Trainer):  # type: ignore[misc]
     _asked: dict[str, Any]
     _batches: list[Any]
     _has_own_loss: bool
-    _compiled: list[ForStrands]  # the model, and its reference if it is stored
+    _compiled: list[AskedModel]  # the model, and its reference if it is stored
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; where the loss is all that is asked for, and the model computes it, it makes nothing else."""

@@ -109,7 +109,7 @@ class Engine(ParameterStore):
         except BaseException:  # also where the user has interrupted it: no later call goes on with half of a run
             tiers.close()
             raise
-        self.is_changed = False  # what a commit has brought, by the user: nothing has what the first step began with
+        self.is_changed = False  # by the user: a value or a state, since the engine has them
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property
@@ -379,7 +379,7 @@ class Engine(ParameterStore):
         self.flush()
         self.open.abandon("a parameter was given another value")
         super().write(span, values)
-        self.is_changed = self.durable is not None and self.durable.goes_on
+        self.is_changed = True
 
     @in_turn
     def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
@@ -388,7 +388,7 @@ class Engine(ParameterStore):
         if self.open.undone:  # given-up ones too, which could be repeated otherwise; an engine that begins has none
             self.open.abandon("a state of the optimizer was loaded")
         super().load_state(span, state)
-        self.is_changed = self.durable is not None and self.durable.goes_on
+        self.is_changed = True
 
     def trained_span(self, parameter: Tensor) -> Slice | None:
         """The span of a parameter that this engine trains; None for others."""

@@ -192,8 +192,10 @@ class FirstStep:
     @property
     def may_begin_again(self) -> bool:
         """Whether the step is under way, and all is there that it began with."""
-        if (engine := self.engine()) is None or engine.sums.has_outside or engine.closed or engine.is_changed:
+        if (engine := self.engine()) is None or engine.sums.has_outside or engine.closed:
             return False
+        if engine.is_changed and engine.durable is not None and engine.durable.goes_on:
+            return False  # another engine would take up what the commit has, without these changes
         return may_plan_again(engine.ranks, engine.placement.layout.schedule)
 
     def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None) -> Engine:

@@ -78,9 +78,7 @@ class Residency:
     gradient: UnavailableGradient | None = None  # to be shown as .grad
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
-    shown: dict[tuple[torch.device, bool], Shown] = field(
-        default_factory=dict
-    )  # whether by a reader: it may live there
+    shown: dict[tuple[torch.device, bool], Shown] = field(default_factory=dict)  # by device, and whether read in place
     reader: Reader | None = None  # for the time of an evaluation
     num_writes: int = 0  # of values that somebody has given
     warned_of: str = ""  # why an evaluation has read the value as plain PyTorch does

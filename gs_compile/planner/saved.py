@@ -97,7 +97,8 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
 
 def _emptied(problem: Problem, decision: Decision) -> Decision:
     """With nothing in host memory of what nobody has said a ratio of: the most room for what layers save there."""
-    ratios = {name: problem.emptied.request.ratios.given()[name] for name in CLASSES}
+    given = problem.emptied.request.ratios.given()
+    ratios = {name: given[name] for name in CLASSES}
     return replace(decision, ratios=tuple(replace(each, **ratios) for each in decision.ratios))
 
 

@@ -76,7 +76,8 @@ class StepPlan:
     @cached_property
     def priced(self) -> Placement:
         """The placement with the price of updates, also where the plan was made before the machine was known."""
-        return self.problem.priced.steps.builder.placement(self.placement.decision)
+        priced = self.problem.priced
+        return self.placement if priced is self.problem else priced.steps.builder.placement(self.placement.decision)
 
     @cached_property
     def bound(self) -> Solution:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from planned import A100, gpt, problem, ratios
+from planned import A100, SSD_RATES, gpt, problem, ratios
 
 from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.placement.kinds import nbytes_of
@@ -83,8 +83,7 @@ def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
 
 def test_checkpoints_of_the_upper_half_are_held_where_a_drive_binds():
     """They would be written behind all that the step before has left to write, and read again at once."""
-    rates = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
-    slow = replace(CPU, matmul_flops_per_second={"bf16": 1e11}, **dict.fromkeys(rates, 1e8))
+    slow = replace(CPU, matmul_flops_per_second={"bf16": 1e11}, **dict.fromkeys(SSD_RATES, 1e8))
     workload = gpt(6, 256, vocabulary=20000)
     plain = StepBuilder.of(workload, 2, separate=False).placement(NOTHING).decided(carried=FIRST)
     plain = retaining(plain)[-1]

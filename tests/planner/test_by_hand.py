@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planned import A100, gpt, problem
+from planned import A100, SSD_RATES, gpt, problem
 from test_saved_plans import levelled
 
 from gs_compile.errors import MemoryBudgetError
@@ -19,7 +19,6 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
 
-RATES = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
 MOST_SLOWER = 1.02  # times the fastest by hand: `benchmarks.chosen` has the same bound
 BY_HAND = {
     **{f"homes={ratio}": {"ratios": Ratios(checkpoint=ratio, parameter=ratio, optimizer=ratio)} for ratio in (0, 0.5)},
@@ -32,7 +31,7 @@ def machine(ssd_bytes_per_second: float) -> Profile:
     """A CPU of two cores, on which what computes has half of its speed beside copies."""
     cpu = replace(A100, device="cpu", device_nbytes=0, matmul_flops_per_second={"fp32": 1.6e11})
     updates = {"update_elements_per_second": 4e8, "update_mixed_elements_per_second": 2e8}
-    rates = dict.fromkeys(RATES, ssd_bytes_per_second)
+    rates = dict.fromkeys(SSD_RATES, ssd_bytes_per_second)
     return replace(cpu, memory_bytes_per_second=1e10, compute_mixed_speed=0.5, **updates, **rates)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from planned import A100, gpt, problem, ratios
+from planned import A100, SSD_RATES, gpt, problem, ratios
 
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.planner.builder import planned_peak
@@ -220,9 +220,7 @@ def test_a_large_step_that_brings_the_model_in_for_each_micro_batch_is_not_bundl
 
 def test_alpha_is_that_of_the_faster_step_with_all_that_stays_in_memory():
     """Late updates fill a drive that binds; so do early ones, once the next step does not wait for what they write."""
-    rates = dict.fromkeys(
-        [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")], 2e8
-    )
+    rates = dict.fromkeys(SSD_RATES, 2e8)
     machine = replace(CPU, matmul_flops_per_second={"bf16": 2e11}, **rates)
     workload = gpt(6, 768, sequence=256, vocabulary=50257)
     given = problem(workload, machine, 2, request=Request(ratios=ratios(0.0, 0.0, 0.0)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planned import A100, GB, formulas, gpt, lowered, placed, problem, ratios
+from planned import A100, GB, SSD_RATES, formulas, gpt, lowered, placed, problem, ratios
 from tiers import peaks_of
 
 from gs_compile.cli.report.explain import report
@@ -164,8 +164,7 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
     workload = levelled(gpt(8, 512, sequence=256, vocabulary=20000), 512)
     most = placed(workload, 4, ratios(0.0, 0.0, 0.0), 0.0, separate=False)
     host_nbytes = int(1.08 * peaks_of(lowered(workload, most)[-1].ops, most)["host"])
-    names = [f"ssd_{lane}{mixed}_bytes_per_second" for lane in ("read", "write") for mixed in ("", "_mixed")]
-    slow = {name: getattr(CPU, name) / 1.25 for name in names}
+    slow = {name: getattr(CPU, name) / 1.25 for name in SSD_RATES}
     machine = replace(CPU, matmul_flops_per_second={"bf16": 5e11}, **slow)
     given = problem(workload, machine, 4, request=Request(alpha=0.0), bare=True, host_nbytes=host_nbytes)
     without = choose(given, given.search())
@@ -181,8 +180,9 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
 def test_what_is_saved_may_take_the_place_of_all_that_lives_in_memory(monkeypatch):
     """Where computation binds, memory is worth more to activations than to parameters, which drives bring in time."""
     workload = levelled(gpt(8, 256, sequence=256, vocabulary=4000, bf16=False), 256)
-    rates = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
-    slow = replace(CPU, matmul_flops_per_second={"fp32": 1.6e11}, compute_mixed_speed=0.5, **dict.fromkeys(rates, 4e8))
+    slow = replace(
+        CPU, matmul_flops_per_second={"fp32": 1.6e11}, compute_mixed_speed=0.5, **dict.fromkeys(SSD_RATES, 4e8)
+    )
     given = problem(workload, slow, 4, request=Request(alpha=0.0), bare=True, host_nbytes=53 * 10**6)
     without = choose(given, given.search())
     found = with_saved(given, without)
@@ -196,8 +196,7 @@ def test_a_step_that_computes_nearly_all_the_time_saves_however_slow_the_linear_
     know.
     """
     workload = levelled(gpt(8, 512, sequence=256, vocabulary=20000), 512)
-    rates = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
-    slow = replace(CPU, matmul_flops_per_second={"bf16": 2e11}, **dict.fromkeys(rates, 4e8))
+    slow = replace(CPU, matmul_flops_per_second={"bf16": 2e11}, **dict.fromkeys(SSD_RATES, 4e8))
     request = Request(alpha=0.0, ratios=ratios(0.0, 0.0, 0.0))
     given = problem(workload, slow, 4, request=request, bare=True, host_nbytes=GB)
     without = choose(given, given.search())
