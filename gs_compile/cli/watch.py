@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -63,29 +63,27 @@ def watch(directory: Path | None, show: Callable[[str], None], *, once: bool) ->
         sys.stdout.flush()
 
 
-def _files(directory: Path | None) -> list[Path]:
-    return going_on() if directory is None else find(directory)
+def _found(directory: Path | None) -> Iterator[tuple[Path, Status | StatusError]]:
+    """Each status file, and its status, or why that cannot be read. Raises StatusError where there is no file."""
+    for path in going_on() if directory is None else find(directory):
+        try:
+            yield path, read(path)
+        except StatusError as error:
+            yield path, error
 
 
 def statuses(directory: Path | None) -> dict[str, Any]:
     """Statuses by file, for programs; of one that cannot be read, why."""
-    found: dict[str, Any] = {}
-    for path in _files(directory):
-        try:
-            found[str(path)] = plain(read(path))
-        except StatusError as error:
-            found[str(path)] = {"problem": error.message}
-    return found
+    found = _found(directory)
+    return {str(path): plain(it) if isinstance(it, Status) else {"problem": it.message} for path, it in found}
 
 
 def screen(directory: Path | None, now: float) -> str:
     """All runs, one below the other. Raises StatusError where there is none."""
-    texts = []
-    for path in _files(directory):
-        try:
-            texts.append(f"{path.resolve()}\n{run_text(read(path), now)}")
-        except StatusError as error:
-            texts.append("\n".join(wrap(error.message, WIDTH)))
+    texts = [
+        f"{path.resolve()}\n{run_text(it, now)}" if isinstance(it, Status) else "\n".join(wrap(it.message, WIDTH))
+        for path, it in _found(directory)
+    ]
     text = "\n\n".join(texts)
     return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)  # no file moves the cursor
 
@@ -167,13 +165,8 @@ def _drives(status: Status) -> str:
 
 def newest(directory: Path) -> Status:
     """The status of the first rank's run that was written last; raises StatusError where none can be read."""
-    found, problem = [], None
-    for path in find(directory):
-        try:
-            found.append(read(path))
-        except StatusError as error:
-            problem = error
+    every = [each for _, each in _found(directory)]
+    found = [each for each in every if isinstance(each, Status)]
     if not found:
-        assert problem is not None
-        raise problem
+        raise [each for each in every if isinstance(each, StatusError)][-1]
     return max(found, key=lambda status: (-status.about.rank, status.written))
