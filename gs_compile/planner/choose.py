@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def placement(self) -> Placement:
-        return self.simulation.placed
+        return self.simulation.placement
 
     @property
     def is_good_enough(self) -> bool:
@@ -98,7 +98,7 @@ def choose(problem: Problem, search: Search) -> StepPlan:
     return StepPlan(
         problem=problem,
         relaxed=chosen.solution.decision,
-        placement=simulation.placed,
+        placement=simulation.placement,
         solved=best,
         simulated=simulation,
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
@@ -129,13 +129,13 @@ def _with_boundary(steps: Problem, chosen: Candidate, *, is_small: bool) -> Simu
         return chosen.simulation
     simulation = fastest(steps, chosen.simulation, each_of(carrying(chosen.placement)), chosen.spare)
     if is_small and _waits_for_drives(simulation):
-        simulation = fastest(steps, simulation, [retaining(simulation.placed)], chosen.spare)
-        placed = simulation.placed
+        simulation = fastest(steps, simulation, [retaining(simulation.placement)], chosen.spare)
+        placed = simulation.placement
         deep = deeper(placed)
         ladders = *each_of(deep), *map(holding, (placed, *deep))
         simulation = fastest(steps, simulation, ladders, chosen.spare, FASTER)  # the deeper, the more memory
-        return fastest(steps, simulation, each_of(earlier(simulation.placed)), chosen.spare)
-    return fastest(steps, simulation, [earlier(simulation.placed)], chosen.spare)
+        return fastest(steps, simulation, each_of(earlier(simulation.placement)), chosen.spare)
+    return fastest(steps, simulation, [earlier(simulation.placement)], chosen.spare)
 
 
 def is_small_step(problem: Problem) -> bool:
@@ -198,7 +198,7 @@ def _of_commits(problem: Problem, best: Solution, placement: Placement) -> tuple
 
 def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
     """What is carried from a step to the next, what is read earlier, and what that brings; none where nothing is."""
-    placed, ahead, all_ahead = chosen.placed, chosen.placed.decision.ahead, chosen.placed.decision.lookahead
+    placed, ahead, all_ahead = chosen.placement, chosen.placement.decision.ahead, chosen.placement.decision.lookahead
     carried = f"{format_bytes(carried_nbytes(placed))} of parameters that the next step reads first stay in host memory"
     carried += " until then"
     retained = f"{retained_text(placed)} stay in host memory from the forward to the backward"

@@ -90,7 +90,7 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     ladders = ([placed(relaxed, shares) for shares in ladder] for relaxed, ladder in tops)
     parts = PARTS if is_small_step(problem) else PARTS[:1]
     simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
-    placement, solved = simulation.placed, plan.bound
+    placement, solved = simulation.placement, plan.bound
     relaxed = replace(plan.relaxed, ratios=placement.decision.ratios, shares=placement.decision.shares)
     return replace(plan, problem=problem, relaxed=relaxed, placement=placement, solved=solved, simulated=simulation)
 

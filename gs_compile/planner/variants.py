@@ -40,7 +40,7 @@ def with_variant(plan: StepPlan) -> StepPlan:
             simulations.append(steps.predicted(placement))
     fastest = min(reversed(simulations), key=lambda each: each.seconds)
     notes = (variants.why(simulations[0], fastest), *plan.notes)
-    chosen = fastest.placed
+    chosen = fastest.placement
     if chosen.decision.ratios != plain.decision.ratios:  # it leaves more memory: what is said is said of this one
         plan = replace(plan, relaxed=chosen.decision, solved=None)
     return replace(plan, placement=chosen, simulated=fastest, notes=notes)

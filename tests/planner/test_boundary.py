@@ -77,8 +77,8 @@ def test_more_of_the_topmost_layers_is_retained_where_there_is_room():
         given = problem(workload, CPU, 1, host_nbytes=host_nbytes)
         found = fastest(given, before, [every])
         assert found.seconds < before.seconds
-        assert before.moved_nbytes - found.moved_nbytes == sum(sizes[unit] for unit in found.placed.decision.retained)
-    assert found.placed.decision.retained == every[-1].decision.retained
+        assert before.moved_nbytes - found.moved_nbytes == sum(sizes[unit] for unit in found.placement.decision.retained)
+    assert found.placement.decision.retained == every[-1].decision.retained
 
 
 def test_checkpoints_of_the_upper_half_are_held_where_a_drive_binds():
@@ -91,14 +91,14 @@ def test_checkpoints_of_the_upper_half_are_held_where_a_drive_binds():
     before = given.predicted(plain)
     ladders = [*map(holding, (plain, *deeper(plain)))]
     found = fastest(given, before, ladders)
-    assert found.placed.decision.held == (5, 4, 3)
+    assert found.placement.decision.held == (5, 4, 3)
     assert found.seconds < 0.97 * before.seconds
-    inputs = [nbytes_of(found.placed, value) for value in found.placed.held_values]
+    inputs = [nbytes_of(found.placement, value) for value in found.placement.held_values]
     assert len(inputs) == 6
     assert before.moved_nbytes - found.moved_nbytes == 3 * sum(inputs)  # collected, written and read
-    assert found.placed.held_values == {Value("x", layer, j) for layer in (3, 4, 5) for j in (0, 1)}
+    assert found.placement.held_values == {Value("x", layer, j) for layer in (3, 4, 5) for j in (0, 1)}
     scarce = problem(workload, slow, 2, host_nbytes=planned_peak(before.program, "host"))
-    assert len(fastest(scarce, before, ladders).placed.decision.held) < 3
+    assert len(fastest(scarce, before, ladders).placement.decision.held) < 3
 
 
 def test_the_last_states_are_read_while_the_backward_computes():
@@ -114,7 +114,7 @@ def test_the_last_states_are_read_while_the_backward_computes():
         before = given.predicted(plain)
         found = fastest(given, before, [every])
         assert found.seconds < before.seconds
-        assert found.placed.decision.ahead >= ahead
+        assert found.placement.decision.ahead >= ahead
         assert found.moved_nbytes == before.moved_nbytes
     assert not earlier(plain.decided(layer_updates=2))
 
@@ -148,7 +148,7 @@ def test_states_are_read_for_as_long_as_the_drive_needs():
         given = problem(workload, replace(CPU, matmul_flops_per_second={"bf16": flops}), 2, host_nbytes=10**12)
         before = given.predicted(every[0].decided(lookahead=0))
         found = fastest(given, before, each_of(every), part=FASTER)
-        assert found.placed.decision.lookahead == lookahead
+        assert found.placement.decision.lookahead == lookahead
         assert found.busy[busiest] > 0.96
         assert not lookahead or found.seconds < 0.92 * before.seconds
 
@@ -157,7 +157,7 @@ def test_a_schedule_as_others_publish_it_moves_what_is_said_of_it():
     for schedule, is_published in (("horizontal", True), ("single", False)):
         given = problem(WORKLOAD, CPU, 1, host_nbytes=10**12, request=Request(schedule=schedule))
         plain = given.predicted(given.builder.placement(NOTHING))
-        chosen: Any = SimpleNamespace(simulation=plain, placement=plain.placed, spare={"host": 0, "device": 0})
+        chosen: Any = SimpleNamespace(simulation=plain, placement=plain.placement, spare={"host": 0, "device": 0})
         assert (_with_boundary(given, chosen, is_small=True) is plain) == is_published
 
 

@@ -52,30 +52,23 @@ class Dependencies(NamedTuple):
     previous: list[int]  # the operation before on the same lane
     computed: list[int]  # the computation before, on whatever lane an operation is
 
-    def program_of(self, index: int) -> int:
-        """The number of the program that an operation is of."""
-        return max(number for number, start in enumerate(self.starts) if start <= index)
 
-
-def dependencies(programs: Sequence[Program], placement: Placement | None = None) -> Dependencies:
-    """The dependencies of `programs`, each going on with what the one before has left.
-
-    placement: for those in host memory, where the programs have offsets there.
+def dependencies(programs: Sequence[Program], placement: Placement) -> Dependencies:
+    """The dependencies of `programs`, each going on with what the one before has left; those in host memory, where the
+    programs have offsets there.
     """
     found = Dependencies([], [], [], [], [], [], [])
     numbers: dict[Value, int] = {}
     rows: dict[int, list[NumberedOp]] = {}
     waits = _Waits(found.lanes)
     last = [-1] * (len(LANES) + 1)
-    if placement is not None:
-        slots_before = (slot_of(placement, value) for value in placement.present(programs[0].ops))
-        for where in filter(None, (range_of(slot, programs[0].offsets) for slot in slots_before)):
-            waits.memory.begin(where)
+    slots_before = (slot_of(placement, value) for value in placement.present(programs[0].ops))
+    for where in filter(None, (range_of(slot, programs[0].offsets) for slot in slots_before)):
+        waits.memory.begin(where)
     for program in programs:
         found.starts.append(len(found.ops))
         if id(program) not in rows:
-            slots = Slots(placement) if placement and program.offsets else None
-            rows[id(program)] = _rows(program, numbers, slots)
+            rows[id(program)] = _rows(program, numbers, Slots(placement) if program.offsets else None)
         for op, row in zip(program.ops, rows[id(program)], strict=True):
             index, lane = len(found.ops), row.lane
             found.ops.append(op)

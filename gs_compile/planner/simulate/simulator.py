@@ -64,14 +64,13 @@ class Span:
 def simulate(
     programs: Sequence[Program],
     seconds: Sequence[Sequence[float]],
+    placement: Placement,
     *,
-    placement: Placement | None = None,
     rule: LaneRule = LaneRule(),  # noqa: B008  (frozen)
 ) -> Simulation:
     """The last of `programs`, which run one after the other: more of the same before it make it steady.
 
     seconds: of each program, what each operation takes alone on its lane; a memory verb's hold the issue loop.
-    placement: for the memory of each tier, the waits for host memory, and the bytes of transfers.
     """
     assert programs, "nothing to simulate"
     order = dependencies(programs, placement)
@@ -99,7 +98,7 @@ def predict(
     seconds = op_prices(program, placement, workload, profile)
     rule = LaneRule(speeds=profile.speeds(), inline=not profile.separate, op_seconds=profile.op_seconds)
     for number in NUM_STEPS:
-        simulation = simulate([program] * number, [seconds] * number, placement=placement, rule=rule)
+        simulation = simulate([program] * number, [seconds] * number, placement, rule=rule)
         if simulation.is_steady:
             break
     return simulation
@@ -113,18 +112,12 @@ class Simulation:
     durations: list[float]  # of each operation, alone on its lane
     times: Times
     programs: tuple[Program, ...]
-    placement: Placement | None
+    placement: Placement
 
     @property
     def program(self) -> Program:
         """The step's own."""
         return self.programs[-1]
-
-    @property
-    def placed(self) -> Placement:
-        """The placement of a step whose data is placed."""
-        assert self.placement is not None, "nothing was placed"
-        return self.placement
 
     @property
     def seconds(self) -> float:
@@ -165,10 +158,8 @@ class Simulation:
 
     @cached_property
     def memory(self) -> Mapping[str, Curve]:
-        """By tier, the bytes alive from each moment on; empty without a placement."""
-        return (
-            _memory_curves(self.placement, self.order, self.times, self._since, self._until) if self.placement else {}
-        )
+        """By tier, the bytes alive from each moment on."""
+        return _memory_curves(self.placement, self.order, self.times, self._since, self._until)
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -187,7 +178,7 @@ class Simulation:
         room = {"host": program.slab_nbytes}
         if program.device is not None:
             room["device"] = program.device.nbytes
-        return room | {"ssd": peak(live_ranges(program.ops, self.placed), "ssd", len(program.ops))}
+        return room | {"ssd": peak(live_ranges(program.ops, self.placement), "ssd", len(program.ops))}
 
     @property
     def moved_nbytes(self) -> int:
@@ -247,16 +238,15 @@ class Simulation:
         return max(issued, times.stopped[computation] if computation >= 0 else 0.0)
 
     def _span(self, index: int) -> Span:
-        op, number = self.order.ops[index], self.order.program_of(index)
-        moves = self.placement is not None and op.verb in TRANSFERS
+        op, start = self.order.ops[index], max(start for start in self.order.starts if start <= index)
         return Span(
             op,
-            index - self.order.starts[number],
+            index - start,
             op.lane,
             self.times.started[index] - self._since,
             self.times.stopped[index] - self._since,
             self._chains.label(self._chains.cause(index)),
-            op_nbytes(op, self.placement) if moves and self.placement else 0,
+            op_nbytes(op, self.placement) if op.verb in TRANSFERS else 0,
         )
 
 
