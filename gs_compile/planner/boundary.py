@@ -36,16 +36,13 @@ BOUNDARY: Mapping[str, Any] = {**dict.fromkeys(UNITS, ()), "ahead": 0, "lookahea
 
 def carrying(plain: Placement) -> Ladder:
     """More and more carried, of the units that there are: who goes on by a commit takes no other for its plan's."""
-    first = tuple(unit for unit in FIRST if unit in plain.by_unit)
-    every = (plain.decided(carried=first[:number]) for number in range(1, len(first) + 1))
-    return list({each.carried_values: each for each in every if each.carried_values}.values())
+    return _ladder(plain, "carried", [unit for unit in FIRST if unit in plain.by_unit])
 
 
 def retaining(plain: Placement) -> Ladder:
     """More and more of the topmost layers retained, and after them what the head shares with the embedding."""
-    order = tuple(unit for unit in (*reversed(range(plain.layout.num_layers)), TIED) if unit in plain.by_unit)
-    every = (plain.decided(retained=order[:number]) for number in range(1, len(order) + 1))
-    return list({each.retained_values: each for each in every if each.retained_values}.values())
+    topmost: list[Unit] = [*reversed(range(plain.layout.num_layers)), TIED]
+    return _ladder(plain, "retained", [unit for unit in topmost if unit in plain.by_unit])
 
 
 def earlier(plain: Placement) -> Ladder:
@@ -66,9 +63,13 @@ def deeper(plain: Placement) -> Ladder:
 
 def holding(plain: Placement) -> Ladder:
     """More and more checkpoints of the upper half held, from the top."""
-    upper = tuple(reversed(range(plain.layout.num_layers)))[: plain.layout.num_layers // 2]
-    every = (plain.decided(held=upper[:number]) for number in range(1, len(upper) + 1))
-    return [each for each in every if each.held_values]
+    return _ladder(plain, "held", range(plain.layout.num_layers)[::-1][: plain.layout.num_layers // 2])
+
+
+def _ladder(plain: Placement, name: str, units: Sequence[Unit]) -> Ladder:
+    """With the first unit, the first two, and so on, as that field of the decision; each with other values in memory."""
+    every = (plain.decided(**{name: tuple(units[:number])}) for number in range(1, len(units) + 1))
+    return list({values: each for each in every if (values := getattr(each, f"{name}_values"))}.values())
 
 
 def without(planned: Placement, home_nbytes: int = 0) -> Sequence[Placement]:
