@@ -174,12 +174,7 @@ def fit(
 
 @app.command()
 @plans
-def plan(
-    model: str,
-    request: Request,
-    longest: Longest = False,
-    as_json: Json = False,
-) -> None:
+def plan(model: str, request: Request, longest: Longest = False, as_json: Json = False) -> None:
     """Show where data would be stored, and how fast a step would be.
 
     It also says what limits the speed, and needs neither the model's weights nor the machine.

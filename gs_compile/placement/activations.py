@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -116,28 +116,24 @@ class ActivationHomes:
 
     def recomputed(self) -> Mapping[str, Any]:
         """With layers that save their inputs alone, each where its activations were."""
-
-        def kept(stack: int, ratios: Ratios) -> dict[Tier, float]:
-            return {tier: part + self._saved(stack, tier) for tier, part in _checkpoints(ratios).items()}
-
+        every = enumerate(map(_checkpoints, self.ratios))
+        kept = [{tier: part + self._saved(stack, tier) for tier, part in parts.items()} for stack, parts in every]
         return self._keeping(kept, Shares())
 
     def moved(self, source: Tier, target: Tier) -> Mapping[str, Any]:
         """With all of one tier on another, slower one."""
-
-        def kept(stack: int, ratios: Ratios) -> dict[Tier, float]:
-            parts = {**_checkpoints(ratios), "ssd": 0.0}
+        kept: list[dict[Tier, float]] = [{**_checkpoints(each), "ssd": 0.0} for each in self.ratios]
+        for parts in kept:
             parts[target] += parts.pop(source)
-            return parts
-
         return self._keeping(kept, self.shares.moved(source, target))
 
-    def _keeping(self, kept: Callable[[int, Ratios], Mapping[Tier, float]], shares: Shares) -> Mapping[str, Any]:
-        ratios = []
-        for each, parts in ((each, kept(stack, each)) for stack, each in enumerate(self.ratios)):
-            host, device = parts.get("host", 0.0), parts.get("device", 0.0)
-            ratios.append(replace(each, checkpoint=host, device_checkpoint=device))
-        return {"ratios": tuple(ratios), "shares": shares}
+    def _keeping(self, kept: Iterable[Mapping[Tier, float]], shares: Shares) -> Mapping[str, Any]:
+        """With checkpoints as `kept` has them, stack by stack."""
+        ratios = tuple(
+            replace(each, checkpoint=parts.get("host", 0.0), device_checkpoint=parts.get("device", 0.0))
+            for each, parts in zip(self.ratios, kept, strict=True)
+        )
+        return {"ratios": ratios, "shares": shares}
 
 
 def _checkpoints(ratios: Ratios) -> dict[Tier, float]:

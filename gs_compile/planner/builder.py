@@ -74,11 +74,8 @@ class StepBuilder:
         whole = Shares(
             share._replace(part=count / number) for share, count in zip(shares, counts, strict=True) if count
         )
-        left, on_host, on_device = (
-            max(1.0 - whole.part() * (number / of_stack), 0.0),
-            ratios.checkpoint or 0.0,
-            ratios.device_checkpoint or 0.0,
-        )
+        left = max(1.0 - whole.part() * (number / of_stack), 0.0)
+        on_host, on_device = ratios.checkpoint or 0.0, ratios.device_checkpoint or 0.0
         asked = min(shares.part() * (number / of_stack), savable / of_stack) if shares else 0.0
         is_all = bool(shares) and on_host + on_device + asked >= 1 - ROUNDING
         on_device = left if is_all and on_device and not on_host else min(on_device, left)
@@ -152,14 +149,9 @@ class StepBuilder:
 
     def step(self, placement: Placement, context: StepContext) -> StepSpec:
         """What is lowered."""
-        return StepSpec(
-            placement.layout.num_layers,
-            placement.layout.num_micro_batches,
-            shape=self.shape,
-            snake=placement.layout.snake,
-            placement=placement,
-            context=context,
-        )
+        layout = placement.layout
+        numbers = layout.num_layers, layout.num_micro_batches
+        return StepSpec(*numbers, shape=self.shape, snake=layout.snake, placement=placement, context=context)
 
     def usual(self, placement: Placement) -> Program:
         """A step before and after which updates hold, with the end of what it has carried for the case."""

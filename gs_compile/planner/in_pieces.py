@@ -91,8 +91,4 @@ def with_layer_tokens(plan: StepPlan) -> StepPlan:
     on_all = dict.fromkeys(name for cost in plan.workload.costs.values() for name in cost.on_all)
     memory = format_bytes(plan.workload.workspace_nbytes)
     why = f"layers run {on_tokens(size, on_all)}, and compute in {memory} so"
-    return replace(
-        plan,
-        placement=plan.placement.decided(layer_tokens=size),
-        notes=(*plan.notes, why),
-    )
+    return replace(plan, placement=plan.placement.decided(layer_tokens=size), notes=(*plan.notes, why))

@@ -226,7 +226,9 @@ def lanes(
     """
     until, rows = until or simulation.seconds, list(simulation.busy)
     with _figure(path, (9.6, 0.9 + 0.42 * len(rows)), title) as axes:
-        for (lane, kind), pieces in sorted(bars(simulation, since, until).items(), key=_legend_order):
+        in_view = bars(simulation, since, until)
+        for lane, kind in sorted(in_view, key=lambda each: KINDS.index(each[1])):
+            pieces = in_view[lane, kind]
             axes.broken_barh(
                 pieces,
                 (rows.index(lane) - 0.36, 0.72),
@@ -274,11 +276,6 @@ def bars(simulation: Simulation, since: float, until: float) -> Mapping[tuple[st
             if stop > max(since, 0.0) and start < min(until, simulation.seconds):
                 found[span.lane, kind_of(span.op)].append((start, stop - start))
     return found
-
-
-def _legend_order(entry: tuple[tuple[str, str], object]) -> int:
-    (_, kind), _ = entry
-    return KINDS.index(kind)
 
 
 def _gaps(simulation: Simulation, since: float, until: float) -> Iterator[tuple[float, float]]:

@@ -257,10 +257,8 @@ def _timed_levels(
     seconds_of_levels = list[float]()
     for level in range(1, len(cost.levels) + 1):
         if level in slower:
-            times = (
-                cost.forward_seconds * slower[level][0] / forward,
-                cost.backward_seconds * slower[level][1] / backward,
-            )
+            ahead, back = slower[level]
+            times = cost.forward_seconds * ahead / forward, cost.backward_seconds * back / backward
         seconds_of_levels += times
     return seconds_of_levels
 
@@ -320,11 +318,8 @@ class _Trial:
 
     def forward(self) -> None:
         wants = ("a",) if self.level else ()
-        self._saved = dict(
-            zip(
-                wants, self._units.forward(self.unit.unit, 0, wants=wants, level=self.level, **self._reads), strict=True
-            )
-        )
+        found = self._units.forward(self.unit.unit, 0, wants=wants, level=self.level, **self._reads)
+        self._saved = dict(zip(wants, found, strict=True))
 
     def backward(self) -> None:
         unit, reads = self.unit, {**self._reads, **self._sums, **self._saved}

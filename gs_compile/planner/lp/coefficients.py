@@ -71,7 +71,6 @@ class Formulas:
         self.profile = profile
         self.counted = counted
         self.separate, self.tiers = profile.separate, profile.tiers
-        self.may_live_there = profile.separate and counted.builder.layout.separate  # on the device, between turns
         self.may_reside = any(size.may_reside for size in workload.sizes)
         self.scale = np.ones(NUM_CLASSES)
         self.scale[ACTIVATIONS] = [

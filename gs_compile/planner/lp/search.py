@@ -174,7 +174,7 @@ class _Tries:
             return None
         if (solution := system(alpha).solution()) is not None:
             return solution
-        exceeded = _least(alike, [system(alpha).refusal()], system)
+        exceeded = _least(alike, [system(alpha).exceeded()[1]], system)
         parts = zip(alike, exceeded.tolist(), strict=True)
         self.most |= {each: number for each, part in parts if part > FEASIBLE or each == alpha}
         return None

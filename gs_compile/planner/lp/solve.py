@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -72,7 +72,6 @@ PAIRS = (
 TIMES, EXCESS = (0, 1), 2
 NUM_OTHERS = EXCESS + len(TIERS)
 LEAST_PART = 1e-6  # of all items: less is the solver's rounding
-ACTIVATION = "activation"  # the ratio of the items that save activations, in host memory
 
 
 @dataclass(frozen=True)
@@ -112,10 +111,9 @@ class ProblemData(NamedTuple):
 
 def short(data: ProblemData, num_micro_batches: int, alpha: float) -> dict[str, int]:
     """The bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
-    optimum = System(data, num_micro_batches, alpha).optimum(elastic=True)
-    assert optimum is not None, "there is a point that exceeds the budgets by enough"
-    parts = dict(zip(TIERS, optimum[1].tolist(), strict=True))
-    return {tier: int(np.ceil(part * data.budgets.of(tier))) for tier, part in parts.items() if part > FEASIBLE}
+    exceeded, _ = System(data, num_micro_batches, alpha).exceeded()
+    parts = zip(TIERS, exceeded.tolist(), strict=True)
+    return {tier: int(np.ceil(part * data.budgets.of(tier))) for tier, part in parts if part > FEASIBLE}
 
 
 class System:
@@ -168,7 +166,7 @@ class System:
         for stack in range(len(self.formulas.stacks)):
             of_stack = point[self.formulas.columns(stack)].tolist()
             by_name = dict(zip(RATIOS, of_stack, strict=False))
-            names = (*self.formulas.classes, "device_parameter", "device_checkpoint")
+            names = (*self.formulas.classes, *DEVICE_RATIOS)
             ratios.append(Ratios(**{name: by_name[name] for name in names}))
             for (level, tier), part in zip(self.formulas.saved, of_stack[len(RATIOS) :], strict=True):
                 if (part := part * part_of(stack, self.formulas.stacks)) > LEAST_PART:
@@ -210,13 +208,14 @@ class System:
         """Seconds that the computation takes at least, which are the same for all alphas: updates are the CPU's."""
         return float(sum(self.least(self.numbers.seconds[phase, "compute"]) for phase in PHASES))
 
-    def refusal(self) -> Array:
-        """Multipliers of the rows by which the budgets are exceeded: whatever the ratios, by no less than their
-        `lagrangian`, in parts of the budgets.
+    def exceeded(self) -> tuple[Array, Array]:
+        """By which part each budget is exceeded, and multipliers of the rows: whatever the ratios, the parts are
+        together no less than their `lagrangian`.
         """
         optimum = self.optimum(elastic=True)
         assert optimum is not None, "there is a point that exceeds the budgets by enough"
-        return optimum[2] / self.unit_seconds
+        _, parts, multipliers = optimum
+        return parts, multipliers / self.unit_seconds
 
     @cached_property
     def beyond(self) -> Array:
@@ -314,14 +313,12 @@ def _bounds(formulas: Formulas, request: Request) -> tuple[Array, Array]:
     """The bounds of the ratios, in the order of the columns of formulas."""
     lower, upper = np.zeros(formulas.width), np.ones(formulas.width)
     upper[formulas.saved_columns] = _most_saved(formulas, request)
-    if not formulas.may_live_there:
+    if not formulas.separate:
         upper[np.array([formulas.column(name) for name in DEVICE_RATIOS])] = 0.0
     if not formulas.may_reside:
         upper[formulas.column("device_parameter")] = 0.0
-    ratios = request.ratios.given()
+    ratios = replace(request.ratios, activation=None).given()
     for name, ratio in ratios.items():
-        if name == ACTIVATION:
-            continue
         if f"device_{name}" in RATIOS and f"device_{name}" not in ratios:
             upper[formulas.column(f"device_{name}")] = 0.0
         upper[formulas.column(name)] = ratio
@@ -336,7 +333,7 @@ def _most_saved(formulas: Formulas, request: Request) -> Array:
     allowed = [
         request.recompute != "all"
         and level in levels
-        and (formulas.may_live_there or tier != "device")
+        and (formulas.separate or tier != "device")
         and (request.ratios.activation is None or tier == "host")
         for level, tier in formulas.saved
     ]

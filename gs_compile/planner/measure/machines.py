@@ -101,12 +101,7 @@ def remembered_code(storage: Sequence[Path], total: int, device: torch.device) -
 # This machine ---------------------------------------------------------------------------------------------------------
 
 
-def probe(
-    storage: Sequence[Path],
-    *,
-    seconds: float = SECONDS,
-    device: torch.device | None = None,
-) -> Profile:
+def probe(storage: Sequence[Path], *, seconds: float = SECONDS, device: torch.device | None = None) -> Profile:
     """The profile of this machine, with these directories as its SSD tier; takes little more than `seconds`.
 
     Raises the store's errors where the storage cannot be used (another run has it, nobody may write it), and leaves
