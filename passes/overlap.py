@@ -92,8 +92,8 @@ def _step(unit: UnitPlacement, placement: Placement, stage: Stage) -> Iterator[O
 
 def _update(unit: UnitPlacement, group: Group, gradient: Value, placement: Placement, stage: Stage) -> Op:
     scale = (Value("scale"),) if placement.clip else ()
-    parts = [unit.value("w", part, "device") for part in group.w] + [unit.value("s", p, "device") for p in group.s]
-    return Op("update", (gradient, *scale), stage, into=tuple(parts))
+    into = tuple(value._replace(tier="device") for value in unit.parts(group))
+    return Op("update", (gradient, *scale), stage, into=into)
 
 
 def _shadows(unit: UnitPlacement, group: Group) -> Iterator[tuple[Value, Value]]:

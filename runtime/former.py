@@ -64,11 +64,10 @@ def alike(
     same = {each.unit for each in {*former.units} & {*stored_units(placement, types)}}
     moved = {each.unit for each in {*former.parameters} ^ {*parameters}}
     named = {
-        unit.value(kind, part)._replace(tier=None).name
+        value._replace(tier=None).name
         for unit in placement.units
         if unit.unit in same - moved
-        for kind, parts in (("w", unit.w), ("s", unit.s))
-        for part in parts.values()
+        for value in unit.parts()
     }
     names = [str(each) for each in folders]
     return frozenset(named & {each.value for each in former.parts if [file.folder for file in each.files] == names})

@@ -73,6 +73,5 @@ class Seals:
 
 def _stores(unit: UnitPlacement, group: Group, *, copies: bool) -> Iterator[Value]:
     """What the update of a group leaves on SSD."""
-    parts = [("w", part) for part in group.w] + [("s", part) for part in group.s]
-    yield from (unit.value(kind, part) for kind, part in parts if part.tier == "ssd")
+    yield from (value for value in unit.parts(group) if value.tier == "ssd")
     yield from (copy for _, copy in (unit.copies(group) if copies else ()))

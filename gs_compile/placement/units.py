@@ -135,6 +135,12 @@ class UnitPlacement(UnitSize):
         """The value that a part is, at its home or on another tier."""
         return Value(kind, self.unit, tier=tier or part.tier, part=part.letter)
 
+    def parts(self, *groups: Group) -> Iterator[Value]:
+        """The parts of parameters and then of state, at home, of each of these groups; of all where none is given."""
+        for group in groups or self.groups:
+            yield from (self.value("w", part) for part in group.w)
+            yield from (self.value("s", part) for part in group.s)
+
     def shadows(self, group: Group) -> tuple[tuple[Value, Value], ...]:
         """The parts of a group, at home, that an update needs to be done again, and the shadow copy of each.
 
@@ -148,10 +154,9 @@ class UnitPlacement(UnitSize):
 
         A narrow parameter that is trained has none: it follows from its master.
         """
-        w = group.w if group.when == "never" or not self.has_master else ()
-        parts = [("w", part) for part in w] + [("s", part) for part in group.s]
-        in_memory = [(kind, part) for kind, part in parts if part.tier != "ssd"]
-        return tuple((self.value(kind, part), self.value(COPIES[kind], part, "ssd")) for kind, part in in_memory)
+        kinds = ("w", "s") if group.when == "never" or not self.has_master else ("s",)
+        parts = (value for value in self.parts(group) if value.kind in kinds and value.tier != "ssd")
+        return tuple((value, value._replace(kind=COPIES[value.kind], tier="ssd")) for value in parts)
 
     def gradient(self, group: Group) -> Value:
         return Value("dw", self.unit, tier="host", part=group.letter)

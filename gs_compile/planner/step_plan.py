@@ -10,7 +10,7 @@ from itertools import chain, product
 
 from gs_compile.machine import format_bytes
 from gs_compile.placement.boundaries import at
-from gs_compile.placement.kinds import nbytes_of, slot_of
+from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.levels import Shares
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.stacks import stack_of
@@ -240,12 +240,9 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
     """Bytes by kind and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
     layout, by_home = placement.layout, Counter[tuple[str, str]]()
     for unit in placement.units:
-        for part in unit.w.values():
-            by_home["w", part.tier] += part.numel * unit.itemsize
-        for part in unit.s.values():
-            by_home["s", part.tier] += int(part.numel * unit.state_itemsize)
-        for _, other in (pair for group in placement.speculated(unit) for pair in unit.shadows(group)):
-            by_home[other.kind, other.tier or "host"] += slot_of(placement, other).nbytes
+        shadows = (other for group in placement.speculated(unit) for _, other in unit.shadows(group))
+        for value in chain(unit.parts(), shadows):
+            by_home[value.kind, value.tier or "host"] += nbytes_of(placement, value)
         if layout.has_sums:
             by_home["dw", placement.gradient_home(unit)] += unit.num_trained * unit.gradient_itemsize
         if not placement.accumulates:
@@ -264,8 +261,7 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
 def _commit_nbytes(unit: UnitPlacement, placement: Placement) -> Iterator[int]:
     """The bytes that commits keep of a unit's parts beside those at home: the extents of each but that of its home."""
     if placement.durability:
-        parts = [("w", part) for part in unit.w.values()] + [("s", part) for part in unit.s.values()]
-        at_home = [unit.value(kind, part) for kind, part in parts if part.tier == "ssd"]
+        at_home = [value for value in unit.parts() if value.tier == "ssd"]
         copies = [copy for group in unit.groups for _, copy in unit.copies(group)]
         for value, home in chain(((each, 1) for each in at_home), ((each, 0) for each in copies)):
             yield (placement.num_extents(value) - home) * nbytes_of(placement, value)
