@@ -46,7 +46,7 @@ def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
 
 
 def find_longest(model: str, request: Request) -> int:
-    """Ask for the longest sequence of which a sample fits; raises the errors of `planner.plan.plan`."""
+    """Ask for the longest sequence of which a sample fits, where there is a plan of one."""
     with busy(f"looking for the longest sequence of {model}"):
         from gs_compile.planner.fit import longest_sequence
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gs_compile.errors import CaptureError, NoFitError, PlanError
 from gs_compile.planner.in_pieces import smallest
 from gs_compile.planner.lp.solve import Solution
-from gs_compile.planner.plan import Planner, planner_of
+from gs_compile.planner.plan import Planner, SizeSearch, planner_of
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
 from gs_compile.planner.step_plan import SECONDS_PER_DAY
@@ -99,13 +99,15 @@ def fit(
 
 
 def longest_sequence(model: str | Path | PretrainedConfig, request: Request, *, keeps: bool = False) -> int:
-    """The longest of which a sample fits, in tokens: the request's own times a power of two. keeps: as of `planner_of`.
+    """The longest of which a sample fits, in tokens: the request's own, of which there is a plan, times a power of two.
+    keeps: as of `planner_of`.
 
-    Raises `PlanError` where not even that one fits, or model or request are wrong.
+    Raises `PlanError` where model or request are wrong.
     """
-    planner = planner_of(model, request, keeps=keeps)
-    problem, _ = planner.searched()[0]
-    return _longest(planner, _largest(planner, problem.workload.micro_batch_size))
+    with suppress(NoFitError):  # by the linear program: then not a token more does
+        planner, found = _searched(planner_of(model, request, keeps=keeps))
+        return _longest(planner, _largest(planner, found.problem.workload.micro_batch_size))
+    return request.sequence
 
 
 def ways(request: Request) -> Iterator[tuple[str, Request]]:
@@ -115,9 +117,14 @@ def ways(request: Request) -> Iterator[tuple[str, Request]]:
     yield f"the same over {codec}", replace(request, lora=rank, frozen=codec)
 
 
+def _searched(planner: Planner) -> tuple[Planner, SizeSearch]:
+    """What is found by the linear program, and what that was asked for."""
+    return planner.or_storing_gradients(lambda each: (each, each.searched()[0]))
+
+
 def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
     try:
-        planner, (problem, search) = planner.or_storing_gradients(lambda each: (each, each.searched()[0]))
+        planner, (problem, search) = _searched(planner)
     except NoFitError as error:
         return Fit(way=way, missing=error.message)
     best = _in_memory(problem, search.best)

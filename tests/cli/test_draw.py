@@ -14,7 +14,7 @@ from test_timeline import simulated
 from gs_compile.cli.report import draw
 from gs_compile.cli.report.draw import Point, Roofline, lanes, throughput, traffic_bars
 from gs_compile.errors import PlanError
-from gs_compile.placement.workload import LevelCost, UnitCost, UnitSize, Workload
+from gs_compile.placement.workload import LevelCost, Products, UnitCost, UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import SHIPPED
 from gs_compile.planner.plan import plan
@@ -159,6 +159,17 @@ def test_the_step_that_figures_are_titled_by_is_on_its_curve(tmp_path, monkeypat
     assert series["vertical"][-1].samples == 2
     assert series["vertical"][-1].tokens_per_second == pytest.approx(titled.tokens_per_second, rel=1e-9)
     assert schedules["vertical"] == titled.traffic
+
+
+def test_figures_are_planned_in_the_memory_that_the_step_has():
+    """What the products of updates take beside that was left out of it twice: with Muon a figure was of another plan."""
+    model = gpt(2, 256, sequence=64, vocabulary=1000)
+    products = Products(1e9, 0, 50 << 20)
+    sizes = tuple(replace(size, products=products) if isinstance(size.unit, int) else size for size in model.sizes)
+    given = {"micro_batch_size": 1, "num_micro_batches": 1, "host_memory": "160MiB"}
+    titled = plan(replace(model, sizes=sizes), machine=A100, **given)
+    (drawn,) = draw._plans(titled, "vertical", [1])
+    assert drawn.budgets == titled.budgets
 
 
 @pytest.mark.slow

@@ -6,9 +6,12 @@ import re
 
 import pytest
 from planned import gpt
+from standin import fails
 
 from gs_compile.errors import NoFitError, PlanError
-from gs_compile.planner.plan import plan
+from gs_compile.planner import fit
+from gs_compile.planner.fit import longest_sequence
+from gs_compile.planner.plan import Planner, plan
 from gs_compile.planner.reasons import STORES_GRADIENTS
 from gs_compile.planner.request import Request
 
@@ -28,6 +31,15 @@ def test_sums_go_to_ssd_where_host_memory_has_no_room(clip):
     assert 0 < found.ratios["gradient"] < 0.9
     assert found.seconds > one.seconds
     assert found.placement.accumulates
+
+
+def test_the_longest_sequence_is_looked_for_as_the_plan_was_made(monkeypatch):
+    """`plan --clip --longest` had made a plan, and was refused by what its way to clip did not need."""
+    monkeypatch.setattr(fit, "_largest", lambda planner, size: size)
+    asked = Request(**GIVEN, clip=True)
+    assert longest_sequence(WORKLOAD, asked) == asked.sequence
+    monkeypatch.setattr(Planner, "searched", fails(NoFitError("by the linear program")))
+    assert longest_sequence(WORKLOAD, asked) == asked.sequence
 
 
 def test_a_refusal_names_what_is_enough_with_sums_on_ssd():

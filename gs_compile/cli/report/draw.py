@@ -105,8 +105,6 @@ def _plans(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator
         ratios=ratios,
         batch_size=None,
         micro_batch_size=plan.workload.micro_batch_size,
-        host_memory=plan.budgets.host_nbytes,
-        device_memory=plan.budgets.device_nbytes or None,
         **ONE_RANK,
     )
     for number in sizes:
