@@ -172,6 +172,16 @@ def test_figures_are_planned_in_the_memory_that_the_step_has():
     assert drawn.budgets == titled.budgets
 
 
+def test_figures_of_a_step_of_several_backwards_have_the_order_that_it_has():
+    """`simulate --accumulate --figures` was refused: other orders have no such step."""
+    given = {"micro_batch_size": 1, "num_micro_batches": 2, "host_memory": "160MiB", "ratios": {"gradient": 0.5}}
+    titled = plan(gpt(2, 256, sequence=64, vocabulary=1000), machine=A100, accumulate=True, **given)
+    assert list(draw._plans(titled, "horizontal", [2])) == []
+    (drawn,) = draw._plans(titled, "vertical", [2])
+    assert drawn.ratios["gradient"] == 0.5
+    assert drawn.tokens_per_second == pytest.approx(titled.tokens_per_second, rel=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # in PEFT
 def test_figures_of_adapters_over_frozen_matrices(tmp_path):

@@ -97,16 +97,14 @@ def _plans(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator
     from gs_compile.planner.plan import plan as make
 
     asked = plan.problem.request
-    ratios = asked.ratios if schedule in BY_MICRO_BATCH else replace(asked.ratios, gradient=None)
-    request = replace(
-        asked,
-        machine=plan.profile,
-        schedule=schedule,
-        ratios=ratios,
-        batch_size=None,
-        micro_batch_size=plan.workload.micro_batch_size,
-        **ONE_RANK,
-    )
+    has_sums = schedule in BY_MICRO_BATCH or asked.accumulate
+    ratios = asked.ratios if has_sums else replace(asked.ratios, gradient=None)
+    size = plan.workload.micro_batch_size
+    changes: dict[str, Any] = {"batch_size": None, "micro_batch_size": size, "ratios": ratios, **ONE_RANK}
+    try:
+        request = replace(asked, machine=plan.profile, schedule=schedule, **changes)
+    except PlanError:  # a step of several backwards has the vertical order alone
+        return
     for number in sizes:
         try:
             yield make(plan.workload, request, num_micro_batches=number)
