@@ -99,9 +99,10 @@ def before_own_pass(step: StepSpec) -> Program:
     return next(each for each in snapshots if each.made_by == "pipeline")  # which comes before the own pass
 
 
-def flush(num_layers: int, placement: Placement, context: StepContext = ALL_LATE) -> list[Program]:
+def flush(placement: Placement, context: StepContext = ALL_LATE) -> list[Program]:
     """The late updates alone: what brings all parameters up to date between two steps, and commits them if asked."""
-    nothing, shape = Program((), num_layers, 1, made_by="vertical"), StepShape(training=False)
+    num_layers, shape = placement.layout.num_layers, StepShape(training=False)
+    nothing = Program((), num_layers, 1, made_by="vertical")
     step = StepSpec(num_layers, 1, shape=shape, placement=placement, snake=False, context=context)
     return _snapshots(nothing, step, verified=True)
 

@@ -72,10 +72,6 @@ class Candidate:
         return self.simulation.seconds
 
     @property
-    def placement(self) -> Placement:
-        return self.simulation.placement
-
-    @property
     def is_good_enough(self) -> bool:
         return self.seconds <= GOOD_ENOUGH * self.solution.seconds
 
@@ -102,7 +98,7 @@ def choose(problem: Problem, search: Search) -> StepPlan:
         solved=best,
         simulated=simulation,
         history=tuple((number, seconds, number * problem.workload.tokens / seconds) for number, seconds in rows),
-        notes=(*_of_commits(problem, best, chosen.placement), *_of_boundary(chosen.simulation, simulation)),
+        notes=(*_of_commits(problem, best, simulation.placement), *_of_boundary(chosen.simulation, simulation)),
     )
 
 
@@ -127,7 +123,7 @@ def _with_boundary(steps: Problem, chosen: Candidate, *, is_small: bool) -> Simu
     """
     if steps.request.spec.as_published:
         return chosen.simulation
-    simulation = fastest(steps, chosen.simulation, each_of(carrying(chosen.placement)), chosen.spare)
+    simulation = fastest(steps, chosen.simulation, each_of(carrying(chosen.simulation.placement)), chosen.spare)
     if is_small and _waits_for_drives(simulation):
         simulation = fastest(steps, simulation, [retaining(simulation.placement)], chosen.spare)
         placed = simulation.placement

@@ -64,11 +64,11 @@ def decide(problem: Problem, search: Search | None = None) -> StepPlan:
             raise
         log.info("the plan does not fit with split masters, so masters are whole: %s", error)
         with suppress(MemoryBudgetError):
-            return with_layer_tokens(_decided(problem.whole_masters().like(problem), None))
+            return _decided(problem.whole_masters().like(problem), None)
         raise  # what split ones need, which is mostly less
     if plan.problem.whole_masters is None or not any(unit.num_resident for unit in plan.placement.units):
-        return with_layer_tokens(plan)
-    return with_layer_tokens(_faster_masters(plan, plan.problem.whole_masters().like(problem)))
+        return plan
+    return _faster_masters(plan, plan.problem.whole_masters().like(problem))
 
 
 def _faster_masters(plan: StepPlan, whole: Problem) -> StepPlan:
@@ -87,7 +87,7 @@ def _decided(problem: Problem, search: Search | None) -> StepPlan:
     """The plan with one kind of masters."""
     settled = undecided(problem)
     plan = _solved(settled, search) if isinstance(settled, Problem) else settled
-    return with_variant(plan) if problem.request.spec.variants else plan
+    return with_layer_tokens(with_variant(plan) if problem.request.spec.variants else plan)
 
 
 def _solved(problem: Problem, search: Search | None) -> StepPlan:

@@ -73,8 +73,7 @@ class StepPrograms:
         """The late updates alone, and what the context adds to them."""
         key = "flush", context
         if key not in self._programs:
-            programs = flush(self.placement.layout.num_layers, self.placement, context)
-            self._programs[key] = self._packed(programs, self.placement)
+            self._programs[key] = self._packed(flush(self.placement, context), self.placement)
         return self._programs[key][-1]
 
     def _packed(

@@ -143,7 +143,7 @@ def test_sums_move_once_each_way_where_they_are_on_ssd(separate):
     first, later = (traffic(lowered((3, 2), placement, late=late)[-1], placement) for late in (True, False))
     assert (later["ssd_read", "dw"], later["ssd_write", "dw"]) == (nbytes, nbytes)
     assert (first["ssd_read", "dw"], first["ssd_write", "dw"]) == (2 * nbytes, nbytes)
-    assert traffic(flush(3, placement)[-1], placement)["ssd_read", "dw"] == nbytes
+    assert traffic(flush(placement)[-1], placement)["ssd_read", "dw"] == nbytes
 
 
 def test_nothing_of_the_sums_comes_before_the_users_backward():

@@ -28,11 +28,11 @@ def test_every_snapshot_is_there_and_snake_can_be_left_out():
     assert names(lowered((3, 2), snake=False)) == ["vertical", "free"]
     assert names(lowered((3, 2), placement)) == ON_TIERS
     assert names(lowered((3, 2), placement, snake=False)) == ON_TIERS[:1] + ON_TIERS[2:]
-    assert names(flush(3, placement)) == ON_TIERS[:1] + ON_TIERS[2:]
+    assert names(flush(placement)) == ON_TIERS[:1] + ON_TIERS[2:]
 
 
 def test_nothing_to_flush_is_an_empty_program():
-    assert flush(3, place(3, 2))[-1].ops == ()
+    assert flush(place(3, 2))[-1].ops == ()
 
 
 def test_shape_and_outputs_arrive():

@@ -157,7 +157,7 @@ def test_a_schedule_as_others_publish_it_moves_what_is_said_of_it():
     for schedule, is_published in (("horizontal", True), ("single", False)):
         given = problem(WORKLOAD, CPU, 1, host_nbytes=10**12, request=Request(schedule=schedule))
         plain = given.predicted(given.builder.placement(NOTHING))
-        chosen: Any = SimpleNamespace(simulation=plain, placement=plain.placement, spare={"host": 0, "device": 0})
+        chosen: Any = SimpleNamespace(simulation=plain, spare={"host": 0, "device": 0})
         assert (_with_boundary(given, chosen, is_small=True) is plain) == is_published
 
 
