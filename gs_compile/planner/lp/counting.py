@@ -118,6 +118,12 @@ class Counted:
         settings = layout, self.speculative, self.saves, self.layer_updates, self.lengths
         return settings, workload.sizes, workload.shape, tuple(map(in_parts, activations.values()))
 
+    def decision(self, ratios: tuple[Ratios, ...], alpha: float, shares: Shares) -> Decision:
+        """A decision with updates as they were counted."""
+        return Decision(
+            ratios=ratios, alpha=alpha, shares=shares, speculative=self.speculative, layer_updates=self.layer_updates
+        )
+
     def readings(self, alpha: float, number: int) -> Readings:
         """For one alpha and a number of micro-batches."""
         if number > AFFINE_FROM + 1:
@@ -156,15 +162,7 @@ class Counted:
             levels, joints = (Level((1,) * number, tier is not None),), workload.shape.joints
             each = builder.laid_out(levels=tuple(() if layer in joints else levels for layer in range(num_layers)))
             ratios = replace(ratios, checkpoint=0.0, device_checkpoint=0.0) if shares else ratios
-            placement = each.placement(
-                Decision(
-                    ratios=(ratios,),
-                    alpha=alpha,
-                    shares=shares,
-                    speculative=self.speculative,
-                    layer_updates=self.layer_updates,
-                )
-            )
+            placement = each.placement(self.decision((ratios,), alpha, shares))
             count = _Count(placement, self.ends if len(self.lengths) > 1 else num_layers)
             most = builder.program(placement, planned=False)
             count.alive(most)

@@ -120,14 +120,14 @@ class System:
     """The rows of one alpha: affine functions of the ratios, in seconds or in parts of a budget, and their limits."""
 
     def __init__(self, data: ProblemData, num_micro_batches: int, alpha: float) -> None:
-        formulas, self.budgets, self.request = data
+        formulas, self.budgets, request = data
         self.formulas, self.num_micro_batches, self.alpha = formulas, num_micro_batches, alpha
         self.numbers = formulas.of(alpha, num_micro_batches)
-        self.lower, self.upper = _bounds(formulas, self.request)
+        self.lower, self.upper = _bounds(formulas, request)
         speeds = formulas.profile.speeds()
         seconds = self.numbers.seconds
         self.times = [(i, each) for i, phase in enumerate(PHASES) for each in _times(phase, seconds, speeds)]
-        blocks = zip(*self._blocks(), strict=True)
+        blocks = zip(*self._blocks(request), strict=True)
         self.rows, self.limits, self.others = (np.concatenate(arrays) for arrays in blocks)
         self.is_time = self.others[:, list(TIMES)].any(axis=1)
         self.unit_seconds = max(sum(float(array[0]) for array in seconds.values()), 1e-30)
@@ -171,13 +171,7 @@ class System:
             for (level, tier), part in zip(self.formulas.saved, of_stack[len(RATIOS) :], strict=True):
                 if (part := part * part_of(stack, self.formulas.stacks)) > LEAST_PART:
                     shares.append(Share(level, tier, part, stack=stack if several else None))
-        decision = Decision(
-            ratios=tuple(ratios),
-            alpha=self.alpha,
-            shares=Shares(shares),
-            speculative=self.request.speculative,
-            layer_updates=self.formulas.counted.layer_updates,
-        )
+        decision = self.formulas.counted.decision(tuple(ratios), self.alpha, Shares(shares))
         return Solution(self.num_micro_batches, decision, *self._seconds_at(point), multipliers)
 
     def optimum(self, *, elastic: bool = False) -> tuple[Array, Array, Array] | None:
@@ -244,14 +238,14 @@ class System:
             backward = max(backward, float(self.numbers.written @ point) / wear - forward)
         return forward, backward
 
-    def _blocks(self) -> Iterator[tuple[Array, Array, Array]]:
+    def _blocks(self, request: Request) -> Iterator[tuple[Array, Array, Array]]:
         """Rows, limits, and what stands in the columns behind the ratios; first the times, then each tier's memory."""
         for i, seconds in self.times:
             yield _block(seconds, 0.0, i)
         for tier, alive in self.numbers.alive.items():
             yield _block(alive / self.budgets.of(tier), 1.0, EXCESS + TIERS.index(tier))
         yield _block(self.formulas.homes, 1.0)
-        yield from (_block(row, limit) for row, limit in demands(self.formulas, self.request))
+        yield from (_block(row, limit) for row, limit in demands(self.formulas, request))
         if (wear := self.budgets.wear_bytes_per_second) is not None:
             yield _block(self.numbers.written / wear, 0.0, *TIMES)
 
