@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from importlib import import_module, metadata
 from pathlib import Path
@@ -64,12 +64,15 @@ def checked(name: str, look: Callable[..., Check], *args: object) -> Check:
 
 
 def _with_torch(storage: Sequence[Path]) -> Iterator[Check]:
-    for name, look in LOOKS.items():
-        yield checked(name, look)
+    yield checked("CUDA", cuda)
+    yield checked("threads", waiting_threads)
+    yield checked("compiler", compiler)
+    yield checked("solver", solver)
     yield checked("machine profile", profile, storage)
     for directory in storage:
-        for name, look_at in LOOKS_AT.items():
-            yield checked(f"{name} {directory}", look_at, directory)
+        yield checked(f"direct I/O in {directory}", direct_io, directory)
+        yield checked(f"runs in {directory}", run_folder, directory)
+        yield checked(f"durable runs in {directory}", durable_runs, directory)
 
 
 # The machine ----------------------------------------------------------------------------------------------------------
@@ -236,16 +239,3 @@ def durable_runs(directory: Path) -> Check:
             idle |= not each.user
     advice = f'resume="auto" resumes it; greedysnake store gc {directory} --all removes it' if idle else ""
     return Check("; ".join(words) or "none", advice)
-
-
-LOOKS: Mapping[str, Callable[[], Check]] = {
-    "CUDA": cuda,
-    "threads": waiting_threads,
-    "compiler": compiler,
-    "solver": solver,
-}
-LOOKS_AT: Mapping[str, Callable[[Path], Check]] = {
-    "direct I/O in": direct_io,
-    "runs in": run_folder,
-    "durable runs in": durable_runs,
-}
