@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -27,7 +27,7 @@ from gs_compile.placement.boundaries import BoundaryNbytes, at
 from gs_compile.placement.levels import Level, Levels, aligned
 from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.cost.known_times import SAME, KnownTimes, Timings, UnitSeconds
-from gs_compile.planner.cost.workload import levelled
+from gs_compile.planner.cost.workload import classes, keyed, levelled
 from gs_compile.planner.measure.probe import conversion_nbytes
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.simulate.prices import lane_rate
@@ -67,18 +67,18 @@ def timed(
     known: from where they are taken, if the first layer's forward is as fast now. beside: what is timed after it, to be
     compiled at the same time.
     """
-    known, classes, costs = known or KnownTimes(), _classes(layout), workload.costs
-    share = SECONDS / (2 * len(classes))
+    known, firsts, costs = known or KnownTimes(), classes(layout), workload.costs
+    share = SECONDS / (2 * len(firsts))
 
     def measure() -> Timings:
         _compile(layout, workload.shape, beside())
-        return _each(classes.values(), lambda unit: _timed(workload, layout, unit, share), "timing the layers' code")
+        return _each(firsts.values(), lambda unit: _timed(workload, layout, unit, share), "timing the layers' code")
 
     if (before := known.get(layout.fingerprint)) and not _is_as_fast(layout, before):
         known.forget()
-    rows = known.get_or(layout.fingerprint, len(classes), measure)
+    rows = known.get_or(layout.fingerprint, len(firsts), measure)
     by_class: dict[Hashable, UnitCost] = {}
-    for (key, unit), (ahead, back) in zip(classes.items(), rows, strict=True):
+    for (key, unit), (ahead, back) in zip(firsts.items(), rows, strict=True):
         by_class[key] = replace(costs[unit.unit], forward_seconds=ahead, backward_seconds=back)
     return _with_costs(workload, layout, by_class)
 
@@ -93,7 +93,7 @@ def timed_levels(
     known: as of `timed`, which has found out whether what is there is as fast as now.
     """
     known, costs = known or KnownTimes(), workload.costs
-    classes = {key: unit for key, unit in _classes(layout).items() if costs[unit.unit].levels}
+    firsts = {key: unit for key, unit in classes(layout).items() if costs[unit.unit].levels}
     chosen = _own_levels(costs, levels)
     share = SECONDS / (2 * (1 + len(levels)) * len(set(layout.uniform.layer_classes)))
 
@@ -102,11 +102,11 @@ def timed_levels(
 
     def measure() -> Timings:
         _compile(layout, workload.shape, chosen)
-        return _each(classes.values(), time_one, "timing the code of saved activations")
+        return _each(firsts.values(), time_one, "timing the code of saved activations")
 
-    rows = known.get_or(f"{layout.fingerprint} {sorted(levels)}", len(classes), measure)
+    rows = known.get_or(f"{layout.fingerprint} {sorted(levels)}", len(firsts), measure)
     by_class: dict[Hashable, UnitCost] = {}
-    for (key, unit), row in zip(classes.items(), rows, strict=True):
+    for (key, unit), row in zip(firsts.items(), rows, strict=True):
         each = zip(costs[unit.unit].levels, row[::2], row[1::2], strict=True)
         of_unit = tuple(replace(level, forward_seconds=ahead, backward_seconds=back) for level, ahead, back in each)
         by_class[key] = replace(costs[unit.unit], levels=of_unit)
@@ -121,20 +121,8 @@ def _own_levels(costs: Mapping[Unit, UnitCost], levels: Collection[int]) -> OwnL
 
 def _with_costs(workload: Workload, layout: SpecializedModel, by_class: Mapping[Hashable, UnitCost]) -> Workload:
     """With those of some classes of units; others keep theirs."""
-    new = {unit.unit: by_class[key] for unit, key in _keyed(layout) if key in by_class}
+    new = {unit.unit: by_class[key] for unit, key in keyed(layout) if key in by_class}
     return replace(workload, costs={**workload.costs, **new})
-
-
-def _keyed(layout: SpecializedModel) -> Iterable[tuple[UnitGraph, Hashable]]:
-    return zip(layout.split.units, layout.uniform.keys, strict=True)
-
-
-def _classes(layout: SpecializedModel) -> dict[Hashable, UnitGraph]:
-    """The first unit of each class."""
-    firsts: dict[Hashable, UnitGraph] = {}
-    for unit, key in _keyed(layout):
-        firsts.setdefault(key, unit)
-    return firsts
 
 
 def _each(units: Collection[UnitGraph], time_one: Callable[[UnitGraph], UnitSeconds], words: str) -> Timings:

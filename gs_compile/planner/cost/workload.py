@@ -9,7 +9,7 @@ graphs of its code. Nothing is computed, and a model by name or config has no we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.differentiate import Differentiated
 from gs_compile.codegen.layout import encoded, lay_out, of_layers, stored_types, tied_units
+from gs_compile.codegen.levels import SavedLevel
 from gs_compile.errors import CaptureError, GreedySnakeError, PlanError
 from gs_compile.options import Frozen, Masters, Options
 from gs_compile.placement.boundaries import BoundaryNbytes
@@ -186,13 +187,22 @@ def unit_cost(unit: UnitGraph, code: Differentiated) -> UnitCost:
 
 def unit_costs(specialized: SpecializedModel) -> Mapping[Unit, UnitCost]:
     """What the code of each unit of a captured model costs."""
-    costs: dict[Hashable, UnitCost] = {}  # equal units share one
-    by_unit: dict[Unit, UnitCost] = {}
-    for graph, key in zip(specialized.split.units, specialized.uniform.keys, strict=True):
-        if key not in costs:
-            costs[key] = unit_cost(graph, specialized.counted[graph.unit])
-        by_unit[graph.unit] = costs[key]
-    return by_unit
+    codes, firsts = specialized.counted, classes(specialized)  # equal units share one
+    costs = {key: unit_cost(graph, codes[graph.unit]) for key, graph in firsts.items()}
+    return {graph.unit: costs[key] for graph, key in keyed(specialized)}
+
+
+def keyed(specialized: SpecializedModel) -> Iterable[tuple[UnitGraph, Hashable]]:
+    """Each unit, and the key of its class."""
+    return zip(specialized.split.units, specialized.uniform.keys, strict=True)
+
+
+def classes(specialized: SpecializedModel) -> dict[Hashable, UnitGraph]:
+    """The first unit of each class."""
+    firsts: dict[Hashable, UnitGraph] = {}
+    for graph, key in keyed(specialized):
+        firsts.setdefault(key, graph)
+    return firsts
 
 
 def workload_of(
@@ -227,25 +237,17 @@ def levelled(workload: Workload, specialized: SpecializedModel) -> Workload:
 
     Where the code was timed, a level saves as much of a forward's seconds as of its operations.
     """
-    known: dict[Hashable, tuple[LevelCost, ...]] = {}
-    keys = dict(zip(specialized.split.by_unit, specialized.uniform.keys, strict=True))
     costs = dict(workload.costs)
     for layer in range(workload.num_layers):
-        number = layer % specialized.split.num_layers
-        if (key := keys[number]) not in known:
-            known[key] = _levels(specialized.counted[number])
-        cost = costs[layer]
-        costs[layer] = replace(cost, levels=tuple(_estimated(level, cost) for level in known[key]))
+        cost, code = costs[layer], specialized.counted[layer % specialized.split.num_layers]
+        costs[layer] = replace(cost, levels=tuple(_level(saved, cost) for saved in code.levels))
     return replace(workload, costs=costs)
 
 
-def _levels(code: Differentiated) -> tuple[LevelCost, ...]:
-    """What a unit may save beside its input, for one micro-batch."""
+def _level(saved: SavedLevel, cost: UnitCost) -> LevelCost:
+    """What a layer of this cost may save beside its input, for one micro-batch."""
     names = ("nbytes", "reads_input", "forward_flops", "backward_flops")
-    return tuple(LevelCost(**{name: getattr(level, name) for name in names}) for level in code.levels)
-
-
-def _estimated(level: LevelCost, cost: UnitCost) -> LevelCost:
+    level = LevelCost(**{name: getattr(saved, name) for name in names})
     if cost.forward_seconds is None or cost.backward_seconds is None:
         return level
     part = (cost.backward_flops - level.backward_flops) / max(cost.forward_flops, 1.0)
