@@ -86,13 +86,6 @@ class Figures:
         self.levels = LayerLevels(model.layouts, lambda: self.workload, self.times, compiled=compiled)
         self.timed, self.priced = cache(self._timed), cache(self._priced)  # of this run: they go with it
 
-    def again(self, profile: Profile | None = None) -> Figures:
-        """Figures of code that is timed again when they are asked for, on this machine or on that of a profile."""
-        self.times.forget()
-        figures = Figures(self.model, self.request, self.builder, self.num_threads)
-        vars(figures)["profile"] = profile or self.profile
-        return figures
-
     @cached_property
     def profile(self) -> Profile:
         """Measured by all ranks together if none is named; raises `OptionError` for one of another kind of device."""
