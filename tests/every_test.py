@@ -125,9 +125,7 @@ def slow_code(monkeypatch):
     """The computation binds, and what levels save of it follows from their operations."""
 
     def timed(workload, *_):
-        costs = {
-            unit: replace(cost, forward_seconds=1.0, backward_seconds=3.0) for unit, cost in workload.costs.items()
-        }
+        costs = {unit: replace(cost, seconds=(1.0, 3.0)) for unit, cost in workload.costs.items()}
         return replace(workload, costs=costs)
 
     monkeypatch.setattr("gs_compile.planner.at_hand.timed", timed)

@@ -68,7 +68,7 @@ def level_seconds(
     """In place of `timing._timed_levels`: what was estimated from the operations of the levels' code."""
     slower = (factor(f"level {number}") for number in range(len(cost.levels)))
     pairs = zip(cost.levels, slower, strict=True)
-    return [each for level, times in pairs for each in (level.forward_seconds, level.backward_seconds * times)]
+    return [each for level, times in pairs for each in (level.seconds[0], level.seconds[1] * times)]
 
 
 def bytes_per_second(drive: Drive) -> float:

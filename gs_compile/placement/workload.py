@@ -82,19 +82,12 @@ class CodeCost:
     """What code costs for one micro-batch.
 
     backward counts the recomputation too; the head's is all of it, for its forward runs together with its backward.
-    seconds: measured on the machine that is planned for; None: to be derived from the FLOPs.
+    seconds: of forward and backward, measured on the machine that is planned for; None: to be derived from the FLOPs.
     """
 
     forward_flops: float
     backward_flops: float
-    forward_seconds: float | None = None
-    backward_seconds: float | None = None
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of forward and backward, where both are known."""
-        forward, backward = self.forward_seconds, self.backward_seconds
-        return None if forward is None or backward is None else forward + backward
+    seconds: tuple[float, float] | None = None
 
     def times(self, factor: float) -> Self:
         """The cost of code that computes so many times as much."""
@@ -102,18 +95,13 @@ class CodeCost:
             self,
             forward_flops=self.forward_flops * factor,
             backward_flops=self.backward_flops * factor,
-            forward_seconds=None if self.forward_seconds is None else self.forward_seconds * factor,
-            backward_seconds=None if self.backward_seconds is None else self.backward_seconds * factor,
+            seconds=self.seconds and (self.seconds[0] * factor, self.seconds[1] * factor),
         )
 
     def without_recomputation(self) -> Self:
         """The cost of code whose backward does not run the forward again."""
-        forward, backward = self.forward_seconds, self.backward_seconds
-        return replace(
-            self,
-            backward_flops=self.backward_flops - self.forward_flops,
-            backward_seconds=None if forward is None or backward is None else max(backward - forward, 0.0),
-        )
+        seconds = self.seconds and (self.seconds[0], max(self.seconds[1] - self.seconds[0], 0.0))
+        return replace(self, backward_flops=self.backward_flops - self.forward_flops, seconds=seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +127,10 @@ class UnitCost(CodeCost):
     workspace_nbytes: int = 0
     on_all: tuple[str, ...] = ()
     levels: tuple[LevelCost, ...] = ()
+
+    def at(self, level: int) -> CodeCost:
+        """The cost at a level of what is saved, or at the last one that there is below it."""
+        return (self, *self.levels)[: level + 1][-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +223,9 @@ class Workload:
     @cached_property
     def computed(self) -> tuple[float, ...]:
         """What all layers compute for one micro-batch, at each level: seconds, or operations where some have none."""
-        layers = [(cost, *cost.levels) for cost in map(self.costs.__getitem__, range(self.num_layers))]
-        levels = [[costs[: level + 1][-1] for costs in layers] for level in range(self.num_levels + 1)]
-        seconds = [[each.seconds for each in costs if each.seconds is not None] for costs in levels]
+        layers = range(self.num_layers)
+        levels = [[self.costs[layer].at(level) for layer in layers] for level in range(self.num_levels + 1)]
+        seconds = [[sum(each.seconds) for each in costs if each.seconds is not None] for costs in levels]
         if all(len(known) == self.num_layers for known in seconds):
             return tuple(map(sum, seconds))
         return tuple(sum(each.forward_flops + each.backward_flops for each in costs) for costs in levels)

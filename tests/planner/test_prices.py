@@ -103,7 +103,7 @@ def test_code_takes_its_flops_by_the_matrix_rate():
 
 
 def test_measured_seconds_come_first():
-    found = prices(lower(StepSpec(2, 2))[-1], Placement(), forward_seconds=7.0, backward_seconds=11.0)
+    found = prices(lower(StepSpec(2, 2))[-1], Placement(), seconds=(7.0, 11.0))
     seconds = {op.verb: each for op, each in found}
     assert seconds["forward"] == Price(0, 7.0)
     assert seconds["backward"] == Price(0, 11.0)

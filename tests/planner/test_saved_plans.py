@@ -225,8 +225,8 @@ def test_of_levels_that_are_as_fast_the_smallest_is_taken(seconds, worthwhile):
     none, *levels = seconds
     cost = workload.costs[0]
     each = zip(cost.levels, levels, strict=True)
-    timed = [replace(level, forward_seconds=1.0, backward_seconds=seconds - 1) for level, seconds in each]
-    cost = replace(cost, forward_seconds=1.0, backward_seconds=none - 1, levels=tuple(timed))
+    timed = [replace(level, seconds=(1.0, seconds - 1)) for level, seconds in each]
+    cost = replace(cost, seconds=(1.0, none - 1), levels=tuple(timed))
     workload = replace(workload, costs=workload.costs | dict.fromkeys(range(2), cost))
     assert workload.computed == pytest.approx([2 * each for each in (none, *levels)])
     assert workload.worthwhile == worthwhile

@@ -78,8 +78,8 @@ def timed(
         known.forget()
     rows = known.get_or(layout.fingerprint, len(firsts), measure)
     by_class: dict[Hashable, UnitCost] = {}
-    for (key, unit), (ahead, back) in zip(firsts.items(), rows, strict=True):
-        by_class[key] = replace(costs[unit.unit], forward_seconds=ahead, backward_seconds=back)
+    for (key, unit), row in zip(firsts.items(), rows, strict=True):
+        by_class[key] = replace(costs[unit.unit], seconds=_both(*row))
     return _with_costs(workload, layout, by_class)
 
 
@@ -108,7 +108,7 @@ def timed_levels(
     by_class: dict[Hashable, UnitCost] = {}
     for (key, unit), row in zip(firsts.items(), rows, strict=True):
         each = zip(costs[unit.unit].levels, row[::2], row[1::2], strict=True)
-        of_unit = tuple(replace(level, forward_seconds=ahead, backward_seconds=back) for level, ahead, back in each)
+        of_unit = tuple(replace(level, seconds=_both(ahead, back)) for level, ahead, back in each)
         by_class[key] = replace(costs[unit.unit], levels=of_unit)
     return _with_costs(workload, layout, by_class)
 
@@ -117,6 +117,10 @@ def _own_levels(costs: Mapping[Unit, UnitCost], levels: Collection[int]) -> OwnL
     """Of each layer that has any, level 0 and those of `levels` that it has."""
     most = {unit: len(cost.levels) for unit, cost in costs.items() if cost.levels}
     return {unit: sorted({0, *(min(level, last) for level in levels)}) for unit, last in most.items()}
+
+
+def _both(ahead: float | None, back: float | None) -> tuple[float, float] | None:
+    return None if ahead is None or back is None else (ahead, back)
 
 
 def _with_costs(workload: Workload, layout: SpecializedModel, by_class: Mapping[Hashable, UnitCost]) -> Workload:
@@ -232,21 +236,20 @@ def _timed_levels(
     """Forward and backward of each level of one layer, some of them as many times as fast as level 0 as they are found
     to be.
     """
-    row = [seconds for level in cost.levels for seconds in (level.forward_seconds, level.backward_seconds)]
-    if cost.forward_seconds is None or cost.backward_seconds is None:
-        return row
+    if cost.seconds is None:
+        return [None, None] * len(cost.levels)
     with _as_in_a_step(unit):
         trials = [_Trial(layout, unit)]
         trials += [_Trial(layout, unit, level, reads_input=cost.levels[level - 1].reads_input) for level in levels]
         forward, *forwards = _median_seconds([trial.forward for trial in trials], share, trials[0].device)
         backward, *backwards = _median_seconds([trial.backward for trial in trials], share, trials[0].device)
     slower = dict(zip(levels, zip(forwards, backwards, strict=True), strict=True))
-    times = cost.forward_seconds, cost.backward_seconds
+    times = cost.seconds
     seconds_of_levels = list[float]()
     for level in range(1, len(cost.levels) + 1):
         if level in slower:
             ahead, back = slower[level]
-            times = cost.forward_seconds * ahead / forward, cost.backward_seconds * back / backward
+            times = cost.seconds[0] * ahead / forward, cost.seconds[1] * back / backward
         seconds_of_levels += times
     return seconds_of_levels
 
@@ -255,7 +258,7 @@ def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share:
     """Forward and backward of one unit; there are no seconds for one whose sizes depend on the data."""
     cost = workload.costs[unit.unit]
     if any(-1 in spec.shape for spec in (*unit.specs, *unit.result_specs)):
-        return cost.forward_seconds, cost.backward_seconds
+        return cost.seconds or (None, None)
     is_head = unit.unit == EPILOGUE
     has_backward = bool(unit.differentiable and unit.differentiated)
     runs_back = has_backward and height(unit.unit) >= height(workload.shape.first_grad)

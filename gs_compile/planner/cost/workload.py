@@ -248,11 +248,11 @@ def _level(saved: SavedLevel, cost: UnitCost) -> LevelCost:
     """What a layer of this cost may save beside its input, for one micro-batch."""
     names = ("nbytes", "reads_input", "forward_flops", "backward_flops")
     level = LevelCost(**{name: getattr(saved, name) for name in names})
-    if cost.forward_seconds is None or cost.backward_seconds is None:
+    if cost.seconds is None:
         return level
     part = (cost.backward_flops - level.backward_flops) / max(cost.forward_flops, 1.0)
-    backward = max(cost.backward_seconds - part * cost.forward_seconds, 0.0)
-    return replace(level, forward_seconds=cost.forward_seconds, backward_seconds=backward)
+    forward, backward = cost.seconds
+    return replace(level, seconds=(forward, max(backward - part * forward, 0.0)))
 
 
 def _shortened(whole: Callable[[], nn.Module], capture: Callable[[nn.Module], ModelSpec]) -> ModelSpec:

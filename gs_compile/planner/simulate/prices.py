@@ -29,7 +29,7 @@ from dataclasses import replace
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import op_nbytes
-from gs_compile.placement.workload import CodeCost, UnitSize, Workload
+from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
 from gs_compile.program.verbs import BACKWARDS, SIGNATURES
@@ -73,12 +73,9 @@ def code_seconds(unit: Unit, workload: Workload, profile: Profile, *, backward: 
 
     level: of what the forward saves. Measured, or its FLOPs by the matrix rate of the workload's dtype.
     """
-    cost: CodeCost = workload.costs[unit]
-    if level and (levels := workload.costs[unit].levels):
-        cost = levels[min(level, len(levels)) - 1]
-    measured = cost.backward_seconds if backward else cost.forward_seconds
-    if measured is not None:
-        return measured
+    cost = workload.costs[unit].at(level)
+    if cost.seconds is not None:
+        return cost.seconds[backward]
     return (cost.backward_flops if backward else cost.forward_flops) / profile.matmul_flops_per_second[workload.dtype]
 
 
