@@ -23,9 +23,7 @@ BUDGETS = Request().budgets(MACHINE)
 
 
 def solution(number, seconds, alpha=0.0, resident=0.0):
-    return Solution(
-        number, Decision(ratios=(ratios(resident, resident, resident),), alpha=alpha), seconds / 2, seconds / 2
-    )
+    return Solution(number, Decision(ratios=(ratios(resident, resident, resident),), alpha=alpha), seconds)
 
 
 def found(*history):

@@ -83,17 +83,12 @@ class Solution:
 
     num_micro_batches: int
     decision: Decision
-    forward_seconds: float
-    backward_seconds: float
+    seconds: float
     multipliers: Array = field(default_factory=lambda: np.zeros(0), compare=False, repr=False)
 
     @property
     def alpha(self) -> float:
         return self.decision.alpha
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds
 
     @property
     def throughput(self) -> float:
@@ -141,7 +136,7 @@ class System:
 
     def valued(self, decision: Decision) -> Solution:
         """The seconds of a decision, whether or not it keeps the budgets."""
-        return Solution(self.num_micro_batches, decision, *self._seconds_at(self._point(decision)))
+        return Solution(self.num_micro_batches, decision, self._seconds_at(self._point(decision)))
 
     def needs(self, decision: Decision) -> tuple[dict[str, int], int]:
         """The most bytes of a decision on each tier, and those that it writes to SSD in a step."""
@@ -172,7 +167,7 @@ class System:
                 if (part := part * part_of(stack, self.formulas.stacks)) > LEAST_PART:
                     shares.append(Share(level, tier, part, stack=stack if several else None))
         decision = self.formulas.counted.decision(tuple(ratios), self.alpha, Shares(shares))
-        return Solution(self.num_micro_batches, decision, *self._seconds_at(point), multipliers)
+        return Solution(self.num_micro_batches, decision, self._seconds_at(point), multipliers)
 
     def optimum(self, *, elastic: bool = False) -> tuple[Array, Array, Array] | None:
         """The best ratios after a 1, by which part each budget is exceeded, and the seconds that one less on a row's
@@ -231,12 +226,12 @@ class System:
         least: Array = functions[..., 0] + np.minimum(slopes * self.lower, slopes * self.upper).sum(axis=-1)
         return least
 
-    def _seconds_at(self, point: Array) -> tuple[float, float]:
-        """t_f and t_b of a point; what the wear budget asks to wait is waited in the backward."""
+    def _seconds_at(self, point: Array) -> float:
+        """t_f and t_b of a point together; what the wear budget asks to wait is waited in the backward."""
         forward, backward = (max(float(seconds @ point) for i, seconds in self.times if i == phase) for phase in TIMES)
         if (wear := self.budgets.wear_bytes_per_second) is not None:
             backward = max(backward, float(self.numbers.written @ point) / wear - forward)
-        return forward, backward
+        return forward + backward
 
     def _blocks(self, request: Request) -> Iterator[tuple[Array, Array, Array]]:
         """Rows, limits, and what stands in the columns behind the ratios; first the times, then each tier's memory."""
