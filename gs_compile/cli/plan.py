@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Timer
 from typing import TYPE_CHECKING
@@ -57,8 +57,12 @@ def find_longest(model: str, request: Request) -> int:
 def busy(words: str) -> Iterator[None]:
     """Say on a terminal what takes longer than a second, and what the planner logs meanwhile; elsewhere say nothing."""
     status = Console(stderr=True).status(Text(f"{words} ..."))
-    planner, shown, timer = logging.getLogger("gs_compile.planner"), _Shown(), Timer(QUIET_SECONDS, status.start)
-    shown.show = lambda message: status.update(Text(f"{words}: {message}"))
+
+    class Shown(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            status.update(Text(f"{words}: {record.getMessage()}"))
+
+    planner, shown, timer = logging.getLogger("gs_compile.planner"), Shown(), Timer(QUIET_SECONDS, status.start)
     level = planner.level
     planner.addHandler(shown)
     planner.setLevel(logging.INFO)
@@ -71,15 +75,6 @@ def busy(words: str) -> Iterator[None]:
         status.stop()
         planner.removeHandler(shown)
         planner.setLevel(level)
-
-
-class _Shown(logging.Handler):
-    """Hands the messages of a log to a function."""
-
-    show: Callable[[str], None]
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.show(record.getMessage())
 
 
 # A profile for people -------------------------------------------------------------------------------------------------
