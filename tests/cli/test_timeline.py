@@ -13,6 +13,7 @@ from gs_compile.cli.report.timeline import KINDS, kind_of, timeline_html
 from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.placement import StepContext
 from gs_compile.placement.traffic import op_nbytes
+from gs_compile.planner.simulate.event_loop import LaneRule
 from gs_compile.planner.simulate.simulator import simulate
 from gs_compile.program.ir import MEMORY_VERBS
 from gs_compile.program.text import parse
@@ -33,7 +34,7 @@ def simulated(num_layers=3, num_micro_batches=2, bytes_per_second=2e7):
         return op_nbytes(op, placement) / bytes_per_second if moves else SECONDS.get(op.verb, 0.0)
 
     seconds = [[price(op, program) for op in program.ops] for program in programs]
-    return programs[-1], simulate(programs, seconds, placement=placement)
+    return programs[-1], simulate(programs, seconds, placement, LaneRule())
 
 
 def data_of(page):

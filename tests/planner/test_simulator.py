@@ -31,7 +31,7 @@ DURATIONS = st.integers(0, 12).map(lambda quarters: quarters / 4)  # sums of the
 
 
 def simulate(programs, seconds, placement, **rule) -> Simulation:
-    return simulated(programs, seconds, placement, rule=LaneRule(**rule))
+    return simulated(programs, seconds, placement, LaneRule(**rule))
 
 
 def unplanned(programs: Sequence[Program]) -> list[Program]:

@@ -62,11 +62,7 @@ class Span:
 
 
 def simulate(
-    programs: Sequence[Program],
-    seconds: Sequence[Sequence[float]],
-    placement: Placement,
-    *,
-    rule: LaneRule = LaneRule(),  # noqa: B008  (frozen)
+    programs: Sequence[Program], seconds: Sequence[Sequence[float]], placement: Placement, rule: LaneRule
 ) -> Simulation:
     """The last of `programs`, which run one after the other: more of the same before it make it steady.
 
@@ -98,7 +94,7 @@ def predict(
     seconds = op_prices(program, placement, workload, profile)
     rule = LaneRule(speeds=profile.speeds(), inline=not profile.separate, op_seconds=profile.op_seconds)
     for number in NUM_STEPS:
-        simulation = simulate([program] * number, [seconds] * number, placement, rule=rule)
+        simulation = simulate([program] * number, [seconds] * number, placement, rule)
         if simulation.is_steady:
             break
     return simulation
