@@ -37,7 +37,7 @@ from gs_compile.planner.reasons import WORTH_SAYING, explained
 from gs_compile.planner.request import Request, States
 from gs_compile.planner.simulate.prices import with_products
 from gs_compile.planner.step_plan import StepPlan
-from gs_compile.planner.workloads import Levelled, Workloads, workloads_of
+from gs_compile.planner.workloads import CapturedWorkloads, GivenWorkloads, Levelled, Workloads
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,7 +87,10 @@ def planner_of(model: Any, request: Request, known: Iterable[Planner] = (), *, k
     machine = named(request.machine)
     profile = _this_machine(request) if machine is None else load(machine)
     profile = of_one_rank(profile, request.gpus, request.nodes, request.network)
-    return Planner(workloads_of(model, request, [each.workloads for each in known], keeps=keeps), request, profile)
+    if isinstance(model, Workload):
+        return Planner(GivenWorkloads(model, request), request, profile)
+    captured = CapturedWorkloads(model, request, [each.workloads for each in known], keeps=keeps)
+    return Planner(captured, request, profile)
 
 
 def _this_machine(request: Request) -> Profile:

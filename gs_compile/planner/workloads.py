@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gs_compile.errors import PlanError
@@ -25,9 +24,6 @@ from gs_compile.planner.request import SILENT, Request
 from gs_compile.schedules import Schedule
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PretrainedConfig
-
     from gs_compile.planner.cost.workload import ModelSpec
 
 OF_CODE = ("sequence", "precision", "masters", "lora")  # of a request, what a capture is made for
@@ -41,11 +37,11 @@ IN_A_WORKLOAD = {  # what a given one has already, and what therefore nobody can
 
 
 class CapturedWorkloads:
-    """The workloads of a model that is captured without its weights."""
+    """The workloads of a model that is captured without its weights. known, keeps: as of `plan.planner_of`."""
 
     has_pieces: ClassVar = True  # what layers cost that run on some tokens at a time is known
 
-    def __init__(self, model: Any, request: Request, known: Iterable[Workloads] = (), *, keeps: bool = False) -> None:
+    def __init__(self, model: Any, request: Request, known: Iterable[Workloads], *, keeps: bool) -> None:
         self.model, self.request, self.keeps = model, request, keeps
         asked = {name: getattr(request, name) for name in (*OF_CODE, *OF_LAYOUT)}
         self._kept = KnownWorkloads.of(model, asked) if keeps else KnownWorkloads()
@@ -80,7 +76,9 @@ class CapturedWorkloads:
 
 
 class GivenWorkloads:
-    """The workloads that follow from one that is given: its own at other sizes."""
+    """The workloads that follow from one that is given: its own at other sizes. Raises `PlanError` where the request asks
+    for what that does not tell.
+    """
 
     has_pieces: ClassVar = False
 
@@ -115,22 +113,6 @@ class GivenWorkloads:
 
 
 Workloads = CapturedWorkloads | GivenWorkloads
-
-
-def workloads_of(
-    model: str | Path | PretrainedConfig | nn.Module | Workload,
-    request: Request,
-    known: Iterable[Workloads] = (),
-    *,
-    keeps: bool = False,
-) -> Workloads:
-    """The workloads of a model, as of `plan.plan`. known, keeps: as of `plan.planner_of`.
-
-    Raises `PlanError` where the request asks for what a given workload does not tell.
-    """
-    if isinstance(model, Workload):
-        return GivenWorkloads(model, request)
-    return CapturedWorkloads(model, request, known, keeps=keeps)
 
 
 @dataclass(frozen=True)
