@@ -44,19 +44,14 @@ class Found:
         return max(self.commits.values(), key=order, default=None)
 
     @property
-    def ahead(self) -> Manifest | None:
-        """The newest that is prepared."""
-        return max(self.prepared.values(), key=order, default=None)
-
-    @property
     def folders(self) -> Set[Path]:
         """The folders that have a commit of the run, and this one."""
         return dict.fromkeys([self.folder, *self.commits, *self.prepared]).keys()
 
     @property
     def known(self) -> list[Manifest]:
-        """The commits that a rank can go on from: its last one, and what it has prepared after that."""
-        return [each for each in (self.commit, self.ahead) if each is not None]
+        """The commits that a rank can go on from: its last one, and the newest that it has prepared after that."""
+        return [max(each.values(), key=order) for each in (self.commits, self.prepared) if each]
 
     def garbage(self, folder: Path, *, everything: bool = False) -> dict[str, int]:
         """The bytes of what the store has made in a folder and no commit names; or of all that it has made there.
