@@ -21,7 +21,7 @@ from gs_compile.options import Masters
 from gs_compile.placement.boundaries import BoundaryNbytes
 from gs_compile.placement.levels import Levels
 from gs_compile.placement.placement import Decision, Placement
-from gs_compile.placement.workload import UnitSize, Workload
+from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder, planned_peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import CLASSES, DEVICE_RATIOS, Counted
@@ -30,7 +30,7 @@ from gs_compile.planner.lp.solve import ProblemData, Solution, System
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.planner.simulate.simulator import Simulation, predict
-from gs_compile.program.ir import TIERS, Program
+from gs_compile.program.ir import TIERS, Program, Unit
 from gs_compile.schedules import BY_MICRO_BATCH
 
 LARGE = 2000  # computations of a forward: from there on candidates are compared with micro-batches in bundles
@@ -44,8 +44,8 @@ class Saving(Protocol):
     def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
         """The levels of each layer, for micro-batches whose inputs have so many bytes; () where none may save more."""
 
-    def workload(self, workload: Workload, *, last: bool) -> Workload:
-        """`workload` with what the levels cost; with `last` the last level alone counts."""
+    def costs(self, *, last: bool) -> Mapping[Unit, UnitCost]:
+        """What the code of all units costs, with that of the levels; with `last` the last level alone counts."""
 
     def reasons(self) -> str:
         """Why layers can save nothing, where that is known."""
@@ -127,7 +127,7 @@ class Problem:
             )
         if saving is None or layout.levels or not levels:
             return self
-        code = cache(lambda: saving.workload(self.workload, last=request.saves_all))
+        code = cache(lambda: replace(self.workload, costs=saving.costs(last=request.saves_all)))
         return replace(self, builder=self.builder.laid_out(levels=levels), code=code)
 
     @cached_property

@@ -6,7 +6,7 @@ A name, a config or a module is captured without its weights, once for all reque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,11 +17,11 @@ from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.placement.boundaries import BoundaryNbytes
 from gs_compile.placement.levels import Levels
 from gs_compile.placement.shards import shared
-from gs_compile.placement.workload import Workload
+from gs_compile.placement.workload import UnitCost, Workload
 from gs_compile.planner.builder import workload_levels
 from gs_compile.planner.cost.known_workloads import KnownWorkloads
 from gs_compile.planner.request import SILENT, Request
-from gs_compile.schedules import Schedule
+from gs_compile.program.ir import Schedule, Unit
 
 if TYPE_CHECKING:
     from gs_compile.planner.cost.workload import ModelSpec
@@ -124,8 +124,8 @@ class Levelled:
     def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
         return workload_levels(self.levelled(), len(x_nbytes))
 
-    def workload(self, workload: Workload, *, last: bool) -> Workload:
-        return replace(workload, costs=self.levelled().costs)
+    def costs(self, *, last: bool) -> Mapping[Unit, UnitCost]:
+        return self.levelled().costs
 
     def reasons(self) -> str:
         return ""

@@ -104,7 +104,7 @@ def test_levels_that_spare_no_product_are_not_compiled(gpt2, monkeypatch, compil
         timing, "timed_levels", lambda workload, _, chosen, known: asked.append(list(chosen)) or workload
     )
     saving = LayerLevels([layout], lambda: workload, compiled=compiled)
-    assert saving.workload(workload, last=False).num_levels == 2
+    assert replace(workload, costs=saving.costs(last=False)).num_levels == 2
     assert asked == [timed_ones]
 
 
@@ -118,7 +118,7 @@ def test_code_of_levels_is_compiled_with_all_other(gpt2, monkeypatch, asked):
     beside = partial(saving.to_compile, workload, last=False)
     if asked:
         saving.levels([layout.x_nbytes])
-    saving.workload(workload, last=False)
+    saving.costs(last=False)
     alone = {layer: [0, 1] for layer in range(workload.num_layers)}
     assert compiled == [alone if asked else {}, alone]
 

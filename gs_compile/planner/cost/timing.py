@@ -170,7 +170,7 @@ class LayerLevels:
     ) -> None:
         self.layouts, self.timed, self.known, self.compiled = layouts, workload, known, compiled
         self._asked = False
-        self._costs = cache(self._cost)
+        self.costs = cache(self._costs)
 
     def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
         """Each layer's levels; of a batch that another rank has, in proportion to the inputs. () where none may."""
@@ -202,16 +202,13 @@ class LayerLevels:
         """Why layers can save nothing."""
         return "; ".join(sorted({code.no_levels_reason for code in self.layouts[0].codes.values()} - {""}))
 
-    def workload(self, workload: Workload, *, last: bool) -> Workload:
-        """`workload` with what the levels of its layers cost, as their code runs; with `last` the last level alone."""
-        return replace(workload, costs=self._costs(last))
-
     def to_compile(self, workload: Workload, *, last: bool) -> OwnLevels:
         """What of them is timed once `workload` is; nothing where nobody has asked for levels."""
         with_levels = levelled(workload, self.layouts[0]) if self._asked else workload
         return _own_levels(with_levels.costs, self._worthwhile(with_levels, last))
 
-    def _cost(self, last: bool) -> Mapping[Unit, UnitCost]:
+    def _costs(self, last: bool) -> Mapping[Unit, UnitCost]:
+        """What the code of units costs, with levels as it runs; with `last` the last level alone."""
         with_levels = levelled(self.timed(), self.layouts[0])
         if with_levels.num_levels:
             with_levels = timed_levels(with_levels, self.layouts[0], self._worthwhile(with_levels, last), self.known)
