@@ -322,7 +322,6 @@ def _most_saved(formulas: Formulas, request: Request) -> Array:
     allowed = [
         request.recompute != "all"
         and level in levels
-        and (formulas.separate or tier != "device")
         and (request.ratios.activation is None or tier == "host")
         for level, tier in formulas.saved
     ]
