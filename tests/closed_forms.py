@@ -155,7 +155,7 @@ def of_saved(placement: Placement) -> dict[str, int]:
 def saved_items(placement: Placement) -> tuple[Counter[str], Counter[str]]:
     """The bytes that are saved on each tier, item by item, and the items there."""
     nbytes, number = Counter[str](), Counter[str]()
-    for unit, levels in enumerate(placement.levels):
+    for unit, levels in enumerate(placement.activations.levels):
         for micro_batch in range(placement.layout.num_micro_batches):
             if (share := placement.activations.share_of(Value("a", unit, micro_batch))) is not None:
                 nbytes[share.tier] += levels[share.level - 1].nbytes[micro_batch]

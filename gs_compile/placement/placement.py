@@ -228,8 +228,8 @@ class Placement:
 
     @cached_property
     def activations(self) -> ActivationHomes:
-        chosen = self.decision
-        levels, number = self.levels, self.layout.num_micro_batches
+        chosen, number = self.decision, self.layout.num_micro_batches
+        levels = self.layout.levels if chosen.shares else ()
         return ActivationHomes(chosen.ratios, chosen.shares, chosen.held, levels, self.stacks, number)
 
     def recomputing(self) -> Placement:
@@ -372,11 +372,6 @@ class Placement:
     @property
     def speculative(self) -> bool:
         return self.decision.speculative
-
-    @property
-    def levels(self) -> Levels:
-        """What each layer saves, where any does."""
-        return self.layout.levels if self.decision.shares else ()
 
     @property
     def clip(self) -> bool:
