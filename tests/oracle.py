@@ -21,7 +21,7 @@ class Oracle:
     seconds: Sequence[Sequence[float]]
     inline: bool
     op_seconds: float
-    placement: Placement | None = None
+    placement: Placement
     started: list[dict[int, float]] = field(default_factory=list)
     stopped: list[dict[int, float]] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Oracle:
             object, tuple[int, set[Value], list[Any]]
         ] = {}  # on the device: bytes, values, users of others
         self.leaving: list[tuple[int, list[Any]]] = []  # from there: bytes, and who still uses them
-        for value in self.placement.present(self.programs[0].ops) if self.placement else ():
+        for value in self.placement.present(self.programs[0].ops):
             self._take(value)
         self.lanes = {lane: simpy.Store(self.env) for lane in LANES}
         for store in self.lanes.values():
@@ -120,7 +120,7 @@ class Oracle:
 
     def _range(self, value: Value) -> tuple[int, int] | None:
         """Where a value's slot begins and ends in the slab of the program that runs."""
-        if self.placement is None or not self.offsets:
+        if not self.offsets:
             return None
         slot = self.slots.get(value) or slot_of(self.placement, value)
         if slot.tier != "host" or not slot.nbytes:
@@ -168,7 +168,7 @@ class Oracle:
     def _former(self, op: Op) -> list[Any]:
         """Who has ever used what the results of an operation take anew."""
         known = [self._range(value) for value in op.reads]
-        for value in op.results if self.placement else ():
+        for value in op.results:
             is_renamed = op.verb == "alias" and op.reads[0].tier == "host"
             self.slots[value] = self.slots[op.reads[0]] if is_renamed else slot_of(self.placement, value)
         taken = [each for each in map(self._range, op.results) if each and each not in known]
