@@ -17,9 +17,9 @@ cannot be the best. Nor is every n solved: with the relative rule n doubles, and
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache, partial
 from math import inf
 
 import numpy as np
@@ -40,7 +40,7 @@ PART = 0.1  # of a part of micro-batches, that throughput has to grow by
 MOST = {"relative": 1024, "paper": 101}
 ROUNDING = 1e-5  # of seconds: how far the solver's rounding may move a bound
 
-Systems = Callable[[float], System]  # of one number of micro-batches, by alpha
+MOST_SYSTEMS = 64  # that are kept: those of one number of micro-batches and all alphas
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Tries:
     """The best solution of each number of micro-batches that was asked for."""
 
     def __init__(self, data: ProblemData, alphas: Sequence[float] = ()) -> None:
-        self.data = data
+        self.system = lru_cache(MOST_SYSTEMS)(partial(System, data))
         self.known: dict[int, Solution | None] = {}
         self.most = dict.fromkeys(alphas or data.request.alphas, inf)  # by alpha, from where on nothing fits
         self.multipliers: dict[tuple[tuple[float, ...], bool], list[Array]] = {}  # by what has the same rows
@@ -129,75 +129,72 @@ class _Tries:
 
     def fits(self, number: int) -> bool:
         """Whether there is a solution for any alpha."""
-        system = self._systems(number)
         while left := self._left(number):
-            if self._solved(left[0], number, system) is not None:
+            if self._solved(left[0], number) is not None:
                 return True
         return False
 
     def _best(self, number: int) -> Solution | None:
         """The alpha with the lowest bound is solved, which moves the bounds of others, until none can be better."""
-        system, left, best = self._systems(number), self._left(number), None
-        bounds = dict.fromkeys(left, system(left[0]).computing if left else 0.0)
+        left, best = self._left(number), None
+        bounds = dict.fromkeys(left, self.system(number, left[0]).computing if left else 0.0)
         for between in set(map(anchors, bounds)):
-            self._raise(bounds, between, self.multipliers.get((between, number > 1), ()), system)
+            self._raise(bounds, between, self.multipliers.get((between, number > 1), ()), number)
         while bounds:
             bound, alpha = min((bound, alpha) for alpha, bound in bounds.items())
             if best and bound >= best.seconds * (1 - ROUNDING):
                 break
-            solution = self._solved(alpha, number, system)
+            solution = self._solved(alpha, number)
             if solution is None:
                 bounds = {each: bound for each, bound in bounds.items() if number < self.most[each]}
                 continue
             del bounds[alpha]
             self.multipliers.setdefault((anchors(alpha), number > 1), []).append(solution.multipliers)
-            self._raise(bounds, anchors(alpha), [solution.multipliers], system)
+            self._raise(bounds, anchors(alpha), [solution.multipliers], number)
             if best is None or (solution.seconds, alpha) < (best.seconds, best.alpha):
                 best = solution
         return best
-
-    def _systems(self, number: int) -> Systems:
-        return cache(lambda alpha: System(self.data, number, alpha))
 
     def _left(self, number: int) -> list[float]:
         """The alphas of which it is not known that nothing fits."""
         return [alpha for alpha, most in self.most.items() if number < most]
 
-    def _solved(self, alpha: float, number: int, system: Systems) -> Solution | None:
+    def _solved(self, alpha: float, number: int) -> Solution | None:
         """The best with this alpha. Where nothing fits, that is known of it from now on, and of others of which one
         budget alone says it, or the same multipliers of the rows.
         """
         alike = [each for each in self._left(number) if anchors(each) == anchors(alpha)]
-        beyond = np.minimum(*(system(each).beyond for each in (min(alike), max(alike))))  # rows are affine in alpha
+        low, high = (self.system(number, each).beyond for each in (min(alike), max(alike)))
+        beyond = np.minimum(low, high)  # rows are affine in alpha
         if (beyond > FEASIBLE).any():
             self.most |= dict.fromkeys(alike, number)
             return None
-        if (solution := system(alpha).solution()) is not None:
+        system = self.system(number, alpha)
+        if (solution := system.solution()) is not None:
             return solution
-        exceeded = _least(alike, [system(alpha).exceeded()[1]], system)
+        exceeded = self._least(alike, [system.exceeded()[1]], number)
         parts = zip(alike, exceeded.tolist(), strict=True)
         self.most |= {each: number for each, part in parts if part > FEASIBLE or each == alpha}
         return None
 
     def _raise(
-        self, bounds: dict[float, float], between: tuple[float, ...], multipliers: Sequence[Array], system: Systems
+        self, bounds: dict[float, float], between: tuple[float, ...], multipliers: Sequence[Array], number: int
     ) -> None:
         """Raise the bounds of the alphas that are lowered `between` these."""
         alphas = [alpha for alpha in bounds if anchors(alpha) == between]
         if alphas and len(multipliers):
-            least = _least(alphas, multipliers, system).tolist()
+            least = self._least(alphas, multipliers, number).tolist()
             bounds.update((alpha, max(bounds[alpha], new)) for alpha, new in zip(alphas, least, strict=True))
 
-
-def _least(alphas: Sequence[float], multipliers: Sequence[Array], system: Systems) -> Array:
-    """What no ratios fall below by any of the multipliers, of alphas between the same anchors: the rows are affine in
-    alpha there.
-    """
-    low, high = anchors(alphas[0])[0], anchors(alphas[0])[-1]
-    first, last = (system(alpha).lagrangian(np.array(multipliers)) for alpha in (low, high))
-    shares = (np.array(alphas) - low) / (high - low or 1.0)
-    least: Array = system(low).least(first + shares[:, None, None] * (last - first)).max(axis=1)
-    return least
+    def _least(self, alphas: Sequence[float], multipliers: Sequence[Array], number: int) -> Array:
+        """What no ratios fall below by any of the multipliers, of alphas between the same anchors: the rows are affine
+        in alpha there.
+        """
+        low, high = anchors(alphas[0])[0], anchors(alphas[0])[-1]
+        first, last = (self.system(number, alpha).lagrangian(np.array(multipliers)) for alpha in (low, high))
+        shares = (np.array(alphas) - low) / (high - low or 1.0)
+        least: Array = self.system(number, low).least(first + shares[:, None, None] * (last - first)).max(axis=1)
+        return least
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
