@@ -97,24 +97,15 @@ def room_nbytes(storage: Sequence[Path]) -> int:
 def existing(directory: Path) -> Path:
     """The directory, or the nearest above it that is there: what it is made in."""
     place = directory.absolute()
-    while not _is_there(place):
+    while not os.access(place, os.F_OK):  # or cannot be seen: the store raises the error then
         place = place.parent
     return place
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a path exists and can be read; the store raises the error where it cannot."""
-    try:
-        path.stat()
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager
 def _made_directories_removed(storage: Sequence[Path]) -> Iterator[None]:
     """Remove the directories that the store had to make."""
-    missing = [path for each in storage for path in (each, *each.parents) if not _is_there(path)]
+    missing = [path for each in storage for path in (each, *each.parents) if not os.access(path, os.F_OK)]
     try:
         yield
     finally:
