@@ -67,7 +67,7 @@ def holding(plain: Placement) -> Ladder:
 
 
 def _ladder(plain: Placement, name: str, units: Sequence[Unit]) -> Ladder:
-    """With the first unit, the first two, and so on, as that field of the decision; each with other values in memory."""
+    """With the first unit, the first two, and so on, as a field of the decision: each has other values in memory."""
     every = (plain.decided(**{name: tuple(units[:number])}) for number in range(1, len(units) + 1))
     return list({values: each for each in every if (values := getattr(each, f"{name}_values"))}.values())
 

@@ -76,8 +76,9 @@ class CapturedWorkloads:
 
 
 class GivenWorkloads:
-    """The workloads that follow from one that is given: its own at other sizes. Raises `PlanError` where the request asks
-    for what that does not tell.
+    """The workloads that follow from one that is given: its own at other sizes.
+
+    Raises `PlanError` where the request asks for what that does not tell.
     """
 
     has_pieces: ClassVar = False

@@ -320,9 +320,7 @@ def _most_saved(formulas: Formulas, request: Request) -> Array:
     last = (formulas.workload.num_levels,)
     levels = last if request.saves_all else formulas.workload.worthwhile or last
     allowed = [
-        request.recompute != "all"
-        and level in levels
-        and (request.ratios.activation is None or tier == "host")
+        request.recompute != "all" and level in levels and (request.ratios.activation is None or tier == "host")
         for level, tier in formulas.saved
     ]
     savable = [formulas.savable(stack) for stack in range(len(formulas.stacks))]
