@@ -196,9 +196,13 @@ def test_memory_is_given_back_when_its_users_are_done():
 def test_a_gradient_leaves_the_device_once_its_norm_is_taken():
     """A norm completes the gradient that it reads, and may scale it."""
     gradient, there = Value("dw", 0), Value("dw", 0, tier="host", part="a")
-    norm = Op("norm", (gradient,), DRAIN, (Value("norm", 0),))
-    ops = [norm, Op("offload", (gradient,), DRAIN, (there,)), Op("update", (there,), DRAIN, into=(Value("w", 0),))]
-    found = simulate([Program(tuple(ops), 1, 1, "by hand")], [[3.0, 2.0, 1.0]], place(1, 1))
+    ops = [
+        Op("zeros", (), DRAIN, (gradient,)),
+        Op("norm", (gradient,), DRAIN, (Value("norm", 0),)),
+        Op("offload", (gradient,), DRAIN, (there,)),
+        Op("update", (there,), DRAIN, into=(Value("w", 0),)),
+    ]
+    found = simulate([Program(tuple(ops), 1, 1, "by hand")], [[0.0, 3.0, 2.0, 1.0]], place(1, 1))
     assert [span.start_seconds for span in found.spans] == [0.0, 3.0, 5.0]
 
 
@@ -211,15 +215,16 @@ def side_by_side(*lanes: str, speeds: Mapping[tuple[str, str], float], seconds: 
     ops = []
     for unit, lane in enumerate(lanes):
         if lane == "cpu":
-            ops.append(Op("update", (Value("dw", unit, tier="host"),), FILL, into=(Value("w", unit, tier="host"),)))
+            gradient = Value("dw", unit, tier="host", part="a")
+            ops.append(Op("update", (gradient,), FILL, into=(gradient._replace(kind="w"),)))
         elif lane == "compute":
-            ops.append(Op("norm", (Value("dw", unit),), FILL, (Value("norm", unit),)))
+            ops.append(Op("count", (Value("batch", micro_batch=0, tier=None),), FILL, (Value("total"),)))
         else:
             here, there = routes[lane]
             verb = "offload" if lane == "ssd_write" else "prefetch"
             part = Value("w", unit, tier=here, part="a")
             ops.append(Op(verb, (part,), FILL, (part._replace(tier=there),)))
-    placement = place(len(ops), 1)
+    placement = place(len(lanes), 1)
     found = simulate([Program(tuple(ops), len(ops), 1, "by hand")], [list(seconds)], placement, speeds=speeds)
     return {span.lane: span.stop_seconds for span in found.spans}
 
