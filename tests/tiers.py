@@ -236,7 +236,7 @@ def train(
     for number, training in enumerate((*modes, None)):
         if training is None:
             context = StepContext(late=True, redo=redo, seals=durable)
-            snapshots = flush(num_layers, placement, context) if late else []
+            snapshots = flush(placement, context) if late else []
         else:
             mode = replace(shape, training=training)
             toy = TieredToy(num_layers, num_micro_batches, mode, seed=number, placement=placement)

@@ -188,10 +188,10 @@ def test_all_that_is_read_from_ssd_may_be_read_earlier(separate):
 
 def test_updates_alone_follow_each_other():
     placement = place(3, 1, options=SMALL)
-    program = after(flush(3, placement), "pipeline")
+    program = after(flush(placement), "pipeline")
     updates = [op.into[0].unit for op in program.ops if op.verb == "update"]
     assert updates == ["e", 0, 1, 2, "h"]
-    assert flush(3, placement.decided(ahead=2))[-1].ops == flush(3, placement)[-1].ops
+    assert flush(placement.decided(ahead=2))[-1].ops == flush(placement)[-1].ops
 
 
 def _name(op):

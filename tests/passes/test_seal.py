@@ -62,11 +62,11 @@ def test_a_durable_step_is_the_step_with_copies_and_a_seal(drawn, late, redo, co
     late = late and any(value.kind == "dw" for value in placement.homes(late=True, redo=redo))
     bare = placement.laid_out(durability=0)
     made = lowered(step, placement, late=late, redo=redo, copies=copies, seals=seals)
-    alone = flush(step[0], placement, StepContext(late=late, redo=redo, seals=seals))
+    alone = flush(placement, StepContext(late=late, redo=redo, seals=seals))
     for program in (*made, *alone):
         assert parse(str(program)) == program
         graph_module(program)
-    plain = lowered(step, bare, late=late, redo=redo)[-1], flush(step[0], bare, StepContext(late=late, redo=redo))[-1]
+    plain = lowered(step, bare, late=late, redo=redo)[-1], flush(bare, StepContext(late=late, redo=redo))[-1]
     for durable, usual in zip((made[-1], alone[-1]), plain, strict=True):
         others = [op for op in durable.ops if op.lane == "memory" or op.kind != "seal"]
         copied = {value for op in durable.ops if op.lane != "memory" and op.kind == "seal" for value in op.reads}
@@ -192,7 +192,7 @@ def test_what_breaks_the_law_of_seals_is_found(changes, complaint):
 def test_copies_and_seals_are_in_the_programs_that_say_so():
     assert "csha.ssd is written, and no commit keeps it" in refusal(GOOD, copies=False)
     assert "csec.ssd is written, and no commit keeps it" in refusal(GOOD, seals=False)
-    alone = flush(2, PLACEMENT, StepContext(late=True, seals=True))[-1].text(fold=False)
+    alone = flush(PLACEMENT, StepContext(late=True, seals=True))[-1].text(fold=False)
     assert "at the end, the step before has not been sealed" in refusal(alone.replace(SEAL, ""), copies=False)
     sealed = lowered((2, 1), PLACEMENT, seals=True)[-1].text(fold=False)
     assert "the step before is not to be sealed" in refusal(sealed, late=False, copies=False, seals=False)

@@ -76,7 +76,7 @@ def test_planned_peaks_are_what_is_alive_at_a_time(step, options, late):
 
 def test_peaks_of_updates_alone():
     placement = place(3, 2, options=SMALL)
-    program = flush(3, placement)[-1]
+    program = flush(placement)[-1]
     _check_peaks(program, placement, True)
 
 

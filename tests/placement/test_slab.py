@@ -25,7 +25,7 @@ def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative,
     leaves = placement.has_late and shape.training  # an evaluation comes after a flush
     modes = [(False, True), *([(True, True), (True, False)] if leaves else [])]
     programs = [lower(replace(spec, context=StepContext(late=late, redo=redo)))[-1] for late, redo in modes]
-    programs += [flush(num_layers, placement)[-1]] if placement.has_late else []
+    programs += [flush(placement)[-1]] if placement.has_late else []
     fixed, kept = fixed_offsets(placement), {slot_of(placement, value).key for value in placement.carried_values}
     for program in [*programs, *(packed(program, placement) for program in programs)]:
         assert not list(conflicts(program.ops, placement, program.offsets))
@@ -41,7 +41,7 @@ def test_late_updates_alone_are_as_far_apart_as_in_a_step_where_layers_between_h
     """Else the head's parameters come into the memory of the embedding's gradients before these are used."""
     shape = replace(PLAIN, frozen=frozenset({0, 1}), first_grad="e")
     placement = place(3, 1, shape, Options(alpha=1.0, parameter_ratio=1.0, optimizer_ratio=0.0, most_numel=4096))
-    assert flush(3, placement)[-1].ops
+    assert flush(placement)[-1].ops
 
 
 def test_two_values_in_one_place_are_found():

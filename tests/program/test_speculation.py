@@ -61,7 +61,7 @@ def test_every_program_is_well_formed_and_its_text_reads_back(step, options, lat
     placement = place(*step, options)
     late = late and any(v.kind == "dw" for v in placement.homes(late=True, redo=redo))
     made = lowered(step, placement, late=late, redo=redo)
-    for program in (*made, *(flush(step[0], placement, StepContext(late=True, redo=redo)) if late else ())):
+    for program in (*made, *(flush(placement, StepContext(late=True, redo=redo)) if late else ())):
         assert parse(str(program)) == program
 
 

@@ -100,7 +100,7 @@ def test_text_of_another_version():
 @given(tiered_steps(), options(), st.booleans(), st.sampled_from(("vertical", "horizontal")))
 def test_parse_is_the_inverse(step, options, late, schedule):
     placement = place(*step, options).laid_out(schedule=schedule)
-    for program in (*lowered(step), *lowered(step, placement, late=late), *flush(step[0], placement)):
+    for program in (*lowered(step), *lowered(step, placement, late=late), *flush(placement)):
         assert parse(str(program)) == program
         assert parse(program.text(fold=False)) == program
 

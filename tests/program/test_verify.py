@@ -211,7 +211,7 @@ def test_an_update_left_out(alpha):
     """Nothing is undefined or empty then, but parts are not what they should be."""
     resident = replace(SMALL, parameter_ratio=1.0, optimizer_ratio=1.0, alpha=alpha, has_master=False)
     placement = place(1, 1, options=resident)
-    program = (flush(1, placement) if alpha else lowered((1, 1), placement))[-1]
+    program = (flush(placement) if alpha else lowered((1, 1), placement))[-1]
     ops = [op for op in program.ops if op.verb != "update" or op.into[0].unit != 0]
     with pytest.raises(ProgramError, match=f"at the end, w0a has not had its {'late ' if alpha else ''}update"):
         verify(replace(program, ops=tuple(ops)), placement, StepContext(late=bool(alpha)))
