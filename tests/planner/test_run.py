@@ -68,9 +68,9 @@ def test_nothing_else_holds_what_layers_may_save(monkeypatch):
     timed, calls = gpt(2, 64), []
     monkeypatch.setattr(module, "levelled", lambda workload, _: calls.append(workload) or workload)
     levels = LayerLevels([None], lambda: timed, compiled=False)
-    assert levels.workload(timed, last=False) == levels.workload(timed, last=False) == timed
+    assert levels.costs(last=False) == levels.costs(last=False) == timed.costs
     assert calls == [timed], "once"
-    levels.workload(timed, last=True)
+    levels.costs(last=True)
     assert len(calls) == 2, "for another question"
     gone = weakref.ref(levels)
     del levels
