@@ -2,7 +2,8 @@
 
 A step's last updates are of what the next one reads first: the embedding, tied to the head or not, and the first
 layers. Read again from where they have just been written, they are what the next step waits for. Carried in memory they
-take little that was not free: the peak of a step is elsewhere, or the update that makes them is in it already.
+take little that was not free: the peak of a step is elsewhere, or the update that makes them is in it already. More
+layers are carried where the drive goes on to write for much of the next forward, as reads of these wait for that.
 
 The last layers of the forward are the first ones of the backward. Their parameters are retained in memory that
 gradients and states take later: the topmost are free again when the backward has begun.
@@ -37,6 +38,13 @@ BOUNDARY: Mapping[str, Any] = {**dict.fromkeys(UNITS, ()), "ahead": 0, "lookahea
 def carrying(plain: Placement) -> Ladder:
     """More and more carried, of the units that there are: who goes on by a commit takes no other for its plan's."""
     return _ladder(plain, "carried", [unit for unit in FIRST if unit in plain.by_unit])
+
+
+def further(plain: Placement) -> Ladder:
+    """With more and more of the first layers carried, too: the first 4, 8, up to all of them."""
+    num_layers, carried = plain.layout.num_layers, plain.decision.carried
+    more = [range(min(1 << power, num_layers)) for power in range(2, max(num_layers - 1, 0).bit_length() + 1)]
+    return [plain.decided(carried=(*dict.fromkeys((*carried, *layers)),)) for layers in more] if carried else []
 
 
 def retaining(plain: Placement) -> Ladder:

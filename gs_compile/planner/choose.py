@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 from gs_compile.errors import MemoryBudgetError
@@ -35,6 +36,7 @@ from gs_compile.planner.boundary import (
     carrying,
     deeper,
     earlier,
+    further,
     holding,
     retained_text,
     retaining,
@@ -130,6 +132,8 @@ def _with_boundary(steps: Problem, chosen: Candidate, *, is_small: bool) -> Simu
         deep = deeper(placed)
         ladders = *each_of(deep), *map(holding, (placed, *deep))
         simulation = fastest(steps, simulation, ladders, chosen.spare, FASTER)  # the deeper, the more memory
+        more = chain.from_iterable(map(further, (simulation.placement, *deep[-1:])))
+        simulation = fastest(steps, simulation, each_of(list(more)), chosen.spare, FASTER)
         return fastest(steps, simulation, each_of(earlier(simulation.placement)), chosen.spare)
     return fastest(steps, simulation, [earlier(simulation.placement)], chosen.spare)
 

@@ -13,7 +13,7 @@ from planned import A100, SSD_RATES, gpt, problem, ratios
 from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Decision
-from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, holding, retaining
+from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, further, holding, retaining
 from gs_compile.planner.builder import StepBuilder, planned_peak
 from gs_compile.planner.choose import FASTER, _with_boundary, each_of, fastest
 from gs_compile.planner.decide import _boundary_for_free, decide
@@ -100,6 +100,21 @@ def test_checkpoints_of_the_upper_half_are_held_where_a_drive_binds():
     assert found.placement.held_values == {Value("x", layer, j) for layer in (3, 4, 5) for j in (0, 1)}
     scarce = problem(workload, slow, 2, host_nbytes=planned_peak(before.program, "host"))
     assert len(fastest(scarce, before, ladders).placement.decision.held) < 3
+
+
+def test_more_layers_are_carried_where_the_drive_writes_on_for_much_of_the_next_forward():
+    """Their parameters would be read behind that, and the forward would wait for all of it."""
+    slow = replace(CPU, matmul_flops_per_second={"bf16": 1e11}, **dict.fromkeys(SSD_RATES, 2e8))
+    workload = gpt(6, 256, vocabulary=2000, sequence=256)
+    plain = StepBuilder.of(workload, 2, separate=False).placement(NOTHING).decided(carried=FIRST, lookahead=8)
+    plain = retaining(plain)[-1].decided(held=(5, 4, 3))
+    given = problem(workload, slow, 2)
+    before = given.predicted(plain)
+    assert [each.decision.carried for each in further(plain)] == [(*FIRST, 2, 3), (*FIRST, 2, 3, 4, 5)]
+    found = fastest(given, before, each_of(further(plain)))
+    assert found.placement.decision.carried == (*FIRST, 2, 3)
+    assert found.seconds < 0.95 * before.seconds
+    assert not further(plain.decided(carried=()))
 
 
 def test_the_last_states_are_read_while_the_backward_computes():
