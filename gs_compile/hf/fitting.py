@@ -125,14 +125,6 @@ def _share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str,
             )
         return
 
-    def whole(ordinary: Any) -> Any:
-        @wraps(ordinary)
-        def with_whole_states(*args: Any, **kwargs: Any) -> Any:
-            with whole_states(model):
-                return ordinary(*args, **kwargs)
-
-        return with_whole_states
-
     def join_uneven_inputs(joinables: Any, even_batches: bool | None = None) -> Any:
         if accelerator.even_batches if even_batches is None else even_batches:
             return contextlib.nullcontext(joinables)
@@ -144,7 +136,7 @@ def _share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str,
     accelerator.join_uneven_inputs = join_uneven_inputs
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
     for name in ("save_state", "load_state", "get_state_dict"):
-        setattr(accelerator, name, whole(getattr(accelerator, name)))
+        setattr(accelerator, name, whole_states(model)(getattr(accelerator, name)))
 
 
 def _install_recorders(model: nn.Module) -> None:

@@ -8,9 +8,8 @@ read, both become what the backend knows as a stashed parameter, and transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -153,17 +152,13 @@ def ending() -> Iterator[None]:
         raise ended.error from None
 
 
-def _ends(convert: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+@contextmanager
+def _ends() -> Iterator[None]:
     """An error of this package ends the reading at once."""
-
-    @wraps(convert)
-    def ended(*args: Any, **given: Any) -> dict[str, Tensor]:
-        try:
-            return convert(*args, **given)
-        except GreedySnakeError as error:
-            raise Ended(error) from error
-
-    return ended
+    try:
+        yield
+    except GreedySnakeError as error:
+        raise Ended(error) from error
 
 
 class _Encode(ConversionOps):  # type: ignore[misc]
@@ -172,7 +167,7 @@ class _Encode(ConversionOps):  # type: ignore[misc]
     def __init__(self, config: FrozenConfig) -> None:
         self.config = config
 
-    @_ends
+    @_ends()
     def convert(self, input_dict: Mapping[str, Any], **_: Any) -> dict[str, Tensor]:
         found, config = {}, self.config
         for name, given in input_dict.items():
@@ -195,7 +190,7 @@ class _Read(ConversionOps):  # type: ignore[misc]
     def __init__(self, hf_quantizer: FrozenQuantizer, own: WeightConverter | None = None) -> None:
         self.hf_quantizer, self.own = hf_quantizer, own
 
-    @_ends
+    @_ends()
     def convert(self, input_dict: Mapping[str, Any], *, model: Any, full_layer_name: str, **given: Any) -> Any:
         config: FrozenConfig = self.hf_quantizer.quantization_config
         like, owner = model.get_parameter(full_layer_name), model.get_submodule(full_layer_name.rpartition(".")[0])
