@@ -11,10 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from gs_compile.capture.graph import hint, packet_of
+
+aten = torch.ops.aten
 
 
 def count_flops(module: fx.GraphModule, number: Callable[[Any], int] = hint) -> float:
@@ -25,19 +28,11 @@ def count_flops(module: fx.GraphModule, number: Callable[[Any], int] = hint) -> 
 def node_flops(node: fx.Node, number: Callable[[Any], int] = hint) -> float:
     """The operations of one node; 0 of what torch does not count."""
     packet = packet_of(node)
-    formula = _UNCOUNTED.get(str(packet)) or flop_registry.get(packet)
+    formula = _UNCOUNTED.get(packet) or flop_registry.get(packet)
     if formula is None:
         return 0.0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     return float(number(formula(*args, **kwargs, out_val=node.meta.get("val"))))
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
 
 
 def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> Any:
@@ -47,8 +42,10 @@ def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> Any:
 
 
 # What torch's counter leaves out.
-_UNCOUNTED: Mapping[str, Callable[..., Any]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "aten._grouped_mm": _grouped,
+_UNCOUNTED: Mapping[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+    aten._grouped_mm: _grouped,
 }

@@ -229,12 +229,10 @@ class Sizes:
         own = (number.node.expr for number in self.symbols.values())
         return int(size.node.expr.xreplace(dict(zip(own, map(sympy.Integer, values), strict=True))))
 
-    def guard(self) -> str:
-        """What values have to be like for what was traced and compiled so far."""
-        return self.env.produce_guards_expression(list(self.symbols.values())) or "True"
-
-    def holds(self, guard: str, values: Sequence[int]) -> bool:
-        return bool(self.env.evaluate_guards_expression(guard, values))
+    def hold(self, values: Sequence[int]) -> bool:
+        """Whether what was traced and compiled so far may be used where the symbols have these values."""
+        guard = self.env.produce_guards_expression(list(self.symbols.values()))
+        return not guard or bool(self.env.evaluate_guards_expression(guard, values))
 
 
 class Resized(fx.Interpreter):

@@ -199,7 +199,7 @@ class Differentiated:
     def _holds(self, lengths: Sequence[int]) -> bool:
         """Whether what is traced and compiled so far, with symbols, may be used with these lengths."""
         assert self._sizes is not None
-        return self._sizes.holds(self._sizes.guard(), lengths)
+        return self._sizes.hold(lengths)
 
     @property
     def draws_random(self) -> bool:
