@@ -22,6 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import sha256
+from operator import call
 from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar
 
@@ -280,7 +281,7 @@ class Differentiated:
             return self._generator.trace(partial(cut.graph(name), *self._lengths), inputs)
 
     def _traced(self, name: str, watch: NondeterminismMode | None = None) -> fx.GraphModule:
-        functions = {"forward": self._run, "backward": self._backward, "both": self._both, "joint": self._joint}
+        functions = {"forward": call, "backward": self._backward, "both": self._both, "joint": self._joint}
         run = Resized(self.unit.module, self._sizes).run if self._sizes else self.unit.module
 
         def function(*inputs: Any) -> Tensors:
@@ -332,26 +333,22 @@ class Differentiated:
 
     # The functions that are traced, of what runs the unit ------------------------------------------------------------
 
-    def _run(self, run: Function, *inputs: torch.Tensor) -> Tensors:
-        return run(*inputs)
-
     def _backward(self, run: Function, *arguments: torch.Tensor) -> Tensors:
         return self._joint(run, *arguments)[len(self.unit.results) :]
 
     def _joint(self, run: Function, *arguments: torch.Tensor) -> Tensors:
         inputs, gradients = arguments[: len(self.unit.specs)], arguments[len(self.unit.specs) :]
         results = run(*inputs)
-        pulled = self._pull([results[index] for index in self.unit.differentiated], inputs, gradients)
-        return (*(result.detach() for result in results), *pulled)
+        return self._pull(results, [results[index] for index in self.unit.differentiated], inputs, gradients)
 
     def _both(self, run: Function, *inputs: torch.Tensor) -> Tensors:
         results = run(*inputs)
         loss = results[self.unit.results.index("loss")]
-        gradients = self._pull([loss], inputs, [torch.ones_like(loss)])
-        return (*(result.detach() for result in results), *gradients)
+        return self._pull(results, [loss], inputs, [torch.ones_like(loss)])
 
-    def _pull(self, results: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors:
-        """Gradients of the differentiable inputs; zeros for one that the results do not depend on."""
+    def _pull(self, results: Tensors, chosen: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors:
+        """The results, and gradients of the differentiable inputs; zeros for one that chosen ones do not depend on."""
         wanted = [inputs[index] for index in self.unit.differentiable]
         with torch.autograd.set_detect_anomaly(False):  # which looks at values, and there are none while it is traced
-            return torch.autograd.grad(results, wanted, gradients, allow_unused=True, materialize_grads=True)
+            pulled = torch.autograd.grad(chosen, wanted, gradients, allow_unused=True, materialize_grads=True)
+        return (*(result.detach() for result in results), *pulled)
