@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +12,12 @@ from gs_compile.capture.dynamo import forget_code
 from gs_compile.errors import GraphBreakError
 from gs_compile.model.call import refusing
 from gs_compile.model.materialize import evaluating
-from gs_compile.runtime.ranks import Ranks
 
 
-@dataclass
-class AsWritten:
-    """A call without gradients of what is no model in layers."""
-
-    module: fx.GraphModule
-    args: Sequence[Any]
-    ranks: Ranks | None
-
-    def run(self) -> list[Any]:
-        with evaluating(self.args):
-            return list(self.module(*self.args))
+def run_as_written(module: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
+    """The results of a call without gradients of what is no model in layers."""
+    with evaluating(args):
+        return list(module(*args))
 
 
 def run_until_it_raises(module: fx.GraphModule, args: Sequence[Any], broken: GraphBreakError) -> list[Any]:
@@ -36,6 +27,6 @@ def run_until_it_raises(module: fx.GraphModule, args: Sequence[Any], broken: Gra
     """
     forget_code()
     with torch.no_grad():
-        results = AsWritten(module, args, None).run()
+        results = run_as_written(module, args)
     is_float = [isinstance(each, torch.Tensor) and each.is_floating_point() for each in results]
     return [refusing(each, broken) if is_so else each for each, is_so in zip(results, is_float, strict=True)]

@@ -46,7 +46,7 @@ from gs_compile.errors import (
     StepOrderError,
     UncapturedWarning,
 )
-from gs_compile.model.as_written import AsWritten, run_until_it_raises
+from gs_compile.model.as_written import run_as_written, run_until_it_raises
 from gs_compile.model.call import Call, whole_batch
 from gs_compile.model.engine import Engine
 from gs_compile.model.first_step import FirstStep
@@ -104,8 +104,9 @@ class _Run:
         self, module: fx.GraphModule, options: Options, compilation: Compilation | None, begin: Callable[..., Any]
     ) -> None:
         self.module, self.options, self.compilation = module, options, compilation
-        self.begin: Callable[[Sequence[Any], Ranks | None], Call | AsWritten] = begin
+        self.begin: Callable[[Sequence[Any], Ranks | None], Call] = begin
         self.is_new = True  # no call of it has succeeded
+        self.is_as_written = False  # an evaluation of what is no model in layers
         self.is_last, self.frame = is_last_compile(), frame_of(current_compile_id())
 
     def run(self, *args: Any) -> list[Any]:
@@ -125,13 +126,15 @@ class _Run:
         return results
 
     def _run_together(self, args: Sequence[Any], ranks: Ranks | None) -> list[Any]:
+        if self.is_as_written:
+            return run_as_written(self.module, args)
         try:
             call = self.begin(args, ranks)
         except BaseException as error:
             if isinstance(error, CaptureError) and not torch.is_grad_enabled():
                 _warn_of_reads(error, args)
-                self.begin = partial(AsWritten, self.module)
-                return self.begin(args, ranks).run()
+                self.is_as_written = True
+                return run_as_written(self.module, args)
             roll_back(args)
             self._tell_if_last()
             if not isinstance(error, CaptureError):
