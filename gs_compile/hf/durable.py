@@ -42,8 +42,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
     optimizer: Any
     lr_scheduler: Any
     _options: Options | None = None  # of the model, where steps are durable
-    _commit: Manifest | None = None  # that the run goes on from
-    _stand_in: str | None = None  # the checkpoint that Trainer is given for it
+    _stand_in: tuple[str, Manifest] | None = None  # the checkpoint that Trainer is given for a commit to go on from
     _begins_anew: bool = False
     _is_under_way: bool = False  # a call that is trained on
     _last_begun: int | None = None  # the number of steps before that call
@@ -53,7 +52,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
 
         Raises LeftoverError for a commit that is not to be gone on from, ResumeError for one of no Trainer.
         """
-        self._commit, self._stand_in, self._begins_anew = None, None, False
+        self._stand_in, self._begins_anew = None, False
         with tempfile.TemporaryDirectory() as folder:
             if self._options is not None and self._engine is None:
                 resume_from_checkpoint = self._later(resume_from_checkpoint, Path(folder), self._options)
@@ -91,8 +90,13 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         else:
             log.warning("training resumes from %s: %s", words, f"{own} is incomplete" if own else "no checkpoint")
         (folder / TRAINER_STATE_NAME).write_text(json.dumps(state))
-        self._commit, self._stand_in = commit, str(folder)
-        return self._stand_in
+        self._stand_in = str(folder), commit
+        return str(folder)
+
+    def _commit_of(self, checkpoint: str | None) -> Manifest | None:
+        """The commit that a checkpoint stands for; None: it is one of Trainer's."""
+        name, commit = self._stand_in or (None, None)
+        return commit if checkpoint == name else None
 
     def _keep_states(self, optimizer: TieredOptimizer) -> None:
         """Commits have the Trainer's state from now on."""
@@ -128,19 +132,18 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         return (max(epoch, self.state.num_train_epochs), 0) if is_over else (epoch, num_batches)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if resume_from_checkpoint != self._stand_in:
+        if self._commit_of(resume_from_checkpoint) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or checkpoint != self._stand_in:
+        if (commit := self._commit_of(checkpoint)) is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        assert self._commit is not None, "a checkpoint stands for a commit"
         optimizer = self._tiered_optimizer
         states = {_NAME: optimizer.kept.states[_NAME]}
         given = {name: getattr(self._options, name) for name in ("storage", "group", "mesh")}
         resume(self.model, optimizer, **given, **states)
-        former = self._commit.states[_NAME]
+        former = commit.states[_NAME]
         optimizer.kept.has_random_state = not former["is_under_way"]
         for _ in range(former["scheduler_steps"]):
             self.lr_scheduler.step()
@@ -149,10 +152,10 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load the state of a commit that was made between two calls; others have the state that a call has found."""
-        if checkpoint is None or checkpoint != self._stand_in:
+        if (commit := self._commit_of(checkpoint)) is None:
             super()._load_rng_state(checkpoint)
-        elif self._commit is not None and not self._commit.states[_NAME]["is_under_way"]:
-            set_random_state(self._commit.random)
+        elif not commit.states[_NAME]["is_under_way"]:
+            set_random_state(commit.random)
 
     def _finalize_training(self, *args: Any) -> Any:
         """The last step is durable, with the values that it has left."""
