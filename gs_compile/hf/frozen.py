@@ -74,7 +74,7 @@ class FrozenConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def keep(self, name: str, stored: Tensor, like: Tensor) -> Tensor:
         """Keep the bytes of a parameter, which are in a file; gives what transformers has in its place."""
         self.stored[name] = stored
-        return placeholder(like.dtype, torch.device("cpu")).expand(like.shape)
+        return placeholder(like.shape, like.dtype, torch.device("cpu"))
 
     def __deepcopy__(self, memo: Any) -> FrozenConfig:
         return self

@@ -68,7 +68,7 @@ def _encode(module: Any, dtype: torch.dtype, files: NewTensorsInFiles) -> None:
     stored = CODECS[codec].packed(in_codec(tensors), shape).cpu()
     with files:
         stored = stored.clone()
-    weight = nn.Parameter(placeholder(dtype, module.weight.device).expand(shape), requires_grad=False)
+    weight = nn.Parameter(placeholder(shape, dtype, module.weight.device), requires_grad=False)
     stash(weight, values=stored, folder=files.folder)
     residency_of(weight).codec = codec
     module.__class__, module.weight = Linear, weight

@@ -298,15 +298,10 @@ def shared(values: Tensor, folder: Path, mesh: DeviceMesh) -> DTensor:
     return _together(copied(own, own.dtype, folder), mesh, values.shape)
 
 
-def converted(values: Tensor, dtype: torch.dtype, folder: Path) -> Tensor:
-    """A copy in another dtype, mapped from a file in `folder`."""
+def copied(values: Tensor, dtype: torch.dtype, folder: Path) -> Tensor:
+    """A copy, mapped from a file in `folder`; where ranks have rows of it, each copies its own."""
     if isinstance(values, DTensor):
         return _together(copied(values.to_local(), dtype, folder), values.device_mesh, values.shape)
-    return copied(values, dtype, folder)
-
-
-def copied(values: Tensor, dtype: torch.dtype, folder: Path) -> Tensor:
-    """A plain tensor's copy, mapped from a file in `folder`."""
     flat = values.reshape(-1)
     return mapped(values.shape, dtype, folder, lambda start, stop: flat[start:stop].to(dtype))
 

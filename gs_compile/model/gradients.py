@@ -22,7 +22,7 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
     if is_offloaded(parameter):
         residency = residency_of(parameter)
         if residency.gradient is None:
-            whole = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
+            whole = placeholder(parameter.shape, parameter.dtype, parameter.device)
             residency.gradient = whole.as_subclass(UnavailableGradient)
         mark = residency.gradient
         with without_overrides():

@@ -60,11 +60,11 @@ class Residence(Protocol):
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None: ...
 
 
-def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that stands for values elsewhere: one NaN, which nobody computed, or the least integer."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.full((), float("nan"), dtype=dtype, device=device)
-    return torch.full((), 0 if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype, device=device)
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that stands for values elsewhere: in memory one NaN, which nobody computed, or the least integer."""
+    has_nan = dtype.is_floating_point or dtype.is_complex
+    value = float("nan") if has_nan else 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 class _ByWhoAsks(type(nn.Parameter)):  # type: ignore[misc]  # mypy cannot tell what the type is
@@ -181,7 +181,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
                 f"a parameter of shape {tuple(self.shape)} lives on the tiers and cannot become {like.dtype} on "
                 f"{like.device}: convert it to a device that computes, with torch's default way of conversion (.data)"
             )
-        found = placeholder(like.dtype, like.device).expand(self.shape).as_subclass(Conversion)
+        found = placeholder(self.shape, like.dtype, like.device).as_subclass(Conversion)
         found.parameter, found.read = self, None
         return found
 
@@ -235,7 +235,7 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
         tensor: Any = overlap.tensor
         strides, memory = tensor.stride(), tensor.untyped_storage()
         tensor.kept = None if memory.resizable() else memory
-        tensor.data = placeholder(tensor.dtype, tensor.device).expand(tensor.shape)
+        tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
         tensor.__class__ = cls
         tensor.parameter, tensor.strides, tensor.start = overlap.parameter, strides, overlap.start
         overlap.parameter._greedysnake.forget(tensor)  # type: ignore[attr-defined]

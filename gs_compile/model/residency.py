@@ -126,7 +126,7 @@ class Residency:
         """The value as state dicts have it: under ranks a DTensor, of which this one has some rows."""
         if (home := self.tiered) is not None and home.store.mesh is not None:
             return home.store.rows(home.span)
-        if home is None and isinstance(self.stash, DTensor) and not self.codec:
+        if home is None and isinstance(self.stash, DTensor):  # never of what is encoded
             return self.stash.detach().to(parameter.dtype)
         return self.shown_value(parameter, torch.device("cpu"), is_own=True)
 
@@ -181,12 +181,10 @@ class Residency:
         self.check()
         if self.stash is None or self.folder is None or self.tiered is not None:
             return None
-        if self.codec and isinstance(self.stash, DTensor):
-            return None
         values = dense(self.as_stashed(parameter, self.stash))
-        shown = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
+        shown = placeholder(parameter.shape, parameter.dtype, parameter.device)
         copied = nn.Parameter(shown, parameter.requires_grad)
-        stash(copied, values=files.converted(values, values.dtype, self.folder), folder=self.folder)
+        stash(copied, values=files.copied(values, values.dtype, self.folder), folder=self.folder)
         return copied
 
     def write(self, parameter: Tensor, values: Tensor) -> None:
@@ -247,7 +245,7 @@ class Residency:
         if self.folder is None:
             values = values.to(dtype)
         elif dtype != parameter.dtype and not self.codec:  # whose bytes are of any dtype
-            values = files.converted(values, dtype, self.folder)
+            values = files.copied(values, dtype, self.folder)
         self.stash = values
         self.release(parameter, dtype, device)
 
@@ -260,7 +258,7 @@ class Residency:
 
     def release(self, parameter: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
         """Put a placeholder of that dtype, on that device, in the place of the parameter's memory."""
-        self.set_data(parameter, placeholder(dtype, device or parameter.device).expand(parameter.shape))
+        self.set_data(parameter, placeholder(parameter.shape, dtype, device or parameter.device))
         parameter.__class__ = OffloadedParameter
 
     def set_data(self, parameter: Tensor, values: Tensor) -> None:

@@ -238,13 +238,12 @@ def _share(parameters: dict[str, nn.Parameter], folder: Path, group: Any) -> Non
         raise RankError(f"the ranks have built different models: {', '.join(differ)} differ. Build the same on all")
     for parameter in parameters.values():
         residency = residency_of(parameter)
-        if residency.stash is None:
-            continue
-        if residency.stash.nbytes >= SMALL_NBYTES:
-            residency.stash = shared(residency.stash, folder, mesh)
+        values = residency.stashed_value(parameter)
+        if values.nbytes >= SMALL_NBYTES:
+            residency.stash = shared(values, folder, mesh)
         else:
-            dist.broadcast(values := residency.stash.contiguous(), group=mesh.get_group(), group_src=0)
-            residency.stash = values
+            residency.stash = values.contiguous()
+            dist.broadcast(residency.stash, group=mesh.get_group(), group_src=0)
 
 
 def _check(name: str, parameter: torch.Tensor) -> None:
