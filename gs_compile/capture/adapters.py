@@ -7,13 +7,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.nn import functional
 
+from gs_compile.capture.internals import copy_of
 from gs_compile.capture.liger import cross_entropy, of_causal_model
 
 _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
@@ -158,16 +158,8 @@ def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None
     return is_causal is True
 
 
-def _another(function: Any) -> Any:
-    """A copy of a function, which Dynamo traces where it has a substitute for that one."""
-    if function is None:
-        return None
-    copied = FunctionType(function.__code__, function.__globals__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-_IN_ONE = _another(getattr(functional, "linear_cross_entropy", None))  # of torch 2.13 and later
+_LINEAR_LOSS: Any = getattr(functional, "linear_cross_entropy", None)  # of torch 2.13 and later
+_IN_ONE: Any = _LINEAR_LOSS and copy_of(_LINEAR_LOSS)  # which Dynamo traces, where it has a substitute for that
 FUNCTIONS: tuple[tuple[str, str, Callable[..., Any]], ...] = (  # by their modules
     ("peft.utils.integrations", "dequantize_module_weight", _weight),
     ("peft.utils.other", "transpose", _transposed),

@@ -14,6 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
 from gs_compile.capture.dynamo import absorb_libraries, capture
 from gs_compile.capture.graph import Captured, hint
+from gs_compile.capture.internals import copy_of
 from gs_compile.errors import InspectionError
 
 
@@ -46,7 +47,7 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
     try:
         with dynamo_config.patch(run_gc_after_compile=False):  # looking for circles takes longer than half the capture
-            torch.compile(_fresh(model.forward), backend=record)(**inputs)
+            torch.compile(_with_own_code(model.forward), backend=record)(**inputs)
     except _CapturedError as ended:
         captured, sizes = ended.args
         return captured, sizes
@@ -64,17 +65,9 @@ def no_capture(error: TorchDynamoException, instead: str = "") -> InspectionErro
     return InspectionError(f"Dynamo cannot capture this model without weights: {words}{instead}")
 
 
-def _fresh(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with code of its own: what Dynamo keeps of a capture goes with it, and counts for nobody else."""
+def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The method as a copy: what Dynamo keeps of a capture goes with it, and counts for nobody else."""
     function = getattr(forward, "__func__", None)
     if not isinstance(function, FunctionType):
         return forward
-    copied = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return MethodType(copied, forward.__self__)  # type: ignore[attr-defined]
+    return MethodType(copy_of(function), forward.__self__)  # type: ignore[attr-defined]

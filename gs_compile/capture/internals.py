@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,6 +23,16 @@ _UNTRACED = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # frames of wh
 def untraced(function: F) -> F:
     """`function`, which Dynamo passes over."""
     return cast(F, torch._disable_dynamo(function))
+
+
+def copy_of(function: FunctionType) -> FunctionType:
+    """A function that does the same, with code of its own: what Dynamo keeps of the other, or has in its place, is none
+    of this one's.
+    """
+    facts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copied = FunctionType(function.__code__.replace(), *facts)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def without_overrides() -> AbstractContextManager[Any]:
