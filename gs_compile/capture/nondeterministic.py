@@ -67,10 +67,7 @@ class NondeterminismMode(TorchDispatchMode):
         self.found: dict[Nondeterministic, None] = {}
         self._line = ""
         self._embeddings: list[str] = []  # the lines whose gradients were computed, in this order
-        self._lines = _Lines(module, self._begin, self._end)
-
-    def run(self, *inputs: torch.Tensor) -> Any:
-        return self._lines.run(*inputs)
+        self.run = _Lines(module, self).run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = _answer(func, args, kwargs or {})
@@ -91,10 +88,10 @@ class NondeterminismMode(TorchDispatchMode):
     def _note(self, operator: str, answer: Answer, line: str | None = None) -> None:
         self.found[Nondeterministic(operator, self._line if line is None else line, answer)] = None
 
-    def _begin(self, line: str, *_: Any) -> None:
+    def begin(self, line: str, *_: Any) -> None:
         self._line = line
 
-    def _end(self, node: fx.Node, result: Any) -> None:
+    def end(self, node: fx.Node, result: Any) -> None:
         """What autograd runs for the result of a node is of the node's line."""
         begun: list[Any] = [
             each.grad_fn for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn
@@ -105,23 +102,21 @@ class NondeterminismMode(TorchDispatchMode):
             function = begun.pop()
             if __name__ not in function.metadata:
                 function.metadata[__name__] = True
-                function.register_prehook(partial(self._begin, self._line))
+                function.register_prehook(partial(self.begin, self._line))
                 begun += [before for before, _ in function.next_functions if before is not None]
 
 
 class _Lines(fx.Interpreter):
-    """Runs a module; `begin` is told each node's line, and `end` the node and its result."""
+    """Runs a module, and tells a watch of each node's line, and of the node and its result."""
 
-    def __init__(
-        self, module: fx.GraphModule, begin: Callable[[str], None], end: Callable[[fx.Node, Any], None]
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, watch: NondeterminismMode) -> None:
         super().__init__(module)
-        self._begin, self._end = begin, end
+        self._watch = watch
 
     def run_node(self, node: fx.Node) -> Any:
-        self._begin(source_line(node))
+        self._watch.begin(source_line(node))
         result = super().run_node(node)
-        self._end(node, result)
+        self._watch.end(node, result)
         return result
 
 
