@@ -124,6 +124,11 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     @property
+    def summed_nbytes(self) -> int:
+        """The bytes of a sum of its gradients, which is in fp32 at least."""
+        return self.numel * torch.promote_types(self.dtype, torch.float32).itemsize
+
+    @property
     def of_gradient(self) -> TensorSpec:
         """The spec of its gradient, which has memory for each entry, also where several share it here (`expand`)."""
         if all(stride != 0 or size == 1 for size, stride in zip(self.shape, self.stride, strict=True)):

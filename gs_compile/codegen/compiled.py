@@ -167,12 +167,8 @@ class SpecializedModel:
 
     @cached_property
     def dside_nbytes(self) -> BoundaryNbytes:
-        """The bytes of the side inputs' gradients, which are summed in fp32 or wider."""
-
-        def nbytes(spec: TensorSpec) -> int:
-            return spec.numel * torch.promote_types(spec.dtype, torch.float32).itemsize if spec.requires_grad else 0
-
-        return self._of_sides(nbytes)
+        """The bytes of the sums of the side inputs' gradients."""
+        return self._of_sides(lambda spec: spec.summed_nbytes if spec.requires_grad else 0)
 
     def _of_sides(self, count: Callable[[TensorSpec], int], *, beside: int = 0) -> BoundaryNbytes:
         found = [sum(map(count, self.split.sides.get(unit.unit, ()))) for unit in self.split.units[:-1]]

@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from gs_compile.capture.gradients import tensors_of
@@ -224,12 +223,10 @@ class PartInPieces:
     @property
     def pulled_nbytes(self) -> dict[str, int]:
         """Of the gradients that it adds."""
-        wide = {name: spec for name, spec in self.part.taken if spec.requires_grad}
         return {
-            name: self._of_all(spec)
-            if name in self.tokens.forms
-            else spec.numel * torch.promote_types(spec.dtype, torch.float32).itemsize
-            for name, spec in wide.items()
+            name: self._of_all(spec) if name in self.tokens.forms else spec.summed_nbytes
+            for name, spec in self.part.taken
+            if spec.requires_grad
         }
 
     def forward(self, values: Values, taken: tuple[int, ...] = ()) -> None:

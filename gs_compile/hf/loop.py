@@ -200,14 +200,9 @@ class _Steps(BatchSampler):
         return getattr(self.batch_sampler, name)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        step: list[Any] = []
-        for number, batch in enumerate(self.batch_sampler, start=1):
-            step += batch
-            if number % self.num_batches == 0:
-                yield step
-                step = []
-        if step:
-            yield step
+        batches = iter(self.batch_sampler)
+        while step := list(itertools.islice(batches, self.num_batches)):
+            yield list(itertools.chain.from_iterable(step))
 
     def __len__(self) -> int:
         return -(-len(self.batch_sampler) // self.num_batches)
