@@ -57,9 +57,9 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Overlap]:
     leaving: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by the memory that they are in
     for parameter in filter(is_offloaded, args):
         if residency_of(parameter).folder is None and (values := _in_memory(parameter)) is not None:
-            leaving[_address(values)].append((parameter, values))
+            leaving[address(values)].append((parameter, values))
     known = [values for arg in args if (values := _in_memory(arg)) is not None]
-    number = Counter(map(_address, known))
+    number = Counter(map(address, known))
     shared = {at for at, found in leaving.items() if any(num_holders(each) > number[at] for _, each in found)}
     if not shared:
         return []
@@ -67,10 +67,10 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Overlap]:
     overlaps, stale = [], []
     all_tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
     for other in all_tensors:
-        if id(other) in own or not is_plain(other) or _address(other) not in shared:
+        if id(other) in own or not is_plain(other) or address(other) not in shared:
             continue
         start, end = _span(other)
-        for parameter, values in leaving[_address(other)]:
+        for parameter, values in leaving[address(other)]:
             first, last = _span(values)
             if not (first < end and start < last and other.numel() and other.dtype == values.dtype):
                 continue  # bytes are of writes, as of those of a first call that has failed
@@ -120,8 +120,8 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
     return value.layout == torch.strided and not value.is_meta
 
 
-def _address(tensor: Tensor) -> int:
-    """Of all that a tensor's memory is a part of; 0: it has none of its own."""
+def address(tensor: Tensor) -> int:
+    """Of all that a tensor's memory is a part of, which nothing else has while that lives; 0: it has none of its own."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a wrapper of functorch's

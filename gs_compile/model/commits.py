@@ -34,6 +34,9 @@ from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
 
 
+VERSIONS = {"greedysnake": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
 class Durable:
     """Which steps are committed, with what.
 
@@ -60,7 +63,7 @@ class Durable:
         setting = tiers.setting
         self._fixed = {
             "format": FORMAT,
-            "versions": {"greedysnake": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": VERSIONS,
             "plan": dict(plan),
             "units": tuple(stored_units(setting.placement, setting.types)),
             "parameters": tuple(parameters),

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gs_compile.machine import format_bytes, free_storage, usable_cores, usable_memory
+from gs_compile.model.commits import VERSIONS
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.programs import StepPrograms
@@ -35,7 +34,6 @@ from gs_compile.status.file import free_name, in_turn, process_space, process_st
 from gs_compile.status.form import About
 from gs_compile.status.record import RunRecord
 from gs_compile.status.reporter import Outlets, Reporter
-from gs_compile.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -130,11 +128,7 @@ def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
         began=time.time(),
         rank=planner.ranks.place if planner.ranks else 0,
         num_ranks=planner.ranks.total if planner.ranks else 1,
-        versions={
-            "greedysnake": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        versions=VERSIONS,
         machine=plan.profile.name if plan and plan.is_solved else platform.machine(),
         device=str(tiers.setting.device.name),
         num_cores=usable_cores(),

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
 from gs_compile.errors import InitialisationError, RankError
-from gs_compile.model.aliases import is_plain, overlapping
+from gs_compile.model.aliases import address, is_plain, overlapping
 from gs_compile.model.files import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, shared, trim
 from gs_compile.model.residency import is_offloaded, residency_of, stash
 from gs_compile.options import Options
@@ -120,12 +120,12 @@ class NewTensorsInFiles(TorchDispatchMode):
         self._touch(tensors)  # and make room, before the operation needs more
         results = operation(*args, **(kwargs or {}))
         # `lift_fresh` is how torch.tensor() shows what it has just made.
-        old = set() if operation is aten.lift_fresh.default else {_address(each) for each in tensors}
+        old = set() if operation is aten.lift_fresh.default else {address(each) for each in tensors}
         old |= {each.data_ptr() for each in args if isinstance(each, torch.UntypedStorage)}
         files: dict[int, torch.UntypedStorage] = {}
 
         def in_file(result: torch.Tensor) -> torch.Tensor:
-            if not _is_plain(result) or _address(result) in old:
+            if not _is_plain(result) or address(result) in old:
                 return result
             storage = result.untyped_storage()
             if storage.nbytes() < SMALL_NBYTES or not storage.resizable():  # memory of numpy's, say, is used by others
@@ -167,8 +167,8 @@ class NewTensorsInFiles(TorchDispatchMode):
     def _touch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that they are used; what was used longest ago makes room."""
         for tensor in filter(_in_file, tensors):
-            self.recent[_address(tensor)] = tensor.untyped_storage()
-            self.recent.move_to_end(_address(tensor))
+            self.recent[address(tensor)] = tensor.untyped_storage()
+            self.recent.move_to_end(address(tensor))
         self.drop_pages(down_to_nbytes=self.cache_nbytes)
 
 
@@ -190,11 +190,6 @@ def _is_plain(value: object) -> bool:
 
 def _in_file(tensor: torch.Tensor) -> bool:
     return _is_plain(tensor) and is_mapped(tensor.untyped_storage())
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Of a tensor's storage, which no other one has while it lives."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
