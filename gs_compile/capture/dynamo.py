@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from types import CodeType, FrameType
+from traceback import walk_stack
+from types import CodeType
 from typing import Any
 
 import sympy
@@ -263,14 +264,12 @@ def forget_code() -> None:
 
     So is what calls it: of a forward that Dynamo cuts, that is code which calls the rest of the forward.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe()):
         if (function := orig_code_map.get(frame.f_code)) is not None:
             for entry in _debug_get_cache_entry_list(function):
                 if entry.code is frame.f_code and (state := entry.guard_manager.extra_state) is not None:
                     state.invalidate(entry, DeletedGuardManagerWrapper("its call was refused"))
             _pass_over_ended(function)
-        frame = frame.f_back
 
 
 def _pass_over_ended(code: CodeType) -> None:

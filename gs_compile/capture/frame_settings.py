@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -68,11 +68,8 @@ def enter_settings() -> bool:
 
 def compiled_frame(*names: str) -> Mapping[str, Any]:
     """What Dynamo's compile of a frame, which is among the callers, knows: its backend, the frame's values, `names`."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not {"compiler_fn", "locals", *names} <= frame.f_locals.keys():
-        frame = frame.f_back
-    assert frame is not None, "Dynamo compiles no frame"
-    return frame.f_locals
+    found = (frame.f_locals for frame, _ in walk_stack(sys._getframe()))
+    return next(known for known in found if {"compiler_fn", "locals", *names} <= known.keys())
 
 
 def modules_in(values: Mapping[str, Any]) -> dict[str, torch.nn.Module]:

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -31,6 +30,7 @@ from gs_compile.capture.frame_settings import (
 from gs_compile.capture.graph_breaks import (
     RAISES,
     REASONS,
+    TRACE_ANEW,
     get_compilation_metrics,
     is_raise,
     over_limit,
@@ -88,7 +88,7 @@ class Watch:
         error = sys.exc_info()[1]
         if isinstance(error, Unsupported) and str(error).startswith(RAISES):
             # The next call may be of a good batch, and by itself Dynamo would never capture the frame again.
-            error.frame_exec_strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+            error.frame_exec_strategy = TRACE_ANEW
         words = _given_up(error) if isinstance(error, Unsupported) else ""
         for module in modules_in(compiled["locals"]).values():
             self._frames.setdefault(module, {})[frame_of(current_compile_id())] = words

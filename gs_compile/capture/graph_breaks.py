@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from traceback import FrameSummary
+from traceback import FrameSummary, walk_stack
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -34,6 +34,7 @@ _TORCH_MODULES = f"{_TORCH}/nn/modules/"
 # What Dynamo says where a size that depends on values decides what the code does, and where any value does.
 _UNSIZED = ("Dynamic shape operator", "data-dependent expression")
 _BRANCHES = ("Data-dependent branching", "generic_jump Tensor")
+TRACE_ANEW = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)  # of a frame: what its next call does
 RAISES = "Observed exception"  # of the forward's own, which nobody there catches
 _BACKWARD_HOOKS = "Module-level backwards hooks"  # what it breaks at
 
@@ -144,7 +145,7 @@ def refuse(error: CaptureError, why: str) -> NoReturn:
         raise error
     if found := list(_given_up_around(sys._getframe())):
         for frame, *_ in found:  # The next call is traced anew: what Dynamo broke at may be gone, such as a hook.
-            set_code_exec_strategy(frame.f_code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+            set_code_exec_strategy(frame.f_code, TRACE_ANEW)
         _, *words = found[0]
         broken = _graph_break(*words)
         broken.__notes__ = getattr(error, "__notes__", [])
@@ -172,23 +173,21 @@ def refuse_block(models: Iterable[object]) -> None:
         raise CaptureError("this call is of one block of a model")
 
 
-def _given_up_around(frame: FrameType | None) -> Iterator[tuple[FrameType, str, str]]:
+def _given_up_around(frame: FrameType) -> Iterator[tuple[FrameType, str, str]]:
     """Those of this frame and the ones around it that Dynamo gave up, where and why; the innermost first."""
     given_up = _given_up()
-    while frame is not None:
-        found = given_up.get((frame.f_code.co_filename, frame.f_code.co_firstlineno))
-        if found and frame.f_code not in orig_code_map:  # code of Dynamo's own is of a function that it has captured
-            yield frame, *found
-        frame = frame.f_back
+    for each, _ in walk_stack(frame):
+        found = given_up.get((each.f_code.co_filename, each.f_code.co_firstlineno))
+        if found and each.f_code not in orig_code_map:  # code of Dynamo's own is of a function that it has captured
+            yield each, *found
 
 
-def _passed_over(frame: FrameType | None) -> str | None:
+def _passed_over(frame: FrameType) -> str | None:
     """The class of the module whose forward was to be compiled, where that is torch's own, which Dynamo passes over."""
-    while frame is not None:
-        forward, frame = frame, frame.f_back
-        is_torchs = forward.f_code.co_name == "forward" and forward.f_code.co_filename.startswith(_TORCH_MODULES)
-        if is_torchs and forward.f_code not in orig_code_map and _is_compiled(frame):
-            return type(forward.f_locals["self"]).__name__
+    for each, _ in walk_stack(frame):
+        is_torchs = each.f_code.co_name == "forward" and each.f_code.co_filename.startswith(_TORCH_MODULES)
+        if is_torchs and each.f_code not in orig_code_map and _is_compiled(each.f_back):
+            return type(each.f_locals["self"]).__name__
     return None
 
 
