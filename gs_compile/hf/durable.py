@@ -36,11 +36,6 @@ _NUM_ENTRIES = 1000  # of the log, which grows without end and is written with e
 class DurableTrainer(_Trainer):  # type: ignore[misc]
     """The part of `TrainerMixin` that has durable steps."""
 
-    args: Any
-    model: Any
-    state: Any
-    optimizer: Any
-    lr_scheduler: Any
     _options: Options | None = None  # of the model, where steps are durable
     _stand_in: tuple[str, Manifest] | None = None  # the checkpoint that Trainer is given for a commit to go on from
     _begins_anew: bool = False

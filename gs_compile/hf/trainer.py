@@ -68,16 +68,11 @@ def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **option
 class TrainerMixin(DurableTrainer):
     """For those who derive a Trainer of their own: ``class Mine(TrainerMixin, Trainer)``, then `run_layer_major`."""
 
-    args: Any
-    model: Any
     optimizer: Any
     optimizer_cls_and_kwargs: Any
-    model_init: Any
-    compute_loss: Any
     _asked: dict[str, Any]  # of `run_layer_major`
     _asked_optimizer: Any  # the `optimizer_cls_and_kwargs` that the user gave
     _batches: list[Any]
-    compute_loss_func: Any
     _has_own_loss: bool  # by a `compute_loss` that is not Trainer's, or a `compute_loss_func`
     _train_batch_size: int  # Trainer's, which `auto_find_batch_size` changes
     _batch_size: int  # for which the model is compiled
@@ -255,10 +250,7 @@ class _Gathering(_Trainer):  # type: ignore[misc]
     So what these do in a `training_step` of their own is done with each batch, as it comes.
     """
 
-    compute_loss: Any
-    _asked: dict[str, Any]
     _batches: list[Any]
-    _has_own_loss: bool
     _compiled: list[AskedModel]  # the model, and its reference if it is stored
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:

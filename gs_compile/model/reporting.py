@@ -89,13 +89,12 @@ def _outlets(planning: StepPrograms, tiers: Tiers) -> Outlets:
     if entry is not None and status is not None:
         runs.link(entry, status)
     page = options.report if is_first else None
-    keeps = partial(_stays, options.status is not None, store)
+
+    def keeps() -> bool:
+        """Whether a status outlives its run: where a user has asked for it, and beside a commit."""
+        return options.status is not None or (store is not None and store.made is not None)
+
     return Outlets(status or entry, page, line if has_line else None, keeps, entry)
-
-
-def _stays(is_asked_for: bool, store: Store | None) -> bool:
-    """Whether a status outlives its run: where a user has asked for it, and beside a commit."""
-    return is_asked_for or (store is not None and store.made is not None)
 
 
 def _why(failure: Failure) -> str:
