@@ -28,7 +28,6 @@ from gs_compile.model.optimizer_state import has_values, whole_step
 from gs_compile.model.parameter_store import as_step
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Options
-from gs_compile.runtime.kernels import Apply
 from gs_compile.runtime.muon import STATES, update_whole
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.step_record import StepRecord
@@ -125,45 +124,32 @@ def refuse(groups: Sequence[Mapping[str, Any]], record: StepRecord) -> None:
             )
 
 
+@torch.no_grad()
 def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecord) -> None:
     """One step of parameters in memory that have gradients. States are torch's; what they lack starts at zero."""
     group_of = optimizer.group_of
     for parameter in parameters if not record.skipped else ():
+        assert parameter.grad is not None
         place, factor = group_of[parameter], record.factor * record.num_ranks
         hyper, group = record.hypers[place], optimizer.param_groups[place]
         state, of_run = optimizer.state[parameter], record.number - optimizer.steps.missed.get(parameter, 0)
         number = 1 + (whole_step({"step": of_run - 1, **state}) if has_values(state) else 0)
         state["step"] = as_step(number)  # its own: it has no gradient in some steps of the others
+        apply, components = optimizer.rule.apply, optimizer.rule.components(hyper)
         if (matrices := optimizer.matrices(parameter, group)) is not None:
-            _step(partial(update_whole, matrices=matrices), STATES, parameter, hyper["matrices"], state, factor, number)
-        else:
-            rule = optimizer.rule
-            _step(rule.apply, rule.components(hyper), parameter, hyper, state, factor, number)
+            apply, components, hyper = partial(update_whole, matrices=matrices), STATES, hyper["matrices"]
+        for name in components:
+            if not isinstance(state.get(name), Tensor) or state[name].is_meta:
+                state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        values, gradient = (each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * factor))
+        apply(values, gradient, [state[name].view(-1) for name in components], hyper, number)
+        parameter.copy_(values.view(parameter.shape))
 
 
 def _sum_of_squares(parameters: Sequence[Tensor]) -> float:
     """Sum of the squares of their gradients; infinite where an element is not finite."""
     squares = [float(parameter.grad.double().square().sum()) for parameter in parameters if parameter.grad is not None]
     return math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
-
-
-@torch.no_grad()
-def _step(
-    apply: Apply,
-    components: Sequence[str],
-    parameter: Tensor,
-    hyper: Mapping[str, Any],
-    state: dict[str, Any],
-    factor: float,
-    number: int,
-) -> None:
-    assert parameter.grad is not None
-    for name in components:
-        if not isinstance(state.get(name), Tensor) or state[name].is_meta:
-            state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
-    values, gradient = (each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * factor))
-    apply(values, gradient, [state[name].view(-1) for name in components], hyper, number)
-    parameter.copy_(values.view(parameter.shape))
 
 
 # The mean over ranks --------------------------------------------------------------------------------------------------
