@@ -9,10 +9,10 @@ such a part takes instead, so that all its values have the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import sympy
 import torch
@@ -160,6 +160,14 @@ class _LeavesError(Exception):
         super().__init__(self.name)
 
 
+class _Part(NamedTuple):
+    """The operations of a part, the values that it takes, and those of its own that it gives."""
+
+    nodes: list[fx.Node]
+    entries: list[fx.Node]
+    exits: list[fx.Node]
+
+
 class _Cut:
     """Cuts a graph at its stages. whole: as of `Forms`."""
 
@@ -205,13 +213,14 @@ class _Cut:
             if node not in inside and node.op != "get_attr" and not inside.isdisjoint(node.users)
         ]
         exits = [node for node in nodes if any(user not in inside for user in node.users)]
+        part = _Part(nodes, entries, exits)
         if place % 2 == 0:
-            return self._token_part(nodes, entries, exits)
+            return self._token_part(part)
         module = subgraph(self.module, entries, exits)
         for node in module.graph.nodes:  # what a part takes need not be in memory as in the whole
             node.target = SHAPED.get(packet_of(node), node.target)
         module.recompile()
-        return self._named(module, entries, exits, self._spec)
+        return self._named(module, part, self._spec)
 
     def _spec(self, node: fx.Node) -> TensorSpec:
         """The spec of a value between parts; what has tokens is [tokens, ...] in memory, as pieces make and take it."""
@@ -222,14 +231,14 @@ class _Cut:
         rows = torch.empty(*(spec.shape[axis] for axis in form.axes), *rest, device="meta")
         return replace(spec, stride=rows.movedim(tuple(range(len(form.axes))), form.axes).stride())
 
-    def _token_part(self, nodes: list[fx.Node], entries: list[fx.Node], exits: list[fx.Node]) -> TokenPart:
+    def _token_part(self, part: _Part) -> TokenPart:
         staged = self.staged
-        for node in (*entries, *exits):
+        for node in (*part.entries, *part.exits):
             if (form := staged.forms.get(node)) and not form.is_of_tokens:
                 raise _LeavesError(node, form.rows.order if form.groups is None else None, staged.whole)
-        forms = {node: form for node in entries if (form := staged.forms.get(node, staged.read.get(node)))}
-        forms |= {node: staged.forms[node] for node in exits}
-        spans = {staged.forms[node].span for node in exits}
+        forms = {node: form for node in part.entries if (form := staged.forms.get(node, staged.read.get(node)))}
+        forms |= {node: staged.forms[node] for node in part.exits}
+        spans = {staged.forms[node].span for node in part.exits}
         if len(spans) > 1:
             raise NotInPiecesError("it reads all tokens, and some of them")
         ((start, length),) = spans
@@ -237,30 +246,23 @@ class _Cut:
         if any(form.start is None or len(form.axes) == 1 < staged.samples for form in cut):
             raise NotInPiecesError("it reads some tokens of what has them in one row, or of some others")
         named = {node.name: form for node, form in forms.items()}
-        return TokenPart(partial(self._piece, nodes, entries, exits, forms), named, staged.samples, start, length)
+        return TokenPart(partial(self._piece, part, forms), named, staged.samples, start, length)
 
-    def _piece(
-        self,
-        nodes: list[fx.Node],
-        entries: list[fx.Node],
-        exits: list[fx.Node],
-        forms: Mapping[fx.Node, Form],
-        size: int,
-    ) -> Subgraph:
+    def _piece(self, part: _Part, forms: Mapping[fx.Node, Form], size: int) -> Subgraph:
         """A part's graph for `size` of the tokens, a number that stands for others, too."""
         number = Length.of(size, SYMBOL, {SYMBOL: size})
         graph = fx.Graph()
-        copies = {node: graph.placeholder(node.name) for node in entries}
-        for node in entries:
+        copies = {node: graph.placeholder(node.name) for node in part.entries}
+        for node in part.entries:
             if form := forms.get(node):
                 copies[node] = _arranged(graph, copies[node], form.axes, rank_of(node))
-        for node in nodes:
+        for node in part.nodes:
             for each in node.all_input_nodes:
                 if each.op == "get_attr" and each not in copies:
                     copies[each] = graph.node_copy(each)
             copies[node] = graph.node_copy(node, copies.__getitem__)
             self._resize(node, copies, number)
-        graph.output(tuple(_collected(graph, copies[n], forms[n].axes, rank_of(n)) for n in exits))
+        graph.output(tuple(_collected(graph, copies[n], forms[n].axes, rank_of(n)) for n in part.exits))
 
         def spec(node: fx.Node) -> TensorSpec:
             whole = spec_of(node)
@@ -269,7 +271,7 @@ class _Cut:
             rest = tuple(length for axis, length in enumerate(whole.shape) if axis not in forms[node].axes)
             return replace(whole, shape=(number, *rest), stride=torch.empty(1, *rest, device="meta").stride())
 
-        return self._named(graph_module(self.module, graph), entries, exits, spec)
+        return self._named(graph_module(self.module, graph), part, spec)
 
     def _resize(self, node: fx.Node, copies: dict[fx.Node, fx.Node], number: Length) -> None:
         """Give an operation of a piece the sizes of the piece; a slice of tokens is made of what the part takes."""
@@ -283,27 +285,22 @@ class _Cut:
             copies[node].update_arg(1, shape)
             copies[node].target = SHAPED[packet_of(node)]
 
-    def _named(
-        self,
-        module: fx.GraphModule,
-        entries: Sequence[fx.Node],
-        exits: Sequence[fx.Node],
-        spec: Callable[[fx.Node], TensorSpec],
-    ) -> Subgraph:
+    def _named(self, module: fx.GraphModule, part: _Part, spec: Callable[[fx.Node], TensorSpec]) -> Subgraph:
         def of(node: fx.Node) -> TensorSpec:
             found = spec(node)
             return replace(found, requires_grad=node in self.staged.trained and found.dtype.is_floating_point)
 
-        for node, value in zip(exits, output_values(module), strict=True):
+        for node, value in zip(part.exits, output_values(module), strict=True):
             value.meta["spec"] = of(node)
         graph = UnitGraph(
             unit=self.unit.unit,
             module=module,
-            sources=tuple(Source(self._kind(node), index) for index, node in enumerate(entries)),
-            specs=tuple(map(of, entries)),
-            results=("side",) * len(exits),
+            sources=tuple(Source(self._kind(node), index) for index, node in enumerate(part.entries)),
+            specs=tuple(map(of, part.entries)),
+            results=("side",) * len(part.exits),
         )
-        return Subgraph(graph, tuple(node.name for node in entries), tuple(node.name for node in exits))
+        inputs, outputs = (tuple(node.name for node in nodes) for nodes in (part.entries, part.exits))
+        return Subgraph(graph, inputs, outputs)
 
     def _kind(self, node: fx.Node) -> Literal["input", "side"]:
         """Of what a part takes: a weight, whose gradient may come as factors, or what has tokens."""
