@@ -83,7 +83,6 @@ class _Size:
     """A size, or another number of the graph, at one size of the micro-batch."""
 
     number: Any  # -1 where it depends on values
-    grows: bool = False  # with the batch, or it may
     is_of_batch: bool = False  # computed from the batch size
     is_proportional: bool = True  # to the batch size
     values: frozenset[sympy.Symbol] = frozenset()  # of tensors, that it depends on
@@ -122,17 +121,18 @@ class _Fold:
         of_lengths = sympy.sympify(expression.xreplace({symbol: self.numbers[symbol] for symbol in self.batch}))
         if kind is int and not values and of_lengths.free_symbols:
             folded = Length.of(folded, of_lengths, self.numbers)
-        return _Size(folded, bool(values) or is_of_batch, is_of_batch, proportional, values)
+        return _Size(folded, is_of_batch, proportional, values)
 
     def spec(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            grow = [size.is_of_batch or bool(size.values) for size in map(self.size, value.shape)]  # or may do so
             return TensorSpec(
                 shape=tuple(self.constant(value.shape)),
                 stride=tuple(self.constant(value.stride())) if value.layout == torch.strided else (),
                 dtype=value.dtype,
                 device=value.device,
                 requires_grad=_is_tracked(value),
-                batch_dims=tuple(dim for dim, size in enumerate(value.shape) if self.size(size).grows),
+                batch_dims=tuple(dim for dim, grows in enumerate(grow) if grows),
             )
         return tuple(self.spec(part) for part in value) if isinstance(value, (tuple, list)) else None
 

@@ -183,10 +183,8 @@ def _forget_values(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             kind = {"dtype": value.dtype, "device": value.device}
             empty = graph.call_function(aten.empty_strided.default, ([], []), kind)
-        empty.args = (
-            list(value.shape),
-            list(value.stride()),
-        )  # symbols, until `write_sizes`: no node is made with them
+        # Symbols, until `write_sizes`: no node is made with them.
+        empty.args = (list(value.shape), list(value.stride()))
         empty.meta["val"] = value.new_empty_strided(value.shape, value.stride())
         if is_fused:
             node.meta[LIKE] = empty
