@@ -181,13 +181,12 @@ class SpecializedModel:
         levels: of each layer whose items do not all save their input alone, those that they have.
         """
         wanted = []
-        for unit, graph in self.split.by_unit.items():
-            has_backward = bool(graph.differentiable and graph.differentiated)
-            runs_backward = shape.training and has_backward and height(unit) >= height(shape.first_grad)
-            together = runs_backward and "loss" in graph.results
+        for unit, code in self.codes.items():
+            runs_backward = shape.training and code.is_trained and height(unit) >= height(shape.first_grad)
+            together = runs_backward and code.last_name == "both"
             names = ("both",) if together else ("forward", "backward")[: 1 + runs_backward]
             own = sorted(levels.get(unit, ())) if runs_backward else ()
-            wanted += [Wanted(self.codes[unit], *each) for each in product(names, own or (0,))]
+            wanted += [Wanted(code, *each) for each in product(names, own or (0,))]
         compile_all(wanted)
 
     @cached_property

@@ -78,9 +78,7 @@ class UnitClass:
         A layer's takes the gradient of its result after its other inputs; that of a head with a loss starts from the
         loss. Returns the gradients of the inputs that have one, the head's after its results.
         """
-        if not self.graph.differentiable or not self.graph.differentiated:
-            return None
-        return self.code.graph("both" if "loss" in self.graph.results else "backward")
+        return self.code.graph(self.code.last_name) if self.code.is_trained else None
 
     @property
     def num_operations(self) -> int:
