@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -100,8 +99,8 @@ class Engine(ParameterStore):
         self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
         try:
             if self.durable is not None and self.durable.former is not None:
-                find = partial(self.durable.find_buffers, call.compilation.captured.buffers())
-                rest = take_up(self, spans, stored, find)
+                self.durable.find_buffers(call.compilation.captured.buffers())
+                rest = take_up(self, spans, stored)
                 give_back_rest(optimizer, rest, self.durable.buffers, states_alone=prepared is not None)
             else:
                 move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])

@@ -31,7 +31,7 @@ Bring = Callable[[nn.Parameter, Slice], Tensor | None]  # a value to the tiers; 
 
 
 def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nbytes: int, folder: Path) -> None:
-    """Move values into the tiers. What fails midway stashes again what it has moved, and ends the tiers.
+    """Move values into the tiers. What fails midway stashes again what it has moved.
 
     host_nbytes: what the tiers may map; where there is less besides the model, first values go to files in `folder`.
     """
@@ -55,26 +55,18 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
 
 
 def take_up(
-    store: ParameterStore,
-    spans: Mapping[nn.Parameter, Slice],
-    stored: Sequence[StoredParameter],
-    find: Callable[[], None],
+    store: ParameterStore, spans: Mapping[nn.Parameter, Slice], stored: Sequence[StoredParameter]
 ) -> dict[str, Tensor]:
     """Bring values and states from the commit that the run goes on from to the tiers, by the names of `stored`.
 
-    Gives what the commit has beside the tiers; `find` raises where there is no place for that. What an evaluation reads
-    besides has its own value. What fails midway leaves the commit as it is, and the parameters the values that they had
-    before.
+    Gives what the commit has beside the tiers. What an evaluation reads besides has its own value. What fails midway
+    leaves the commit as it is, and the parameters the values that they had before.
     """
     tiers, entries = store.tiers, dict(zip(spans, stored, strict=True))
     assert tiers.setting.store is not None, "a commit is on storage"
     assert tiers.commits is not None, "who goes on commits"
-    with ExitStack() as undo:
-        undo.callback(tiers.close)
-        former = FormerHomes(tiers.setting.store, tiers.setting.ranks)
-        rest = read_rest(tiers.setting.store)
-        find()
-        undo.pop_all()
+    former = FormerHomes(tiers.setting.store, tiers.setting.ranks)
+    rest = read_rest(tiers.setting.store)
 
     def bring(parameter: nn.Parameter, span: Slice) -> Tensor | None:
         entry = entries[parameter]
@@ -99,9 +91,8 @@ def take_up(
 
 
 def _move(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], words: str, bring: Bring) -> None:
-    """Give parameters to the tiers, one after the other, or none of them: then the tiers are ended."""
+    """Give parameters to the tiers, one after the other, or none of them."""
     with stage(words, len(spans)) as advance, ExitStack() as undo:
-        undo.callback(store.tiers.close)
         for parameter, span in spans.items():
             if not is_offloaded(parameter):
                 stash(parameter)
