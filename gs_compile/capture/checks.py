@@ -41,7 +41,7 @@ def _checked(value: torch.Tensor, condition: torch.Tensor, fraction: torch.Tenso
 
 
 @_checked.register_fake
-def _(value: torch.Tensor, condition: torch.Tensor, fraction: torch.Tensor, words: str) -> torch.Tensor:
+def _(value: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
