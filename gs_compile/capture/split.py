@@ -49,7 +49,7 @@ from gs_compile.capture.packed import pack, together
 from gs_compile.capture.reached import reached_from
 from gs_compile.capture.residual_stream import is_like
 from gs_compile.capture.stacks import stacks
-from gs_compile.capture.whole_batch import Whole, made_of, placeholder
+from gs_compile.capture.whole_batch import Whole, makers, placeholder
 from gs_compile.errors import GROUPED, CaptureError, SeparationError, UniformityError
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
 
@@ -280,7 +280,7 @@ class _Cut:
         fit = self.separated.samples.intersection(self.taps)
         found = dict[str, int]()
         for node, refusal in wholes.items():
-            taps, inputs = made_of(node.all_input_nodes[0], self.at, range(1, self.num_layers + 1))
+            taps, inputs = makers(node.all_input_nodes[0], self.at, range(1, self.num_layers + 1))
             is_fit = fit.issuperset(taps) and self.parameters.isdisjoint(each.name for each in inputs)
             if not is_fit or is_changed(node.all_input_nodes[0]):
                 raise SeparationError(refusal)

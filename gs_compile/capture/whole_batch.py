@@ -60,7 +60,7 @@ def placeholder(graph: fx.Graph, name: str, source: Source, value: fx.Node) -> f
     return found
 
 
-def made_of(value: fx.Node, at: Mapping[fx.Node, int], layers: Collection[int]) -> tuple[list[fx.Node], list[fx.Node]]:
+def makers(value: fx.Node, at: Mapping[fx.Node, int], layers: Collection[int]) -> tuple[list[fx.Node], list[fx.Node]]:
     """What a value is made of: nodes of layers, and inputs of the model. `at`: the unit of each node."""
     readers = needed_by([value], value.graph)
     beside, taps, inputs = {value}, list[fx.Node](), list[fx.Node]()

@@ -121,7 +121,7 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
 
 
 def address(tensor: Tensor) -> int:
-    """Of all that a tensor's memory is a part of, which nothing else has while that lives; 0: it has none of its own."""
+    """Of all that a tensor's memory is a part of; nothing else has it while that lives. 0: it has none of its own."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a wrapper of functorch's

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import StepOrderError
 from gs_compile.model.parameter_store import ParameterStore, Reader
-from gs_compile.model.residency import in_memory, is_offloaded, residency_of
+from gs_compile.model.residency import is_offloaded, materialized, residency_of
 from gs_compile.runtime.ranks import Ranks
 
 _ALONE = "what the first rank reads alone"
@@ -40,7 +40,7 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
     offloaded = [parameter for parameter in model.parameters() if is_offloaded(parameter)]
     with ExitStack() as stack:
         for parameter in offloaded:
-            stack.enter_context(in_memory(parameter, master=master))
+            stack.enter_context(materialized(parameter, master=master))
         if offloaded:
             stack.enter_context(_plain_calls(model))
         yield model

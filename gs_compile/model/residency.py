@@ -379,7 +379,7 @@ def as_masters(parameter: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def in_memory(parameter: Tensor, *, master: bool) -> Iterator[None]:
+def materialized(parameter: Tensor, *, master: bool) -> Iterator[None]:
     """An offloaded parameter, materialized."""
     residency, dtype = residency_of(parameter), parameter.dtype
     residency.set_data(parameter, residency.value(parameter, master=master).to(parameter.device))

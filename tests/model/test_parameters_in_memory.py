@@ -174,7 +174,7 @@ def test_an_interrupt_in_a_step_ends_the_run(tmp_path, monkeypatch):
     with tiered(tmp_path, gs_compile.AdamW, alpha=0.5) as (model, optimizer):
         trained(model, optimizer, [0])
         with monkeypatch.context() as patched:
-            patched.setattr(in_memory, "_step", interrupted)
+            patched.setattr(in_memory, "update", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 trained(model, optimizer, [1])
         for use in (model.state_dict, optimizer.state_dict, partial(trained, model, optimizer, [2])):
