@@ -97,10 +97,13 @@ class Split:
             return frozenset()
         sources = (unit.sources[place] for unit in self.units for place in unit.differentiable)
         asking = {source.index for source in sources if source.kind == "input"}
-        return frozenset(asking - self.reached(frozenset(range(len(self.made)))))
+        return frozenset(asking - self.reached())
 
-    def reached(self, made: frozenset[int]) -> frozenset[int]:
-        """Those that get one where one comes for these of the outputs that a step computes, by their numbers."""
+    def reached(self, made: frozenset[int] | None = None) -> frozenset[int]:
+        """Those that get one where one comes for these of the outputs that a step computes, by their numbers; None: for
+        each of them.
+        """
+        made = frozenset(range(len(self.made))) if made is None else made
         if made not in self._reached:
             outputs = [self.made[number] for number in made]
             of_whole = set(self.whole.taps.values()) if self.whole else set()

@@ -166,7 +166,7 @@ class Call:
 
     def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of parameters in memory over all ranks, None where none has one, and others as they are."""
-        ever, inputs = self.outputs.ever_reached, self.compilation.captured.inputs
+        ever, inputs = self.models[0].split.reached(), self.compilation.captured.inputs
         trained = zip(self.trained_numbers, self.trained, strict=True)
         own = [
             (inputs[number].path, arg) if isinstance(arg, torch.nn.Parameter) and number in ever else None

@@ -120,11 +120,6 @@ class Optimizer(torch.optim.Optimizer):
         """What each component is stored in; None: as wide as the master."""
         return moment_types(self._state_dtype, self.components)
 
-    @property
-    def hypers(self) -> list[dict[str, Any]]:
-        """What the rule is told of all param groups, as they are set now."""
-        return list(map(self.settings, self.param_groups))
-
     def begin_step(self) -> StepRecord:
         """A record for the updates of the next step, with the settings as they are now."""
         record = self.as_set()
@@ -141,7 +136,8 @@ class Optimizer(torch.optim.Optimizer):
             if self.components != self.engine.components:
                 raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
         groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
-        record = StepRecord(self.steps.taken + 1, self.hypers, self.max_grad_norm, groups)
+        hypers = list(map(self.settings, self.param_groups))
+        record = StepRecord(self.steps.taken + 1, hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
         with without_overrides():
             record.dtype = reduce(torch.promote_types, {each.dtype for each in self._parameters}, record.dtype)

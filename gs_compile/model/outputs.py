@@ -71,11 +71,6 @@ class Outputs:
             outputs.append(given if output.spec is None else next(computed))
         return outputs
 
-    @property
-    def ever_reached(self) -> frozenset[int]:
-        """The trained arguments that a gradient comes to where one comes for each output, by index."""
-        return self.models[0].split.reached(frozenset(range(len(self.made))))
-
     # Gradients -------------------------------------------------------------------------------------------------------
 
     def loss_gradient(self, gradients: Gradients) -> Tensor | None:
