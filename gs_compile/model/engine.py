@@ -84,9 +84,10 @@ class Engine(ParameterStore):
         self.snapshots: tuple[Program, ...] = ()  # of the program of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
-        layout, stored, self.planning = prepared or plan_tiers(optimizer, call)
+        begun_with = prepared or plan_tiers(optimizer, call)
+        layout, stored, self.planning = begun_with
         self.latest = self.planning.placement, self.planning.builder.shape  # of the latest call
-        tiers = open_tiers(self.planning, layout, stored, optimizer)
+        tiers = open_tiers(begun_with, optimizer)
         super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
         self.sums = Sums(tiers)
         plan = self.planning.planned.facts

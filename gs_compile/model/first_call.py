@@ -126,16 +126,12 @@ def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None
     return ("split", "whole") if not asked and ranks is None and any(narrow) else (asked or "split",)
 
 
-def open_tiers(
-    planning: StepPrograms,
-    layout: ParameterLayout,
-    stored: Sequence[StoredParameter],
-    optimizer: Optimizer,
-) -> Tiers:
+def open_tiers(prepared: Prepared, optimizer: Optimizer) -> Tiers:
     """The tiers of a plan, with their storage if it uses any, and the commit there that is to go on.
 
     Raises as `Store` and `Tiers` do, and leaves nothing; ResumeError for a commit of something else.
     """
+    layout, stored, planning = prepared
     planner = planning.planner
     options, ranks = planner.options, planner.ranks
     if optimizer.kept.storage and not options.durability:
