@@ -46,7 +46,7 @@ def fit(accelerator: Any, model: nn.Module, size: int, given: Mapping[str, Any])
 
 
 def _fit_for_capture(model: nn.Module) -> None:
-    """Leave out activation checkpointing; put in what `output_hidden_states=True` and `generate` read with.
+    """Leave out activation checkpointing, and have `generate` read from the tiers.
 
     Raises OptionError where a module has a hook on its backward, which runs layer by layer without the module.
     """
@@ -62,7 +62,6 @@ def _fit_for_capture(model: nn.Module) -> None:
             vars(module)["update_and_allocate"] = _refuse_ranks
     if callable(disable := getattr(model, "disable_input_require_grads", None)):
         disable()  # which checkpointing with adapters has asked for
-    _install_recorders(model)
     _stream_generation(model)
 
 
@@ -137,14 +136,3 @@ def _share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str,
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
     for name in ("save_state", "load_state", "get_state_dict"):
         setattr(accelerator, name, whole_states(model)(getattr(accelerator, name)))
-
-
-def _install_recorders(model: nn.Module) -> None:
-    """Forward hooks that transformers would install in the first call that asks for hidden states, behind a lock."""
-    with contextlib.suppress(ImportError):  # of another release: such a call is then refused
-        from transformers import PreTrainedModel
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-        outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-        if outermost is not None:
-            maybe_install_capturing_hooks(outermost)
