@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
-from gs_compile.capture.dynamo import absorb_libraries, capture
+from gs_compile.capture.adapters import trace_libraries
+from gs_compile.capture.dynamo import capture
 from gs_compile.capture.graph import Captured, hint
 from gs_compile.capture.internals import copy_of
 from gs_compile.errors import InspectionError
@@ -42,7 +43,7 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
 
         return end
 
-    absorb_libraries()
+    trace_libraries()
     for tensor in filter(torch.is_tensor, inputs.values()):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
     try:

@@ -41,7 +41,6 @@ def check_torch(version: str = torch.__version__) -> None:
 check_torch()
 
 try:
-    from torch._dynamo import config as dynamo_config
     from torch._dynamo.convert_frame import compile_lock as compile_lock  # held while a frame is compiled
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.exc import SkipFrame as SkipFrame  # has Dynamo run a frame as it is
@@ -57,7 +56,6 @@ try:
     from torch._guards import CompileContext
 
     from gs_compile.capture.frame_settings import (
-        Functions,
         enter_settings,
         free,
         has_batch,
@@ -286,27 +284,6 @@ def _autocast(device_type: str) -> tuple[Any, ...] | None:
     return (device_type, torch.get_autocast_dtype(device_type), True, torch.is_autocast_cache_enabled())
 
 
-def absorb_libraries() -> bool:
-    """Keep calls of libraries that are imported by now from breaking graphs; returns whether this changed anything."""
-    return any([_ignore_logging(), trace_libraries()])
-
-
-def _ignore_logging() -> bool:
-    """Let Dynamo pass over the "once" logging methods of HuggingFace, which break its graphs otherwise.
-
-    Some language model heads log a warning inside forward (no `loss_type` in the config). The warning is then not
-    printed; the computation is the same. Returns whether this changed anything.
-    """
-    transformers_logging = sys.modules.get("transformers.utils.logging")
-    names = ("warning_once", "info_once")
-    methods = {getattr(transformers_logging, name) for name in names if hasattr(transformers_logging, name)}
-    ignored = dynamo_config.ignore_logging_functions
-    if methods <= ignored:
-        return False
-    dynamo_config.ignore_logging_functions = Functions(ignored | methods)
-    return True
-
-
 # Placeholders ---------------------------------------------------------------------------------------------------------
 
 
@@ -398,7 +375,7 @@ def _has_float_symbols(module: fx.GraphModule) -> bool:
 
 def _refuse_graph_break(module: fx.GraphModule) -> None:
     found = getattr(module, "compile_subgraph_reason", None)
-    if found is not None and found.graph_break and (absorb_libraries() or enter_settings()):
+    if found is not None and found.graph_break and (trace_libraries() or enter_settings()):
         raise _TraceAgain(restart_reason="greedysnake: a call that can be passed over, or traced otherwise")
     if (broken := graph_break_of(module)) is not None:
         raise broken

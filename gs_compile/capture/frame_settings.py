@@ -39,6 +39,7 @@ from gs_compile.progress import stage
 
 compiler_config: Any = torch.compiler.config
 symbolic_config: Any = _config
+_LOGGING = "transformers.utils.logging"  # some heads log a warning as they run, where a config has no `loss_type`
 
 
 def set_from_the_start() -> None:
@@ -191,7 +192,7 @@ def _current() -> _Settings | None:
     return next((each for each in owners if isinstance(each, _Settings)), None)
 
 
-class Functions(set[Any]):
+class _Functions(set[Any]):
     """Functions. A copy has their names: torch 2.11 has its configuration in a log, a set sorted, as JSON."""
 
     def __deepcopy__(self, _: object) -> set[str]:
@@ -213,8 +214,9 @@ class _Settings(ExitStack):
         self.enter_context(dynamo_config.patch(skip_tensor_guards_with_matching_dict_tags=False))
         # A hook on a module that came after the first call is called.
         self.enter_context(dynamo_config.patch(skip_nnmodule_hook_guards=False))
-        # A warning in a forward breaks no graph; it is not shown.
-        ignored = Functions(dynamo_config.ignore_logging_functions | {warnings.warn})
+        # A warning in a forward breaks no graph, nor one that transformers logs once; it is not shown.
+        once = (getattr(sys.modules.get(_LOGGING), name, warnings.warn) for name in ("warning_once", "info_once"))
+        ignored = _Functions(dynamo_config.ignore_logging_functions | {warnings.warn, *once})
         self.enter_context(dynamo_config.patch(ignore_logging_functions=ignored))
         # Two dimensions of one size are not one symbol.
         self.enter_context(symbolic_config.patch("use_duck_shape", False))

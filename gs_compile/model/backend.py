@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.dynamo import (
     SkipFrame,
-    absorb_libraries,
     capture,
     complete_guards,
     current_compile_id,
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 OF_A_CALL = ("micro_batch_size", "outputs", "deterministic", "mode")  # options that the first call does not settle
 
-absorb_libraries()
+trace_libraries()
 watch()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,11 +20,11 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config as symbolic_config
 from torch.nn import functional
+from transformers.utils import logging
 from zoo import GPT, NAMES_DIMENSIONS, VOCAB, WIDTH, Block, assert_same_gradients, compile_model, gradients, train
 
 import gs_compile
-from gs_compile.capture.dynamo import absorb_libraries
-from gs_compile.capture.frame_settings import set_from_the_start
+from gs_compile.capture.frame_settings import _Settings, set_from_the_start
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.model.backend import greedysnake
 
@@ -225,10 +226,15 @@ def test_what_changes_of_a_parameter_where_its_dict_does_not_is_guarded():
 
 
 def test_what_dynamo_passes_over_is_named_in_the_log_of_its_configuration():
-    ignored = dynamo_config.ignore_logging_functions
-    absorb_libraries()
-    assert json.dumps(sorted(copy.deepcopy(dynamo_config.ignore_logging_functions)))
-    assert ignored <= dynamo_config.ignore_logging_functions
+    """And of frames of this backend alone: of others it is their matter."""
+    before = dynamo_config.ignore_logging_functions
+    settings = _Settings()
+    inside = dynamo_config.ignore_logging_functions
+    settings.end(None)
+    assert json.dumps(sorted(copy.deepcopy(inside)))
+    assert {warnings.warn, logging.warning_once, logging.info_once} <= inside
+    assert before == dynamo_config.ignore_logging_functions
+    assert before.isdisjoint({warnings.warn, logging.warning_once, logging.info_once})
 
 
 def test_one_sample_is_captured_without_a_retrace():

@@ -19,7 +19,7 @@ from zoo import small
 
 import gs_compile
 import gs_compile.hf
-from gs_compile.capture.dynamo import absorb_libraries
+from gs_compile.capture.adapters import trace_libraries
 from gs_compile.errors import GraphBreakError, ReleasedParameterError
 from gs_compile.model.residency import is_offloaded
 from gs_compile.placement.shards import QUANTUM
@@ -207,7 +207,7 @@ class Quantized(torch.nn.Parameter):
 
 def test_a_quantized_weight_is_read_by_peft():
     """What Dynamo traces in the place of PEFT's function is for weights that are not."""
-    absorb_libraries()
+    trace_libraries()
 
     def read(layer):
         return 2 * dequantize_module_weight(layer)

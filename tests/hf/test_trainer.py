@@ -16,7 +16,7 @@ from zoo import VOCAB, small
 
 import gs_compile
 import gs_compile.hf
-from gs_compile.capture.dynamo import absorb_libraries
+from gs_compile.capture.adapters import trace_libraries
 from gs_compile.errors import LaneError, MemoryBudgetError, OptionError
 from gs_compile.model.residency import is_offloaded
 
@@ -181,7 +181,7 @@ def test_noise_on_embeddings_of_sequences_of_many_lengths(tmp_path):
 
 def test_noise_is_traced_within_its_bounds():
     """For all lengths at once, where the bound is no number."""
-    absorb_libraries()
+    trace_libraries()
     embedding = torch.nn.Embedding(VOCAB, 8)
     embedding.neftune_noise_alpha = 3.0
     embedding.register_forward_hook(neftune_post_forward_hook)
