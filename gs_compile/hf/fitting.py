@@ -60,8 +60,6 @@ def _fit_for_capture(model: nn.Module) -> None:
             module.gradient_checkpointing = False
         if hasattr(type(module), "update_and_allocate"):
             vars(module)["update_and_allocate"] = _refuse_ranks
-    if callable(disable := getattr(model, "disable_input_require_grads", None)):
-        disable()  # which checkpointing with adapters has asked for
     _stream_generation(model)
 
 
