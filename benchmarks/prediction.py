@@ -95,7 +95,7 @@ def measure(
 def predict(optimizer: Any) -> Simulation:
     """With the layers' code timed now: the speed of a shared machine changes from minute to minute."""
     optimizer.engine.planning.planner.measure_again()
-    return optimizer.engine.predict()
+    return optimizer.engine.planning.predict(*optimizer.engine.latest)
 
 
 def together(events: Sequence[TraceEvent]) -> Iterator[tuple[str, float, float]]:

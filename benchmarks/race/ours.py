@@ -146,7 +146,7 @@ class GreedySnake(Contestant):
     def _predict(self, engine: Any, machine: str | None = None) -> dict[str, Any]:
         """With the layers' code timed now, and a profile of now: a shared machine changes from minute to minute."""
         engine.planning.planner.measure_again(None if machine is None else Profile.load(Path(machine)))
-        simulation = engine.predict()
+        simulation = engine.planning.predict(*engine.latest)
         return {"predict": simulation.seconds, "busy": dict(simulation.busy), "bubbles": dict(simulation.bubbles)}
 
 

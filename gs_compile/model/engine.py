@@ -37,7 +37,6 @@ from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
 from gs_compile.model.residency import hand_back, residency_of
 from gs_compile.placement.placement import Placement, StepContext
-from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor
@@ -145,10 +144,6 @@ class Engine(ParameterStore):
         if device.has_own_memory:
             return device.memory_nbytes()[0] // 2  # the other half for what is computed
         return max(0, self.planning.planner.whole_nbytes - self.tiers.slab.nbytes)
-
-    def predict(self) -> Simulation:
-        """Simulate steps like the latest call; measures the machine and the layers' code first, with all ranks."""
-        return self.planning.predict(*self.latest)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 

@@ -288,7 +288,7 @@ def test_what_a_step_will_take(harness, storage):
     with harness.fresh(adamw, given(storage)) as optimizer:
         step(harness.model, optimizer, tokens(0))
         engine = optimizer.engine
-        found = engine.predict()
+        found = engine.planning.predict(*engine.latest)
         assert found.seconds > 0
         assert found.program.ops == engine.snapshots[-1].ops
         assert found.peaks["host"] <= engine.planning.host_nbytes
