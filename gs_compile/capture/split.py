@@ -51,7 +51,7 @@ from gs_compile.capture.residual_stream import is_like
 from gs_compile.capture.stacks import stacks
 from gs_compile.capture.whole_batch import Whole, makers, placeholder
 from gs_compile.errors import GROUPED, CaptureError, SeparationError, UniformityError
-from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, Value
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,11 @@ class Split:
     @cached_property
     def by_unit(self) -> Mapping[Unit, UnitGraph]:
         return {graph.unit: graph for graph in self.units}
+
+    def inner(self, num_micro_batches: int) -> frozenset[Value]:
+        """The hidden states among the results, which a program does not keep for them."""
+        units = {output.unit for output in self.made if output.kind == "x"}
+        return frozenset(Value("x", unit, j) for unit in units for j in range(num_micro_batches))
 
     @cached_property
     def idle(self) -> frozenset[int]:

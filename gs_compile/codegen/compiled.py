@@ -315,8 +315,7 @@ class Compilation:
         A step that runs micro-batch by micro-batch is run anew.
         """
         if self.options.expert.schedule in BY_MICRO_BATCH:
-            inner = {o.unit for o in model.split.made if o.kind == "x"}
-            return frozenset(Value("x", unit, j) for unit in inner for j in range(num_micro_batches))
+            return model.split.inner(num_micro_batches)
         if not any(o.kind != "loss" and o.spec and o.spec.requires_grad for o in model.split.made):
             return frozenset()
         layers, reads = (model.split.num_layers, model.split.joints), SIGNATURES["head"].reads

@@ -93,7 +93,7 @@ class Call:
         self.shape = self._shape()
         self.units.drop_gradients()
         executor = self.executor = self._begin()
-        executor.wanted = self.outputs.inner
+        executor.wanted = self.models[0].split.inner(len(self.models))
         if is_first:
             report(self.compilation)
         with without_autocast():  # the units' code has it in it

@@ -48,12 +48,6 @@ class Outputs:
         """The outputs that the step computes."""
         return self.models[0].split.made
 
-    @property
-    def inner(self) -> frozenset[Value]:
-        """The hidden states among the results, which a program does not keep for them."""
-        units = {output.unit for output in self.made if output.kind == "x"}
-        return frozenset(Value("x", unit, j) for unit in units for j in range(len(self.models)))
-
     def collect(self, env: Mapping[Value, Any]) -> list[Tensor]:
         """The contents of `made`, from the values of a step."""
         return [_combined(output, [_part(output, env, j) for j in range(len(self.models))]) for output in self.made]
