@@ -59,7 +59,7 @@ def arrange(readers: Readers, batch: Set[str], *, one: bool = False) -> Arrangem
     Raises `UniformityError` where no stream runs through a stack of blocks.
     """
     streams, order = residual_streams(readers, batch, one=one), {node: place for place, node in enumerate(readers)}
-    starts = [min(order[node] for node in (*stream.nodes, *stream.blocks[0])) for stream in streams]
+    starts = [stream.start(order) for stream in streams]
     boundaries, origins, own = list[int](), dict[int, fx.Node](), dict[fx.Node, int]()
     for stream, earlier, start in zip(streams, [None, *streams], starts, strict=False):
         if earlier is None or not _goes_on(stream, earlier, readers, order):

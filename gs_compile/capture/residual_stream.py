@@ -46,6 +46,10 @@ class ResidualStream:
     boundaries: Sequence[int]
     is_cut: bool
 
+    def start(self, place: Mapping[fx.Node, int]) -> int:
+        """The place of the first that depends on its origin, or is in its first block."""
+        return min(place[node] for node in (*self.nodes, *self.blocks[0]))
+
 
 def residual_streams(readers: Readers, batch: Set[str], *, one: bool = False) -> list[ResidualStream]:
     """The streams that a model is cut along, in the order of the graph: of the largest stack that can be cut, and of
@@ -72,7 +76,7 @@ def residual_streams(readers: Readers, batch: Set[str], *, one: bool = False) ->
     if not chosen:
         later = (search.of_later_blocks(stack) for stack, _ in uncut)
         chosen = [next(filter(None, later), uncut[0][1])]
-    return sorted(chosen, key=search.start)
+    return sorted(chosen, key=lambda each: each.start(search.place))
 
 
 def _has_parameters(stack: Stack, batch: Set[str]) -> bool:
@@ -103,10 +107,6 @@ class _Search:
         }
         return sum(each.meta["spec"].numel for each in read if isinstance(each.meta.get("spec"), TensorSpec))
 
-    def start(self, stream: ResidualStream) -> int:
-        """The place of the first that depends on a stream's origin, or is in its first block."""
-        return min(self.place[node] for node in (*stream.nodes, *stream.blocks[0]))
-
     def is_even(self, stream: ResidualStream) -> bool:
         """Whether tensors of one shape and dtype are alive at all boundaries."""
         alive = [
@@ -117,8 +117,8 @@ class _Search:
 
     def are_apart(self, one: ResidualStream, other: ResidualStream) -> bool:
         """Whether all layers of one of two streams come before anything of the other."""
-        first, second = sorted((one, other), key=self.start)
-        return first.boundaries[-1] < self.start(second)
+        first, second = sorted((one, other), key=lambda each: each.start(self.place))
+        return first.boundaries[-1] < second.start(self.place)
 
     def stream(self, stack: Stack) -> ResidualStream | None:
         """The stream through a stack; None where it does not come to two blocks.

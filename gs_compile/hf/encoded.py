@@ -49,12 +49,12 @@ class EncodedFolder:
         key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()[:16]
         self._all = directory / FOLDER
         self._path = self._all / key
-        self._sizes = _sizes(self._path)
-        self._is_whole = bool(self._sizes)
+        self._known = _sizes(self._path)  # bytes of the matrices that are there
+        self._made: dict[str, int] = {}  # and of those that are put to the folder that is being made
         self._making: tuple[Path, int] | None = None  # and a descriptor that holds its lock
 
     def __enter__(self) -> EncodedFolder:
-        if self._about is not None and not self._is_whole:
+        if self._about is not None and not self._known:
             try:
                 self._all.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with self._alone():
@@ -67,7 +67,7 @@ class EncodedFolder:
 
     def __exit__(self, *error: object) -> None:
         try:
-            if self._making is not None and error[0] is None and self._sizes:
+            if self._making is not None and error[0] is None and self._made:
                 self._finish(*self._making)
         except OSError as refused:
             self._give_up(refused)
@@ -76,7 +76,7 @@ class EncodedFolder:
 
     def find(self, name: str) -> Tensor | None:
         """The bytes of a matrix, mapped; None: it has to be encoded."""
-        return _mapped(self._path / name, self._sizes[name]) if self._is_whole and name in self._sizes else None
+        return _mapped(self._path / name, self._known[name]) if name in self._known else None
 
     def put(self, name: str, stored: Tensor) -> Tensor:
         """Keep the bytes of a matrix; gives them as mapped, or as a copy where these are not kept."""
@@ -90,7 +90,7 @@ class EncodedFolder:
         except OSError as error:
             self._give_up(error)
             return stored.clone()
-        self._sizes[name] = stored.nbytes
+        self._made[name] = stored.nbytes
         return _mapped(path, stored.nbytes)
 
     def _give_up(self, error: OSError) -> None:
@@ -108,7 +108,7 @@ class EncodedFolder:
 
     def _finish(self, path: Path, fd: int) -> None:
         with (path / INDEX).open("w") as file:
-            json.dump({"about": self._about, "matrices": self._sizes}, file, indent=1)
+            json.dump({"about": self._about, "matrices": self._made}, file, indent=1)
             os.fsync(file.fileno())
         os.fsync(fd)
         with self._alone():
