@@ -72,10 +72,6 @@ class WholePart:
         self._all = self._taking(part.graph.differentiated)
         self.code = self._all.code
 
-    @property
-    def is_trained(self) -> bool:
-        return self.code.is_trained
-
     def _taking(self, taken: tuple[int, ...]) -> _Taking:
         if taken not in self._by_taken:
             self._by_taken[taken] = _Taking(self.part.taking(taken))
@@ -84,14 +80,14 @@ class WholePart:
     @cached_property
     def reads(self) -> frozenset[str]:
         """What its backward reads of the values that it takes."""
-        if not self.is_trained:
+        if not self.code.is_trained:
             return frozenset()
         placeholders = self.code.graph("backward").graph.find_nodes(op="placeholder")
         return frozenset(name for name, node in zip(self.part.inputs, placeholders, strict=False) if node.users)
 
     @property
     def saves(self) -> bool:
-        return self.is_ahead and self.is_trained
+        return self.is_ahead and self.code.is_trained
 
     def compile_code(self, taken: tuple[int, ...] | None) -> None:
         """Compile the code of a forward alone; or, where results are taken, of a backward."""
@@ -109,7 +105,7 @@ class WholePart:
             return peak_nbytes(graph, () if backward else range(len(output_values(graph))))
         if not backward:
             return self.code.cost("forward").nbytes
-        return self.code.cost("backward").nbytes if self.is_trained else 0
+        return self.code.cost("backward").nbytes if self.code.is_trained else 0
 
     @property
     def saved_nbytes(self) -> int:
@@ -139,7 +135,8 @@ class WholePart:
     @property
     def pulled_nbytes(self) -> dict[str, int]:
         """Of the gradients that it adds."""
-        return {name: spec.nbytes for name, spec in self.part.taken if spec.requires_grad} if self.is_trained else {}
+        taken = self.part.taken if self.code.is_trained else ()
+        return {name: spec.nbytes for name, spec in taken if spec.requires_grad}
 
     def forward(self, values: Values, taken: tuple[int, ...] = ()) -> None:
         inputs = [_laid_out(values[name], spec) for name, spec in self.part.taken]
@@ -195,10 +192,6 @@ class PartInPieces:
         self.part, self._code = self._piece(self._of_piece)
 
     @property
-    def is_trained(self) -> bool:
-        return self._code.is_trained
-
-    @property
     def reads(self) -> frozenset[str]:
         return frozenset(self.part.inputs)
 
@@ -213,7 +206,7 @@ class PartInPieces:
 
     def inside_nbytes(self, *, backward: bool) -> int:
         """Bytes alive inside, beside what it takes and makes, and the gradients that it adds."""
-        return self._code.cost_with_results("joint" if backward and self.is_trained else "forward").nbytes
+        return self._code.cost_with_results("joint" if backward and self._code.is_trained else "forward").nbytes
 
     @property
     def made_nbytes(self) -> dict[str, int]:

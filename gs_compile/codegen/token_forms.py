@@ -42,7 +42,7 @@ from gs_compile.errors import GreedySnakeError
 SHAPED = {**dict.fromkeys(VIEWS, aten.reshape.default), aten.expand: aten.expand.default}
 LIKE = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}
 CONSTANT = LIKE | {aten.detach}  # have no gradient
-SAME = CASTS | LIKE | {aten.where, aten.masked_fill}  # beside those tagged pointwise
+SAME = CASTS | LIKE | {aten.where, aten.masked_fill, aten.expand}  # beside those tagged pointwise
 # These work along their `dim`, and keep it, or not, as they say.
 ALONG = {aten.sum, aten.mean, aten.amax, aten.amin, aten.logsumexp, aten.any, aten.all, aten.prod, aten.max, aten.min}
 ALONG |= {aten.argmax, aten.argmin, aten.var, aten.var_mean, aten.std, aten.norm, aten.linalg_vector_norm}
@@ -167,8 +167,6 @@ class Forms:
             return self.forms[args_of(node)[1]] if args_of(node)[1] in self.forms else mix()
         if packet is aten.nll_loss_forward:
             return self._loss(node)
-        if packet is aten.expand:
-            return self._expanded(node)
         if packet in SAME or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             return self._aligned(node, node.all_input_nodes, rank_of(node))
         if packet in LAST:
@@ -248,11 +246,6 @@ class Forms:
         sizes, named = source.meta["val"].shape, named_arguments(node).get("dim", range(rank_of(source)))
         dims = [dim % len(sizes) for dim in ([named] if isinstance(named, int) else named)]
         return removed(self.forms[source], len(sizes), [dim for dim in dims if sizes[dim] == 1])
-
-    def _expanded(self, node: fx.Node) -> Form:
-        if args_of(node)[0] not in self.forms:
-            return mix()
-        return shifted(self.forms[args_of(node)[0]], rank_of(node) - rank_of(args_of(node)[0]))
 
     def _product(self, node: fx.Node) -> Form:
         """The form of the product of rows, each of a token, with a matrix."""

@@ -24,7 +24,7 @@ from torch import fx
 
 from gs_compile.capture.graph import packet_of
 from gs_compile.capture.inductor import named_arguments
-from gs_compile.codegen.token_axes import MOVING, Form, Rows, args_of, aten, mix, rank_of
+from gs_compile.codegen.token_axes import MOVING, Form, Rows, args_of, aten, mix, rank_of, shifted
 
 VIEWS = {aten.view, aten._unsafe_view, aten.reshape}
 CASTS = {aten._to_copy, aten.clone, aten.detach, aten.alias}
@@ -154,7 +154,7 @@ def _picked(node: fx.Node, forms: Forms) -> Form:
     if form.groups or (of and of.groups):
         return mix()
     if form.places is None:
-        return mix() if of else form._replace(axes=tuple(each + axis for each in form.axes))
+        return mix() if of else shifted(form, axis)
     is_theirs = of is not None and of._replace(places=None) == Form((0,), form.start, form.length, form.places)
     return form._replace(places=of.places) if of and axis == 0 and is_theirs else mix()
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gs_compile.errors import OptionError, VersionError
+from gs_compile.hf.gather import IGNORED
 
-_IGNORED = -100  # a label that no loss counts
 _SETTINGS = frozenset({"cast_lm_head_to_fp32", "original_forward", "outputs", "temperature"})  # of `add_fused_lm_head`
 
 
@@ -71,7 +71,7 @@ def log_probabilities(logits: Tensor, labels: Tensor, results: tuple[str, ...], 
 
     logits: (samples, tokens, vocabulary); labels: (samples, tokens). In float32.
     """
-    counted = labels != _IGNORED
+    counted = labels != IGNORED
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     log_p = functional.log_softmax(logits, -1)
     targets = labels.clamp(min=0)

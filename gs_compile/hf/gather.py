@@ -16,7 +16,7 @@ from gs_compile.capture.internals import tree_leaves, tree_map_only
 from gs_compile.errors import OptionError
 from gs_compile.planner.cost.model import base_model
 
-_IGNORED = -100  # a label that no loss counts
+IGNORED = -100  # a label that no loss counts
 # Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _KEPT = "logits_to_keep"  # of how many last tokens a model gives logits; 0: of all
@@ -266,7 +266,7 @@ def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
     if name == "position_ids" and _MASK not in first:
         return torch.cat([_followed(value, whole[0]) for value in values])
-    filling = _IGNORED if is_label else padding.token_id if name == "input_ids" else _masked(name, values[0])
+    filling = IGNORED if is_label else padding.token_id if name == "input_ids" else _masked(name, values[0])
     are_tokens = all(value.shape[1] == _size(batch)[1] for batch, value in zip(batches, values, strict=True))
     is_left = are_tokens and padding.is_left_of(batches)
     return torch.cat([_padded(value, whole, filling, is_left=is_left) for value in values])

@@ -33,7 +33,6 @@ from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredPa
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
 
-
 VERSIONS = {"greedysnake": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 

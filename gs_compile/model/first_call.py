@@ -139,7 +139,7 @@ def open_tiers(prepared: Prepared, optimizer: Optimizer) -> Tiers:
             'gs_compile.resume() was called, but durability is "off": give durability="step", or a number'
         )
     asked, together = optimizer.kept.ranks, ranks.names if ranks else ()
-    if asked is not None and asked != together:
+    if optimizer.kept.storage and asked != together:
         one, other = (f"ranks {', '.join(map(str, each))}" if each else "one process" for each in (asked, together))
         raise OptionError(
             f"gs_compile.resume looked for the commit of {one}, but by its options the model is trained by {other}: "

@@ -39,7 +39,7 @@ class Kept:
     user: Any = None
     storage: Sequence[Path] = ()
     step: int | None = None
-    ranks: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] = ()
     begins_anew: bool = False
     has_random_state: bool = False
     positions: dict[str, Any] = field(default_factory=dict)
