@@ -87,17 +87,17 @@ class Engine(ParameterStore):
         layout, stored, self.planning = begun_with
         self.latest = self.planning.placement, self.planning.builder.shape  # of the latest call
         tiers = open_tiers(begun_with, optimizer)
-        super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
-        self.sums = Sums(tiers)
-        plan = self.planning.planned.facts
-        buffers = call.compilation.buffers(call.args)
-        self.durable = Durable(self._optimizer, tiers, stored, plan, buffers) if tiers.commits else None
-        spans = {call.args[index]: span for index, span in layout.spans.items()}
-        self._parameters = [weakref.ref(each) for each in spans]
-        never = call.models[0].split.idle  # get a gradient
-        trained = (span for i, span in layout.spans.items() if call.args[i].requires_grad and i not in never)
-        self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
         try:
+            super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
+            self.sums = Sums(tiers)
+            plan = self.planning.planned.facts
+            buffers = call.compilation.buffers(call.args)
+            self.durable = Durable(self._optimizer, tiers, stored, plan, buffers) if tiers.commits else None
+            spans = {call.args[index]: span for index, span in layout.spans.items()}
+            self._parameters = [weakref.ref(each) for each in spans]
+            never = call.models[0].split.idle  # get a gradient
+            trained = (span for i, span in layout.spans.items() if call.args[i].requires_grad and i not in never)
+            self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
             if self.durable is not None and self.durable.former is not None:
                 self.durable.find_buffers(call.compilation.captured.buffers())
                 rest = take_up(self, spans, stored)

@@ -81,9 +81,9 @@ def failing(patched, directory, index):
     return contextlib.nullcontext()
 
 
-def interrupted(patched, directory):
-    """By the user, when all values have moved."""
-    patched.setattr("gs_compile.model.engine.report_on", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+def interrupted(patched, directory, at="report_on"):
+    """By the user: by default when all values have moved."""
+    patched.setattr(f"gs_compile.model.engine.{at}", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     return contextlib.nullcontext()
 
 
@@ -94,6 +94,7 @@ OBSTACLES = {
     "a failing drive": (partial(failing, index=2), StorageError, r"write of [wts]"),
     "a drive that fails late": (partial(failing, index=12), StorageError, r"write of [wts]"),
     "the user": (interrupted, KeyboardInterrupt, "^$"),
+    "the user, ahead of any value": (partial(interrupted, at="Sums"), KeyboardInterrupt, "^$"),
     "the user, as room is reserved": (partial(full, error=KeyboardInterrupt()), KeyboardInterrupt, "^$"),
     "another run": (lambda _, directory: another_run(directory), StorageLockedError, "pid 1, started"),
 }
