@@ -281,7 +281,8 @@ class Differentiated:
             return self._generator.trace(partial(cut.graph(name), *self._lengths), inputs)
 
     def _traced(self, name: str, watch: NondeterminismMode | None = None) -> fx.GraphModule:
-        functions = {"forward": call, "backward": self._backward, "both": self._both, "joint": self._joint}
+        functions: dict[str, Function] = {"forward": call, "backward": self._backward}
+        functions |= {"both": self._both, "joint": self._joint}
         run = Resized(self.unit.module, self._sizes).run if self._sizes else self.unit.module
 
         def function(*inputs: Any) -> Tensors:
