@@ -20,7 +20,7 @@ from gs_compile.placement.shards import Owned, owned, pieces, sharded
 from gs_compile.placement.workload import Products, UnitSize
 from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Bindings
-from gs_compile.runtime.formats import Types, types_of
+from gs_compile.runtime.formats import Types
 from gs_compile.runtime.muon import STATES, Matrices
 from gs_compile.runtime.spans import Binding, Slice, encoded_slice
 from gs_compile.runtime.updates import Run
@@ -243,11 +243,6 @@ def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
     """The dtype in which a parameter is computed with, and kept beside its master."""
     narrow = options.precision == "bf16" and parameter.dtype.is_floating_point
     return torch.bfloat16 if narrow else parameter.dtype
-
-
-def stored_types(moments: Sequence[torch.dtype | None], *, pairs: bool) -> Callable[[torch.dtype], Types]:
-    """What gives the types of a parameter's dtype, with such moments of it; None: as wide as its master."""
-    return partial(types_of, moments=moments, pairs=pairs)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from gs_compile.capture.graph import Captured
 from gs_compile.capture.internals import backward_hooks
 from gs_compile.capture.split import Split
-from gs_compile.codegen.layout import ParameterLayout, encoded, lay_out, of_layers, stored_types, tied_units
+from gs_compile.codegen.layout import ParameterLayout, encoded, lay_out, of_layers, tied_units
 from gs_compile.errors import OptimizerError, OptionError
 from gs_compile.model.call import Call
 from gs_compile.model.commits import rest_nbytes
@@ -29,6 +29,7 @@ from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, num_calls_of
 from gs_compile.planner.run import RunPlanner
 from gs_compile.runtime.coordinators import Setting
+from gs_compile.runtime.formats import types_of
 from gs_compile.runtime.muon import Matrices
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage.stored import StoredParameter
@@ -61,7 +62,7 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None,
     codecs, share = codecs_of(split, captured, options, args), (ranks.rank, ranks.number) if ranks else (0, 1)
     laid_out = partial(lay_out, split, captured, groups=groups, share=share, codecs=codecs, matrices=matrices)
     kinds = _kinds_of_masters(options, args, ranks)
-    types = {masters: stored_types(optimizer.moments, pairs=masters != "whole") for masters in kinds}
+    types = {masters: partial(types_of, moments=optimizer.moments, pairs=masters != "whole") for masters in kinds}
     layouts = {masters: laid_out(types[masters]) for masters in kinds}
     first = layouts[kinds[0]]
     stored = stored_parameters(call, first, optimizer)

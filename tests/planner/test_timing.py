@@ -11,11 +11,12 @@ import zoo
 from torch.nn import functional
 
 from gs_compile.codegen.compiled import compilations_of
-from gs_compile.codegen.layout import lay_out, stored_types
+from gs_compile.codegen.layout import lay_out
 from gs_compile.planner.cost import known_times, timing
 from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, timed, timed_levels
 from gs_compile.planner.cost.workload import levelled, workload_of
+from gs_compile.runtime.formats import types_of
 
 pytestmark = pytest.mark.usefixtures("measured")
 
@@ -27,9 +28,8 @@ def ran(model, step=lambda model: zoo.train(model, *zoo.batch()), **options):
     step(model)
     compilation = compilations_of[next(p for p in model.parameters() if p.requires_grad)][-1]
     layout = next(iter(compilation.models.values()))
-    return layout, workload_of(
-        layout, lay_out(layout.split, compilation.captured, stored_types([None, None], pairs=False)).sizes
-    )
+    types = partial(types_of, moments=[None, None], pairs=False)
+    return layout, workload_of(layout, lay_out(layout.split, compilation.captured, types).sizes)
 
 
 @pytest.fixture(scope="module")

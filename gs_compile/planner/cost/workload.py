@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from gs_compile.capture.call import captured_call
 from gs_compile.capture.graph import UnitGraph
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.codegen.differentiate import Differentiated
-from gs_compile.codegen.layout import encoded, lay_out, of_layers, stored_types, tied_units
+from gs_compile.codegen.layout import encoded, lay_out, of_layers, tied_units
 from gs_compile.codegen.levels import SavedLevel
 from gs_compile.errors import CaptureError, GreedySnakeError, PlanError
 from gs_compile.options import Frozen, Masters, Options
@@ -40,7 +41,7 @@ from gs_compile.planner.cost.model import (
 )
 from gs_compile.planner.request import OptimizerName, States
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Schedule, Unit
-from gs_compile.runtime.formats import StateType, moment_types
+from gs_compile.runtime.formats import StateType, moment_types, types_of
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.muon import NS_STEPS, Matrices, matrices_of
 
@@ -138,7 +139,7 @@ class ModelSpec:
         """
         specialized = self.specialized(micro_batch_size).in_pieces(layer_tokens)
         pairs = (masters or self.compilation.options.expert.masters) != "whole"
-        types = stored_types(moment_types(STATES[self.states], ADAMW.states), pairs=pairs)
+        types = partial(types_of, moments=moment_types(STATES[self.states], ADAMW.states), pairs=pairs)
         captured = self.compilation.captured
         codecs = encoded(specialized.split, captured, self.frozen)
         matrices = self._matrices(specialized)
