@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.graph import BlockCut, Captured, Length, TensorSpec, UnitGraph, layer_name, module_path
+from gs_compile.capture.graph import Captured, Length, TensorSpec, UnitGraph, layer_name, module_path
 from gs_compile.capture.split import Split
 
 
@@ -23,16 +23,15 @@ from gs_compile.capture.split import Split
 class Uniform:
     """The classes of the units."""
 
+    cut: Split
     keys: tuple[Hashable, ...]  # of every unit, in the order of the split; equal keys are one class
     layer_classes: tuple[tuple[int, ...], ...]  # the layers of each class
     differences: tuple[str, ...]  # how the first layer of each further class differs from layer 0, or from its like
-    block_cut: BlockCut | None = None  # how blocks are cut into layers, if they are
-    joints: frozenset[int] = frozenset()  # the layers that are no blocks: each begins another stack
 
     @property
     def num_kinds(self) -> int:
-        """Kinds of blocks, all stacks together."""
-        return sum(not self.joints.issuperset(layers) for layers in self.layer_classes)
+        """Kinds of blocks, all stacks together; joints are none."""
+        return sum(not self.cut.joints.issuperset(layers) for layers in self.layer_classes)
 
     @property
     def report(self) -> str:
@@ -40,9 +39,9 @@ class Uniform:
         return "\n".join([*lines, *self.differences])
 
     def _described(self, layers: Sequence[int]) -> str:
-        if self.joints.issuperset(layers):
+        if self.cut.joints.issuperset(layers):
             return f"layer {_ranges(layers)}, which joins two stacks"
-        if (cut := self.block_cut) is None:
+        if (cut := self.cut.block_cut) is None:
             return f"{len(layers)} layers: {_ranges(layers)}"
         number = len(cut.names)
         of = _ranges([layer // number for layer in layers])
@@ -58,7 +57,7 @@ def uniform(cut: Split, captured: Captured) -> Uniform:
     new = {joint + 1 for joint in cut.joints} | cut.joints  # are not held against the layers of another stack
     further = [layers[0] for layers in members.values() if layers[0] >= cut.layers_per_block and layers[0] not in new]
     differences = tuple(_difference(cut, layer, captured) for layer in further)
-    return Uniform(keys, tuple(map(tuple, members.values())), differences, cut.block_cut, cut.joints)
+    return Uniform(cut, keys, tuple(map(tuple, members.values())), differences)
 
 
 def structure(unit: UnitGraph) -> Hashable:

@@ -348,7 +348,7 @@ class Compilation:
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:
             self._warned = True
-            blocks = f"{alike.block_cut.part}-blocks" if alike.block_cut else "blocks"
+            blocks = f"{cut.part}-blocks" if (cut := alike.cut.block_cut) else "blocks"
             warnings.warn(
                 f"the model's {blocks} are of {alike.num_kinds} kinds, each compiled once: "
                 + "; ".join(alike.differences),
