@@ -48,7 +48,7 @@ class Arrangement(NamedTuple):
     origins: Mapping[int, fx.Node]
 
 
-def arrange(readers: Readers, batch: Set[str], *, one: bool = False) -> Arrangement:
+def arrange(readers: Readers, batch: Set[str], *, one: bool) -> Arrangement:
     """The units of nodes. `batch`: names of inputs with samples; one: the layers are those of one stack.
 
     What is of a stream runs by its place between the boundaries, until the next stack begins. Anything else runs with

@@ -342,7 +342,7 @@ class BlockCut:
     units: Callable[[Mapping[fx.Node, Sequence[fx.Node]], Mapping[fx.Node, int], Sequence[fx.Node]], dict[fx.Node, int]]
 
 
-def layer_name(layer: int, cut: BlockCut | None = None) -> str:
+def layer_name(layer: int, cut: BlockCut | None) -> str:
     """A layer for people; `cut`: how blocks are cut into layers, if they are."""
     if cut is None:
         return f"layer {layer}"

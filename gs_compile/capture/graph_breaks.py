@@ -117,7 +117,7 @@ def is_raise(reason: object, where: str) -> bool:
     return is_raised and str(reason).startswith(RAISES)
 
 
-def remedy(reason: object, where: str = "") -> str:
+def remedy(reason: object, where: str) -> str:
     """What to do about a graph break, in a line."""
     if "liger_kernel/" in where or ("/triton/" in where and "liger_kernel" in sys.modules):
         return _LIGER

@@ -51,7 +51,7 @@ class ResidualStream:
         return min(place[node] for node in (*self.nodes, *self.blocks[0]))
 
 
-def residual_streams(readers: Readers, batch: Set[str], *, one: bool = False) -> list[ResidualStream]:
+def residual_streams(readers: Readers, batch: Set[str], *, one: bool) -> list[ResidualStream]:
     """The streams that a model is cut along, in the order of the graph: of the largest stack that can be cut, and of
     all others that can be beside it, whose blocks hand on tensors of one shape, and that are larger than a layer of it:
     smaller ones take no more memory as a part of a unit, and a head of several layers is no stack.

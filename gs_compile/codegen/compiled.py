@@ -373,7 +373,7 @@ def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
     return tuple(Level(tuple(level.nbytes for level in each), each[0].reads_input) for each in alike)
 
 
-def losses_among(outputs: Sequence[Any], *, in_evaluation: bool = False) -> list[Any]:
+def losses_among(outputs: Sequence[Any], *, in_evaluation: bool) -> list[Any]:
     """The scalar outputs that have a gradient; in_evaluation: where none has, as in an evaluation, all of them."""
     nodes = [value for value in outputs if isinstance(value, fx.Node)]
     scalars = [n for n in nodes if isinstance(n.meta["spec"], TensorSpec) and is_float_scalar(n.meta["spec"])]

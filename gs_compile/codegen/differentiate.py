@@ -109,7 +109,7 @@ class Differentiated:
                 self._functions[key] = shared or self._compiled(name, self.graph(name, level))
         return self._functions[key]
 
-    def has_function(self, name: str, level: int = 0) -> bool:
+    def has_function(self, name: str, level: int) -> bool:
         return (name, level) in self._functions
 
     @cached_property

@@ -48,9 +48,9 @@ def lay_out(
     types_by: Callable[[torch.dtype], Types],
     groups: Mapping[int, tuple[int, int, bool]] | None = None,
     *,
-    share: tuple[int, int] = (0, 1),
-    codecs: Mapping[int, str] | None = None,
-    matrices: Mapping[int, Matrices] | None = None,
+    share: tuple[int, int],
+    codecs: Mapping[int, str],
+    matrices: Mapping[int, Matrices] | None,
 ) -> ParameterLayout:
     """The layout of a captured model.
 
@@ -60,7 +60,6 @@ def lay_out(
     orthogonalized, by input index; None: nothing ever is. Raises `CaptureError` for a unit with dtypes that do not go
     together.
     """
-    codecs = codecs or {}
     specs, owners = _owned(split, captured)
     rank, world = share
     spans, runs = dict[int, Slice](), dict[Unit, list[Run]]()

@@ -72,7 +72,7 @@ class InPieces(Differentiated):
             self._in_pieces[name] = getattr(self, f"_{name}_in_pieces")
         return self._in_pieces[name]
 
-    def has_function(self, name: str, level: int = 0) -> bool:
+    def has_function(self, name: str, level: int) -> bool:
         return name in self._in_pieces or super().has_function(name, level)
 
     def taking(self, results: tuple[int, ...]) -> InPieces:

@@ -167,7 +167,7 @@ class ReadsMore(Exception):  # noqa: N818  what a loss does, and no fault of it
     """A loss reads more of what the model returns than the model's own loss, which is all that there is."""
 
 
-def answered(questions: Sequence[_Question], padding: Padding, *, has_loss_alone: bool = False) -> list[Any]:
+def answered(questions: Sequence[_Question], padding: Padding, *, has_loss_alone: bool) -> list[Any]:
     """What each call would have returned; calls of one model in one mode are made as one.
 
     has_loss_alone: whoever reads another output gets `ReadsMore`, also who only asks whether it is there.

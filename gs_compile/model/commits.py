@@ -124,7 +124,7 @@ class Durable:
         is_due = num_steps > max(0, self._num_committed - self._is_open) and num_steps % self.every == 0
         return {"copies": (num_steps + 1) % self.every == 0, "seals": is_due}
 
-    def seals_between_calls(self, num_steps: int, *, always: bool = False) -> bool:
+    def seals_between_calls(self, num_steps: int, *, always: bool) -> bool:
         """Whether a program between two calls commits what `num_steps` have left; `always`: it is asked for.
 
         On ranks it has to be asked for, and they leave it at that commit: one of them alone may have asked for values.

@@ -69,9 +69,7 @@ class Beginning(Protocol):
 class Engine(ParameterStore):
     """One model's parameters, and the updates of them."""
 
-    def __init__(
-        self, optimizer: Optimizer, call: Call, first_step: Beginning, prepared: Prepared | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, call: Call, first_step: Beginning, prepared: Prepared | None) -> None:
         """first_step: that makes this one; prepared: by `plan_tiers`, where that is done."""
         gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
@@ -296,7 +294,7 @@ class Engine(ParameterStore):
         for parameter in self.spans:
             hand_back(parameter)
 
-    def step_to_finish(self, *, dropped: bool = False) -> StepRecord | None:
+    def step_to_finish(self, *, dropped: bool) -> StepRecord | None:
         """The record of the step whose backward has run, for `finish` of the optimizer's engine, which may be another
         from now on. None: there was no backward. dropped: its gradients were.
         """

@@ -29,7 +29,8 @@ def ran(model, step=lambda model: zoo.train(model, *zoo.batch()), **options):
     compilation = compilations_of[next(p for p in model.parameters() if p.requires_grad)][-1]
     layout = next(iter(compilation.models.values()))
     types = partial(types_of, moments=[None, None], pairs=False)
-    return layout, workload_of(layout, lay_out(layout.split, compilation.captured, types).sizes)
+    laid_out = lay_out(layout.split, compilation.captured, types, share=(0, 1), codecs={}, matrices=None)
+    return layout, workload_of(layout, laid_out.sizes)
 
 
 @pytest.fixture(scope="module")
