@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -139,16 +139,21 @@ class Call:
 
     def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """The gradients of the trained arguments, in order, given those of `made`; once, as it uses up the step."""
-        executor, outside = self.executor, self._outside(gradients)
+        found = self._run_backward(gradients, self._outside(gradients), self.outputs.reached(gradients))
+        return found if self.ranks is None else self._averaged(self.ranks, found)
+
+    def _run_backward(
+        self, gradients: Gradients, outside: frozenset[Unit], reached: Container[int]
+    ) -> list[torch.Tensor | None]:
+        """The gradients of the trained arguments; None of those that are not in `reached`, by index."""
+        executor = self.executor
         with without_autocast():
             if outside:
-                executor = self._from_outside(executor, gradients, outside)
+                executor = self._from_outside(gradients, outside)
             else:
                 self._scale(gradients)
             executor.backward()
-        reached = self.outputs.reached(gradients)
-        found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
-        return found if self.ranks is None else self._averaged(self.ranks, found)
+        return self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
 
     def _shape(self) -> StepShape:
         return self.models[0].shape if self.training else self.models[0].shape.forward_alone
@@ -208,9 +213,9 @@ class Call:
             inputs[Value("w", unit.unit)] = read
         return inputs
 
-    def _from_outside(self, executor: Executor, gradients: Gradients, outside: frozenset[Unit]) -> Executor:
+    def _from_outside(self, gradients: Gradients, outside: frozenset[Unit]) -> Executor:
         """The executor of another program, whose backward takes gradients from outside; it has what the first made."""
-        shape = replace(self.shape, outside=outside)
+        executor, shape = self.executor, replace(self.shape, outside=outside)
         program = self.compilation.program(self.models[0], len(self.models), shape)[-1]
         env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
         self.units.drop_gradients()

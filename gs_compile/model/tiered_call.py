@@ -23,7 +23,6 @@ from gs_compile.model.outputs import Gradients
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.program.ir import StepShape, Unit, Value
 from gs_compile.runtime.issue import TieredExecutor
-from gs_compile.runtime.stream import without_autocast
 
 log = logging.getLogger(__name__)
 
@@ -121,22 +120,18 @@ class TieredCall(Call):
             losses = () if self.outputs.loss_gradient(gradients) is None else self.losses
             spans = [span for index, span in engine.spans_of(self.args).items() if index in reached]
             with engine.backward(executor, losses, spans, zeroed=zeroed):
-                self._run_backward(gradients, outside)
-                found = self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
+                found = self._run_backward(gradients, outside, reached)
                 engine.end_backward(executor, self, partial(self._repeat, gradients))
                 for number in self.trained_numbers:
                     if number in reached:
                         mark_gradient_unavailable(self.args[number])
         return found
 
-    def _run_backward(self, gradients: Gradients, outside: frozenset[Unit]) -> None:
-        with without_autocast():
-            if outside:
-                for value, content in self.outputs.cut(gradients, outside).items():
-                    self.executor.values.define(value, content)
-            else:
-                self._scale(gradients)
-            self.executor.backward()
+    def _from_outside(self, gradients: Gradients, outside: frozenset[Unit]) -> TieredExecutor:
+        """The executor of the program that runs, which waits for them."""
+        for value, content in self.outputs.cut(gradients, outside).items():
+            self.executor.values.define(value, content)
+        return self.executor
 
     def _repeat(self, gradients: Gradients, engine: Engine) -> None:
         self.move_to(engine)
