@@ -90,8 +90,7 @@ class Split:
 
     def inner(self, num_micro_batches: int) -> frozenset[Value]:
         """The hidden states among the results, which a program does not keep for them."""
-        units = {output.unit for output in self.made if output.kind == "x"}
-        return frozenset(Value("x", unit, j) for unit in units for j in range(num_micro_batches))
+        return frozenset(Value("x", o.unit, j) for o in self.made if o.kind == "x" for j in range(num_micro_batches))
 
     @cached_property
     def idle(self) -> frozenset[int]:
@@ -305,10 +304,9 @@ class _Cut:
     def _copy(self, value: fx.Node) -> fx.Node:
         spec = value.meta["spec"]
         is_dense = not isinstance(spec, TensorSpec) or spec.is_dense
+        given = {} if is_dense else {"memory_format": torch.contiguous_format}
         with self.graph.inserting_after(value):
-            copied = self.graph.call_function(torch.clone, (value,))
-        if not is_dense:
-            copied.update_kwarg("memory_format", torch.contiguous_format)
+            copied = self.graph.call_function(torch.clone, (value,), given)
         copied.meta = {"spec": spec if is_dense else spec.contiguous, "storage": None}
         return copied
 

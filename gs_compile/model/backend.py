@@ -110,12 +110,11 @@ class _Run:
         self.is_last, self.frame = is_last_compile(), frame_of(current_compile_id())
 
     def run(self, *args: Any) -> list[Any]:
-        options = self.options
         try:
             with (
                 turn(args),
-                failing_together(ranks := meet(args, options, self.compilation)),
-                deterministic(options.deterministic),
+                failing_together(ranks := meet(args, self.options, self.compilation)),
+                deterministic(self.options.deterministic),
             ):
                 results = self._run_together(args, ranks)
         except BaseException:

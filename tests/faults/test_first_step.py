@@ -107,9 +107,10 @@ def test_a_run_that_cannot_begin_costs_no_values(harness, reference, tmp_path, o
         with (
             pytest.MonkeyPatch.context() as patched,
             hinder(patched, tmp_path),
-            pytest.raises(error, match=message),
+            pytest.raises(error, match=message) as raised,
         ):
             step(harness.model, optimizer, tokens(0))
+        assert raised.tb is not None, "whoever has the error keeps nothing of the run"
         assert our_threads() == []
         assert files_in(tmp_path) == []
         assert_goes_on(harness, optimizer, reference)
