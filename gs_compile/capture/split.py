@@ -304,7 +304,7 @@ class _Cut:
     def _copy(self, value: fx.Node) -> fx.Node:
         spec = value.meta["spec"]
         is_dense = not isinstance(spec, TensorSpec) or spec.is_dense
-        given = {} if is_dense else {"memory_format": torch.contiguous_format}
+        given: dict[str, Any] = {} if is_dense else {"memory_format": torch.contiguous_format}
         with self.graph.inserting_after(value):
             copied = self.graph.call_function(torch.clone, (value,), given)
         copied.meta = {"spec": spec if is_dense else spec.contiguous, "storage": None}
