@@ -8,7 +8,7 @@ The values are mapped from unnamed files, so that memory need not hold them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gs_compile.errors import StepOrderError
+from gs_compile.errors import ReleasedParameterError, StepOrderError
 from gs_compile.model.parameter_store import ParameterStore, Reader
 from gs_compile.model.residency import is_offloaded, materialized, residency_of
 from gs_compile.runtime.ranks import Ranks
@@ -30,8 +30,8 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
     """All parameters of `model` hold their values inside the block, with every update done; later they are offloaded.
 
     On a CPU they are mapped from files; a GPU needs room for them. With `write`, changes are stored (unless the block
-    fails), in fp32 masters too. Otherwise changes are lost, except those of a model that has not run yet. With
-    `master`, parameters that compute in bf16 are replaced by their fp32 masters.
+    fails), in fp32 masters too, also those of a block around it so far. Otherwise changes are lost, except those of a
+    model that has not run yet. With `master`, parameters that compute in bf16 are replaced by their fp32 masters.
 
     In the block the model runs as in plain PyTorch, for evaluation: a call with gradients enabled raises
     StepOrderError. So does the block itself between backward and optimizer.step(). Training continues afterwards as if
@@ -43,9 +43,23 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
             stack.enter_context(materialized(parameter, master=master))
         if offloaded:
             stack.enter_context(_plain_calls(model))
+        shapes = {each: each.shape for each in model.parameters() if residency_of(each).is_materialized}  # in any block
         yield model
-        for parameter in offloaded if write else ():
+        if write:
+            _refuse_other_shapes(shapes)
+        for parameter in shapes if write else ():
             residency_of(parameter).write(parameter, parameter.data)
+
+
+def _refuse_other_shapes(shapes: Mapping[nn.Parameter, torch.Size]) -> None:
+    """Raise ReleasedParameterError where parameters had these shapes and have others now, as after a resize."""
+    for parameter, shape in shapes.items():
+        if parameter.shape != shape:
+            raise ReleasedParameterError(
+                f"a parameter of shape {tuple(shape)} was given shape {tuple(parameter.shape)} inside of materialize, "
+                "and cannot be stored. Change the model before its first call, and make its optimizer afterwards. "
+                "Nothing was stored"
+            )
 
 
 @contextmanager

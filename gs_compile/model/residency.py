@@ -381,11 +381,12 @@ def as_masters(parameter: Tensor) -> Iterator[None]:
 @contextmanager
 def materialized(parameter: Tensor, *, master: bool) -> Iterator[None]:
     """An offloaded parameter, materialized."""
-    residency, dtype = residency_of(parameter), parameter.dtype
+    residency, dtype, shape = residency_of(parameter), parameter.dtype, parameter.shape
     residency.set_data(parameter, residency.value(parameter, master=master).to(parameter.device))
     residency.is_materialized = True
     try:
         yield
     finally:
         residency.is_materialized = False
+        parameter.data = parameter.data.new_empty(()).expand(shape)  # a script may have given it another one
         residency.release(parameter, dtype)

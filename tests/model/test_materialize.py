@@ -211,6 +211,40 @@ def test_changes_are_written_where_they_are_wanted(changes, tmp_path):
         one.train(1)
 
 
+def test_a_block_in_another_stores_what_it_writes(tmp_path):
+    """The outer one dropped it without a word."""
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        weight = one.model.transformer.wpe.weight
+        with gs_compile.materialize(one.model):
+            with gs_compile.materialize(one.model, write=True), torch.no_grad():
+                weight.fill_(2)
+            with torch.no_grad():
+                weight.fill_(3)
+        assert weight.unique().tolist() == [2]
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_parameter_of_another_shape_is_not_stored(tmp_path, write):
+    """As of resize_token_embeddings: the first of its elements were, and later calls had two shapes of it."""
+    with learner(tmp_path, make) as one:
+        one.train(0)
+        before = one.values()
+
+        def resize():
+            with gs_compile.materialize(one.model, write=write):
+                one.model.lm_head.weight.data = torch.zeros(80, 32)
+
+        if write:
+            with pytest.raises(ReleasedParameterError, match=r"of shape \(70, 32\) was given shape \(80, 32\)"):
+                resize()
+        else:
+            resize()
+        assert one.model.lm_head.weight.shape == (70, 32)
+        same_tensors(one.values(), before)
+        one.train(1)
+
+
 def test_masters_are_written_as_they_are(tmp_path):
     with learner(tmp_path, make, precision="bf16") as one:
         one.train(0)
