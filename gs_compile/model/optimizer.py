@@ -200,6 +200,7 @@ class Optimizer(torch.optim.Optimizer):
         fp32 masters, which only the former has, must round to the model's values when the next step begins.
         """
         optimizer_state.refuse_passed_on(self)
+        self.kept.check_values()
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict

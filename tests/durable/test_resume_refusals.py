@@ -127,6 +127,7 @@ def test_a_run_that_is_started_again_after_its_last_step_keeps_what_it_has_learn
     with harness.fresh(adamw, options(tmp_path / "other", alpha=0.5)) as optimizer:
         steps(harness, optimizer, range(2))
         wanted = {name: value.clone() for name, value in harness.model.state_dict().items()}
+        other = optimizer.state_dict()
     with resumed(harness, adamw, given) as optimizer:
         assert gs_compile.resume(harness.model, optimizer, storage=tmp_path).step == 2
         optimizer.commit()
@@ -138,12 +139,15 @@ def test_a_run_that_is_started_again_after_its_last_step_keeps_what_it_has_learn
         for use in (weight.detach, weight.norm, weight.tolist, gs_compile.materialize(harness.model).__enter__):
             with pytest.raises(StepOrderError, match=words):
                 use()
+        with pytest.raises(StepOrderError, match=words):  # it took the number of steps, and the commit's moments
+            optimizer.load_state_dict({**other, "state": {}})
         with pytest.raises(RuntimeError, match=words):  # torch's own
             harness.model.load_state_dict({name: value + 1 for name, value in wanted.items()})
         with torch.no_grad():
             harness.model(input_ids=tokens(0), labels=tokens(0))
         optimizer.commit()
-        optimizer.state_dict()
+        assert optimizer.num_steps == 2
+        assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], other["state"][0]["exp_avg"])
         found = harness.model.state_dict()
         assert [name for name, value in found.items() if not torch.equal(value, wanted[name])] == []
 
