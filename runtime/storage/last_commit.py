@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -59,10 +60,18 @@ def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = 
     """The last commit that a run has left on the drives and on others of its own. One may be a commit behind.
 
     agree: of several ranks, each of which may have prepared one more; what is agreed on is committed.
-    Raises LeftoverError where it is not to be taken up, is of several runs, or has its files elsewhere.
+    Raises LeftoverError where it is not to be taken up, is of several runs, or has its files elsewhere; also where one
+    is prepared and there is no other rank: others may have made it, and then this one is to make it, too.
     """
     folders = {drive.folder: drive.own for drive in drives}
-    left = commits_in(folders, prepared=agree is not None)
+    left = commits_in(folders, prepared=True)
+    if agree is None and (ahead := next((each for each in left if not each.is_made), None)) is not None:
+        what = (
+            f"a run of several ranks has ended here while it committed step {ahead.commit.step}, and this process runs "
+            "alone: start as many ranks as it had (torchrun), choose another storage=, or delete it: greedysnake store "
+            f"gc --all {ahead.folder.parent}"
+        )
+        raise LeftoverError(errno.EEXIST, what, str(ahead.folder))
     left += [each._replace(folder=next(iter(folders))) for each in _beside(left, folders)]
     having = [each.folder for each in left]
     left = [each._replace(commit=located(each.commit, each.folder, having)) for each in left]
@@ -111,12 +120,14 @@ def common_step(by_rank: Sequence[Steps]) -> Step | None:
 def located(commit: Manifest, here: Path, having: Sequence[Path]) -> Manifest:
     """A commit that was found in the folder `here`, with the paths that its folders have now.
 
-    A folder may be given by a link; one of them may be of a directory that has been moved. having: the folders that
-    have a commit. Raises LeftoverError where its files are not here: what is here may be of it all the same.
+    A folder may be given by a link; one of them may be of a directory that has been moved, and have another run in its
+    place. having: the folders that have a commit. Raises LeftoverError where its files are not here: what is here may
+    be of it all the same.
     """
     named = folders_of(commit)
     now = {old: new for old in named for new in having if is_same(old, new)}
-    gone, others = [old for old in named if not old.is_dir()], [new for new in having if new not in now.values()]
+    gone = [old for old in named if not any(map(os.path.exists, _paths(commit, old)))]
+    others = [new for new in having if new not in now.values()]
     if len(gone) == len(set(others)) == 1:
         now[gone[0]] = others[0]
     if named and here not in now.values():
@@ -133,6 +144,11 @@ def located(commit: Manifest, here: Path, having: Sequence[Path]) -> Manifest:
         return replace(file, folder=str(now.get(Path(file.folder), file.folder)))
 
     return replace(commit, parts=tuple(replace(part, files=tuple(map(moved, part.files))) for part in commit.parts))
+
+
+def _paths(commit: Manifest, folder: Path) -> Iterator[Path]:
+    """Of a commit's files in a folder."""
+    return (folder / file.name for file in commit.files() if Path(file.folder) == folder)
 
 
 def is_same(one: Path, other: Path) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from stored_run import name_of, save, stored_run, values
+from stored_run import RUN, name_of, save, stored_folders, stored_run, values
 from test_store_command import names, printed, refused, run
 
 from gs_compile.cli.stored import verify
@@ -183,6 +183,24 @@ def test_export_takes_the_step_that_all_ranks_have(folders, commit, tmp_path):
     printed("gc", folders[0].parent)
     assert "step 4" in printed("export", folders[0].parent, tmp_path / "out")
     assert [report["step"] for report in reports("verify", folders[0])] == [4, 3, 4]
+
+
+@pytest.mark.parametrize("is_another_there", [False, True])
+def test_a_run_that_was_copied_here_is_verified_and_exported(tmp_path, is_another_there):
+    """From another machine, say, or from a directory that has another run by now."""
+    (one,) = stored_folders(tmp_path, "one")
+    save(one, stored_run(one))
+    (tmp_path / "one").rename(tmp_path / "copy")
+    if is_another_there:
+        (one,) = stored_folders(tmp_path, "one")
+        save(one, stored_run(one, seed=1, run="89abcdef"))
+    (report,) = reports("verify", tmp_path / "copy" / one.name)
+    assert (report["bad"], report["run"]) == ([], RUN)
+    printed("export", tmp_path / "copy", tmp_path / "out", "--masters")
+    assert torch.equal(loaded(tmp_path / "out")["layers.0.weight"], of_layer()[0, :6400].view(64, 100))
+    before = names(tmp_path / "copy" / one.name)
+    printed("gc", tmp_path / "copy")
+    assert names(tmp_path / "copy" / one.name) == before
 
 
 def test_export_refuses_before_it_writes(folders, commit, tmp_path):

@@ -57,6 +57,18 @@ def test_a_directory_of_another_path_has_the_run(tmp_path, how):
     assert len(files(path / FOLDER for path in now)) == len(before)
 
 
+def test_a_run_that_was_moved_goes_on_while_another_is_in_its_place(tmp_path):
+    (one,) = left(tmp_path, "one")
+    (tmp_path / "aside").mkdir()
+    one.rename(tmp_path / "aside" / FOLDER)
+    one.mkdir(mode=0o700)
+    save(one, stored_run(one, run="89abcdef"))
+    before = files([one])
+    with Store([tmp_path / "aside"], durable=True, resume=()) as store:
+        assert holds_values(store)
+    assert files([one]) == before
+
+
 def test_files_of_a_run_that_are_elsewhere_are_told(tmp_path):
     """A copy of a manifest without the files; what is beside it stays."""
     (one,) = left(tmp_path, "one")
@@ -113,3 +125,15 @@ def test_a_model_beside_keeps_what_it_has_committed_or_prepared(tmp_path, name):
     before = sorted(path.name for path in folder.iterdir() if path.name != ".lock")
     Store([tmp_path]).close()
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_what_a_rank_has_prepared_is_kept_from_a_process_that_runs_alone(tmp_path):
+    """Other ranks may have made it, and written over the commit before: all would be lost."""
+    (one,) = stored_folders(tmp_path, "one")
+    made = stored_run(one)
+    save(one, replace(made, world=2))
+    save(one, replace(made, world=2, step=4), NEXT)
+    before = sorted(path.name for path in one.iterdir())
+    with pytest.raises(LeftoverError, match="a run of several ranks has ended here while it committed step 4"):
+        Store([tmp_path / "one"], durable=True, resume=())
+    assert sorted(path.name for path in one.iterdir() if path.name != ".lock") == before

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gs_compile.errors import StorageError
+from gs_compile.errors import LeftoverError, StorageError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 from gs_compile.runtime.storage import manifest, system
 from gs_compile.runtime.storage.folder import STATUS, Folder, as_storage_error, holder, is_made
-from gs_compile.runtime.storage.last_commit import folders_of, is_same, names_in, order
+from gs_compile.runtime.storage.last_commit import folders_of, is_same, located, names_in, order
 from gs_compile.runtime.storage.manifest import NAME, NEXT
 from gs_compile.runtime.storage.stored import FOLDERS, OURS, Manifest
 
@@ -93,7 +93,8 @@ def found_in(directory: Path) -> list[Found]:
 def look(folder: Path) -> Found:
     """What a folder has now."""
     try:
-        own, ahead, user = manifest.read(folder), manifest.read(folder, NEXT), holder(folder)
+        own, ahead = (_located(manifest.read(folder, name), folder) for name in (NAME, NEXT))
+        user = holder(folder)
     except StorageError as error:
         return Found(folder, problem=error)
     except OSError as error:
@@ -102,12 +103,20 @@ def look(folder: Path) -> Found:
     named = folders_of(made) if made else []
     folder = next((each for each in named if is_same(each, folder)), folder)  # by the name that its commit has for it
     commits, prepared = {folder: own} if own else {}, {folder: ahead} if ahead else {}
-    for other in named if folder in named else ():  # a copy is of files elsewhere
+    others = [each for each in named if each != folder] if folder in named else ()  # a copy is of files elsewhere
+    for other in others:
         for name, found in ((manifest.NAME, commits), (NEXT, prepared)):
             with contextlib.suppress(StorageError):  # of a drive that is away now
                 if made and (each := manifest.read(other, name)) is not None and each.run == made.run:
                     found[other] = each
     return Found(folder, commits, prepared, user=user)
+
+
+def _located(commit: Manifest | None, folder: Path) -> Manifest | None:
+    """A commit with the path that the folder it was found in has now; as it is where its files are elsewhere."""
+    with contextlib.suppress(LeftoverError):
+        return commit and located(commit, folder, [folder])
+    return commit
 
 
 def _made_in(folder: Path) -> dict[str, int]:
