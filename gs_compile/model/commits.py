@@ -21,7 +21,7 @@ import torch
 
 from gs_compile.capture.internals import changes
 from gs_compile.errors import OptimizerError, ResumeError
-from gs_compile.model.in_memory import trained_in_memory
+from gs_compile.model.in_memory import parameters_in_memory
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import as_step
 from gs_compile.model.residency import residency_of
@@ -189,12 +189,15 @@ def _name_of_run(tiers: Tiers) -> str:
 
 
 def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters in memory beside the compiled model, and their states, by their places in the optimizer."""
-    tensors = {}
-    for number, parameter in trained_in_memory(optimizer.param_groups):
-        tensors[f"{number}"] = parameter
+    """Parameters in memory beside the compiled model, and their states, by their places in the optimizer: those that
+    are trained, or were.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for number, parameter in parameters_in_memory(optimizer.param_groups):
         state = optimizer.state.get(parameter, {}).items()
-        tensors |= {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
+        own = {f"{number}.{name}": each for name, each in state if torch.is_tensor(each) and not each.is_meta}
+        if own or parameter.requires_grad:
+            tensors |= {f"{number}": parameter, **own}
     return tensors
 
 

@@ -158,8 +158,9 @@ def _differences(
     if len(former.groups) != len(optimizer.param_groups):
         yield f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
     beside = {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()}
-    trained = ((str(number), each) for number, each in enumerate(optimizer.group_of) if each.requires_grad)
-    if beside != {name: tuple(each.shape) for name, each in trained if name in beside or not is_offloaded(each)}:
+    found = ((str(number), each) for number, each in enumerate(optimizer.group_of))
+    trained = {name: each for name, each in found if name in beside or (each.requires_grad and not is_offloaded(each))}
+    if beside != {name: tuple(each.shape) for name, each in trained.items()}:  # one may have been frozen since
         yield "it has other parameters beside the compiled model"
     for there, ours in pairs:
         if there.group != ours.group:

@@ -64,10 +64,6 @@ def give_names(groups: Sequence[Mapping[str, Any]]) -> None:
             left -= own
 
 
-def trained_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
-    return ((place, each) for place, each in parameters_in_memory(groups) if each.requires_grad)
-
-
 def with_gradients(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     """The parameters in memory that have a gradient."""
     return [each for _, each in parameters_in_memory(groups) if each.grad is not None]

@@ -107,6 +107,25 @@ def test_a_parameter_without_elements_is_kept(tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_eager_head_that_was_frozen_stays_as_it_was_trained(tmp_path, is_known):
+    """It was in no commit from then on. is_known: to the script that goes on, ahead of its first call."""
+    trunk, head, optimizer, _ = made(tmp_path)
+    for number in range(2):
+        head(trunk(tokens(number))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        head.requires_grad_(False)
+    optimizer.commit()
+    wanted = [each.clone() for each in head.parameters()]
+    optimizer.engine.tiers.close()
+    trunk, head, optimizer, first = made(tmp_path)
+    head.requires_grad_(not is_known)
+    with torch.no_grad():
+        trunk(tokens(first))
+    assert all(map(torch.equal, head.parameters(), wanted))
+
+
 def test_room_is_reserved_for_what_an_evaluation_ahead_has_had_on_the_tiers(tmp_path):
     """A commit has it in memory; a full drive was found at the first commit."""
     trunk, head, optimizer, _ = made(tmp_path, Noted)
