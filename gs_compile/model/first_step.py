@@ -266,6 +266,8 @@ def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
     if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
         optimizer.go_on(former)
         optimizer.kept.step = former.step
+        if optimizer.kept.user is None:
+            optimizer.kept.user = former.user
 
 
 def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:

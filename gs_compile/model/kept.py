@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -75,8 +75,15 @@ class Kept:
 
     def end_step(self) -> None:
         """A step has ended, and nobody has taken the next batch yet."""
-        among = ((name, each) for name, each in self.states.items() if isinstance(each, Sampler | DataLoader))
-        self.positions = {name: _plain(each.state_dict()) for name, each in among}  # type: ignore[union-attr]
+        self.positions = {name: _plain(each.state_dict()) for name, each in self._positioned}
+
+    def begin_at(self, saved: Mapping[str, Any]) -> None:
+        """The same, of the step of a commit that has saved these states."""
+        self.positions = {name: saved[name] for name, _ in self._positioned if name in saved}
+
+    @property
+    def _positioned(self) -> Iterator[tuple[str, Any]]:
+        return ((name, each) for name, each in self.states.items() if isinstance(each, Sampler | DataLoader))
 
     def snapshot(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Copies of both, and of the optimizer's param groups, as they are now, by the names that a manifest has.

@@ -92,6 +92,7 @@ def resume(
     optimizer.steps.missed = {named[each.name]: each.missed for each in former.parameters}
     optimizer.go_on(former)
     kept.user = former.user
+    kept.begin_at(former.states)
     kept.await_values(model, [named[each.name] for each in former.parameters])
     return Resumed(former.step, former.user)
 

@@ -101,5 +101,18 @@ def test_what_a_resumed_run_changes_before_its_first_step_is_committed(harness, 
         optimizer.commit()
     with resumed(harness, adamw, given) as optimizer, torch.no_grad():
         loss_of(model, tokens(1))
-        assert (optimizer.num_steps, read(tmp_path / FOLDER).user) == (1, "changed")
+        assert (optimizer.num_steps, read(tmp_path / FOLDER).user, optimizer.kept.user) == (1, "changed", "changed")
         assert bool((model.get_parameter(NAME) == 3).all())
+
+
+def test_a_resumed_run_commits_the_position_of_its_step_and_not_of_the_batch_under_way(harness, tmp_path):
+    """It was left out by the process that went on from there."""
+    train(harness, tmp_path, "step", lambda model, optimizer: optimizer.commit())
+    model, given, batches = harness.model, options(tmp_path, durability="step"), Batches()
+    with harness.fresh(lambda _: gs_compile.AdamW(model.parameters()), given) as optimizer:
+        gs_compile.resume(model, optimizer, storage=tmp_path, schedule=None, batches=batches)
+        assert next(iter(batches)) == 1
+        with torch.no_grad():
+            loss_of(model, tokens(1))
+        optimizer.commit()
+    assert read(tmp_path / FOLDER).states["batches"] == {"taken": 1}
