@@ -58,13 +58,18 @@ class Captured:
     def names(self, *roles: Role) -> frozenset[str]:
         return frozenset(entry.name for entry in self.inputs if entry.role in roles)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """All of the model, as it has them now, by their names in it: the graph may read a part of them."""
+    def buffers(self, *, persistent: bool = False) -> dict[str, torch.Tensor]:
+        """All of the model, as it has them now, by their names in it: the graph may read a part of them.
+
+        persistent: those alone that are in state dicts.
+        """
         models = ((start, model) for start, each in self.models.items() if (model := each()) is not None)
         return {
-            f"{start}{name}".removeprefix(self.root): buffer
+            f"{start}{path}{path and '.'}{name}".removeprefix(self.root): buffer
             for start, model in models
-            for name, buffer in model.named_buffers(remove_duplicate=False)
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+            if not (persistent and name in module._non_persistent_buffers_set)
         }
 
 

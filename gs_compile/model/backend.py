@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -221,7 +221,8 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
     """The call of a model whose parameters an engine has. random: the state that the call has found."""
     models, ranks = call.models, call.ranks
     if call.training:
-        engine = engine.first_step.engine_for_training(engine, call)
+        with nullcontext() if engine.durable is None else engine.durable.within(random):
+            engine = engine.first_step.engine_for_training(engine, call)
     _refuse_other_layers(engine, models[0], training=call.training)
     if not call.training:
         call.args = [for_evaluation(arg) if isinstance(arg, torch.nn.Parameter) else arg for arg in call.args]
@@ -231,7 +232,7 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
         if (before := engine.durable.take_random_state()) is not None:
             set_random_state(random := dict(before))
             call.units.seed = _seed(models, call.units.whole)
-        engine.durable.note_buffers(call.compilation.buffers(call.args))
+        engine.durable.note_buffers(call.compilation.captured, call.compilation.buffers(call.args))
     if ranks is not None:
         refuse_uneven(ranks, call.compilation.options.expert.schedule, models)
     return TieredCall(call.compilation, models, call.args, call.units, call.training, ranks, engine, random)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from gs_compile.capture.graph import Captured
 from gs_compile.capture.internals import changes
 from gs_compile.errors import OptimizerError, ResumeError
 from gs_compile.model.in_memory import parameters_in_memory
@@ -39,8 +40,8 @@ VERSIONS = {"greedysnake": __version__, "torch": str(torch.__version__), "python
 class Durable:
     """Which steps are committed, with what.
 
-    optimizer: gives it, while it lives. plan: what commits keep of the plan. buffers: by name, those that calls have
-    read, as the latest of them had them. former: the commit that the run has gone on from.
+    optimizer: gives it, while it lives. plan: what commits keep of the plan. captured, read: as of `note_buffers`, of
+    the first call. former: the commit that the run has gone on from.
     """
 
     def __init__(
@@ -49,15 +50,16 @@ class Durable:
         tiers: Tiers,
         parameters: Sequence[StoredParameter],
         plan: Mapping[str, Any],
-        buffers: Mapping[str, torch.Tensor],
+        captured: Captured,
+        read: Mapping[str, torch.Tensor],
     ) -> None:
         assert tiers.commits is not None, "no step is durable"
         self.every = tiers.placement.durability
         self._random: Mapping[str, str] | None = None  # that the call under way has found
-        self.buffers: dict[str, torch.Tensor] = {}
-        self._first_buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # as they were when they came
-        self.note_buffers(buffers)
+        self._captures: list[Captured] = []  # of the calls so far
+        self._read: dict[str, torch.Tensor] = {}  # the buffers that these have read, as the latest of them had them
         self._optimizer = optimizer
+        self.note_buffers(captured, read)
         self._tiers = tiers
         setting = tiers.setting
         self._fixed = {
@@ -94,26 +96,42 @@ class Durable:
         optimizer = self._optimizer()
         return former.random if former and optimizer and not optimizer.kept.has_random_state else None
 
-    def note_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """A call reads these: what a script makes of them from now on is in commits."""
-        self.buffers.update(buffers)
-        for name, each in buffers.items():
-            self._first_buffers.setdefault(name, (weakref.ref(each), changes(each)))
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """All of the model, by name, as it has them now."""
+        found = dict(self._read)
+        for captured in self._captures:
+            found |= captured.buffers()
+        return found
 
-    def find_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Find what the commit has of buffers among all of the model: the first call may be an evaluation, of others.
+    def note_buffers(self, captured: Captured, read: Mapping[str, torch.Tensor]) -> None:
+        """A call reads these: what a script makes of them, and of all that state dicts have, is in commits from now on.
+
+        Of several engines of a run the first one counts: what has come between is a change.
+        """
+        self._read.update(read)
+        if any(each is captured for each in self._captures) or (optimizer := self._optimizer()) is None:
+            return
+        self._captures.append(captured)
+        for name, each in {**read, **captured.buffers(persistent=True)}.items():
+            optimizer.kept.first_buffers.setdefault(name, (weakref.ref(each), changes(each)))
+
+    def find_buffers(self) -> None:
+        """Have what the commit has of buffers in all commits that follow.
 
         Raises ResumeError where the model has none of a name, or of another shape.
         """
+        optimizer, buffers = self._optimizer(), self.buffers
+        assert optimizer is not None, "its first call is under way"
         for each in self.former.rest if self.former else ():
             name = each.name.removeprefix(BUFFER)
             if name == each.name:
                 continue
-            buffer = self.buffers.get(name, buffers.get(name))
+            buffer = buffers.get(name)
             if buffer is None or tuple(buffer.shape) != tuple(each.shape):
                 here = "the model has none" if buffer is None else f"here it is {tuple(buffer.shape)}"
                 raise ResumeError(f"the commit has a {each.name} of shape {tuple(each.shape)}, and {here}")
-            self.note_buffers({name: buffer})
+            optimizer.kept.first_buffers[name] = (lambda: None, 0)
 
     def marks(self, num_steps: int) -> dict[str, bool]:
         """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before.
@@ -154,11 +172,14 @@ class Durable:
         optimizer, store = self._optimizer(), self._tiers.setting.store
         assert optimizer is not None, "an optimizer is there until its engine is closed"
         assert store is not None, "commits need storage"
-        rest = {**rest_of(optimizer), **self._changed_buffers}
+        rest = {**rest_of(optimizer), **self._changed_buffers(optimizer)}
+        step = optimizer.num_steps + optimizer.num_skipped
+        if optimizer.kept.step is not None:  # where the first step begins again, it is from this commit
+            optimizer.kept.step = step
         facts = {
             **self._fixed,
             "run": store.run,
-            "step": optimizer.num_steps + optimizer.num_skipped,
+            "step": step,
             "num_skipped": optimizer.num_skipped,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "optimizer": type(optimizer).__name__,
@@ -169,10 +190,10 @@ class Durable:
         }
         return lambda parts: Manifest(parts=parts, **facts), rest
 
-    @property
-    def _changed_buffers(self) -> dict[str, torch.Tensor]:
+    def _changed_buffers(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """Buffers that a script changes between steps, as no forward does, by their names in `rest`."""
-        known = ((name, self.buffers[name], *first) for name, first in self._first_buffers.items())
+        firsts = optimizer.kept.first_buffers
+        known = ((name, each, *firsts[name]) for name, each in self.buffers.items() if name in firsts)
         return {
             f"{BUFFER}{name}": each
             for name, each, first, number in known

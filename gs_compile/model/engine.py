@@ -89,16 +89,15 @@ class Engine(ParameterStore):
             super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
             self.sums = Sums(tiers)
             plan = self.planning.planned.facts
-            buffers = call.compilation.buffers(call.args)
-            self.durable = Durable(self._optimizer, tiers, stored, plan, buffers) if tiers.commits else None
+            buffers = call.compilation.captured, call.compilation.buffers(call.args)
+            self.durable = Durable(self._optimizer, tiers, stored, plan, *buffers) if tiers.commits else None
             spans = {call.args[index]: span for index, span in layout.spans.items()}
             self._parameters = [weakref.ref(each) for each in spans]
             never = call.models[0].split.idle  # get a gradient
             trained = (span for i, span in layout.spans.items() if call.args[i].requires_grad and i not in never)
             self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
             if self.durable is not None and self.durable.former is not None:
-                self.durable.find_buffers(call.compilation.captured.buffers())
-                rest = take_up(self, spans, stored)
+                rest = take_up(self, spans, stored, self.durable.find_buffers)
                 give_back_rest(optimizer, rest, self.durable.buffers, states_alone=prepared is not None)
             else:
                 move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
@@ -106,7 +105,7 @@ class Engine(ParameterStore):
         except BaseException:  # also where the user has interrupted it: no later call goes on with half of a run
             tiers.close()
             raise
-        self.is_changed = False  # by the user: a value or a state, since the engine has them
+        self.is_changed = False  # by the user: a value or a state, since the engine has them, or the last commit()
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property
@@ -358,6 +357,7 @@ class Engine(ParameterStore):
         self.open.abandon("optimizer.commit() was called")
         self.flush(commit=True)
         super().synchronize()
+        self.is_changed = False
 
     @in_turn
     def synchronize(self) -> None:

@@ -85,12 +85,17 @@ class FirstStep:
         """The engine that is planned for a training call, and has what it reads [0]: commits name all that steps read,
         and nothing else.
         """
-        if not self.may_begin_again or engine.open or engine.record is not None or self.done:
+        if self.engine() is not engine or engine.open or engine.record is not None or self.done:
             return engine
         is_provisional = engine.planning.planner.model.is_provisional
         captured, had = call.compilation.captured, engine.spans_of(call.args)
         read = {index for graph in call.models[0].split.units for index in graph.parameters(captured)}
-        if not is_provisional and read <= had.keys() and (engine.durable is None or len(had) == len(engine.spans)):
+        has_all = engine.durable is None or len(had) == len(engine.spans)
+        if not is_provisional and read <= had.keys() and has_all:
+            return engine
+        if is_provisional and has_all and _has_uncommitted(engine):
+            engine.commit()  # from which it may begin again
+        if not self.may_begin_again:
             return engine
         return self.begin_again(engine, call, Loop(engine.accumulates, engine.num_calls))
 
@@ -194,7 +199,7 @@ class FirstStep:
         """Whether the step is under way, and all is there that it began with."""
         if (engine := self.engine()) is None or engine.sums.has_outside or engine.closed:
             return False
-        if engine.is_changed and engine.durable is not None and engine.durable.goes_on:
+        if _has_uncommitted(engine):
             return False  # another engine would take up what the commit has, without these changes
         return may_plan_again(engine.ranks, engine.placement.layout.schedule)
 
@@ -268,6 +273,11 @@ def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
         optimizer.kept.step = former.step
         if optimizer.kept.user is None:
             optimizer.kept.user = former.user
+
+
+def _has_uncommitted(engine: Engine) -> bool:
+    """Whether the run goes on from a commit, and the user has changed what it has taken up there."""
+    return engine.is_changed and engine.durable is not None and engine.durable.goes_on
 
 
 def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:

@@ -236,6 +236,7 @@ class RunPlanner:
         values_nbytes = budgets.device_nbytes if plan.problem.builder.layout.separate else None
         if plan.is_solved:
             values_nbytes = plan.problem.values_nbytes if plan.profile.separate else values_nbytes
+        if plan.is_solved and not self.model.is_provisional:  # which no step is to take up
             made_for = self._made_for(self.model.sizes[masters], accumulate)
             facts |= facts_of(plan, made_for, self.whole_nbytes, values_nbytes)
         return Planned(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from killed import resumed
+from learner import same_tensors
 from setups import SetUp, Tiny
 from tiered import Harness, adamw, gpt2, options, outcome, tokens
 
@@ -100,19 +101,24 @@ def test_an_evaluation_between_two_backwards_changes_no_commit(harness, tmp_path
 
 
 class Shifted(Tiny):
+    """The calls read one buffer, a script alone another, and nobody saves the third."""
+
     def __init__(self):
         super().__init__()
         self.register_buffer("shift", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("cache", torch.zeros(1 << 10), persistent=False)
 
     def forward(self, ids):
         return super().forward(ids) * (1 + self.shift)
 
 
 @contextmanager
-def goes_on(folder, model=Tiny):
+def goes_on(folder, model=Tiny, *, accumulates=False):
     """A run that resumes, if there is one, and is committed in the end."""
     torch.manual_seed(0)
-    run = SetUp(folder, model(), {"storage": folder, "durability": "step", "resume": "auto"})
+    given = {"storage": folder, "durability": "step", "resume": "auto", "accumulate": accumulates}
+    run = SetUp(folder, model(), given, {"alpha": None} if accumulates else {})
     yield run
     run.optimizer.commit()
     run.optimizer.engine.tiers.close()
@@ -138,13 +144,56 @@ def test_what_a_resumed_run_was_given_is_not_lost_where_its_first_step_begins_ag
         take_step(run)
     for change in (halve, forget):
         with goes_on(tmp_path) as run:
-            with torch.no_grad():
-                run.call()
+            run.call()
             change(run.model, run.optimizer)
             run.model(run.batch).backward()
             with pytest.raises(StepOrderError, match='"accumulate": True'):
                 run.model(run.batch).backward()
             run.optimizer.step()
+
+
+@pytest.mark.parametrize("change", [halve, forget])
+def test_what_a_resumed_run_was_given_behind_an_evaluation_is_in_the_plan_of_its_first_step(tmp_path, change):
+    """The run kept the plan of the evaluation, which saves nothing, and had one backward in each step."""
+    found = []
+    for evaluates in (True, False):
+        with goes_on(tmp_path / str(evaluates)) as run:
+            take_step(run)
+        with goes_on(tmp_path / str(evaluates), accumulates=not evaluates) as run:
+            with torch.set_grad_enabled(not evaluates):
+                run.call()
+            change(run.model, run.optimizer)
+            for _ in range(2):
+                run.model(run.batch).backward()
+            assert not run.optimizer.engine.planning.planner.model.is_provisional
+            run.optimizer.step()
+            states = run.optimizer.state_dict()["state"]
+            named = {f"{number} {name}": each for number, state in states.items() for name, each in state.items()}
+            found.append(run.model.state_dict() | named)
+    same_tensors(*found)
+
+
+def test_buffers_that_a_script_changes_are_in_all_commits_that_follow(tmp_path):
+    """Those that no call reads, and that are other tensors since the last call, were in none; the others in none of a
+    process that evaluates first, and does not change them again.
+    """
+    with goes_on(tmp_path, Shifted) as run:
+        with torch.no_grad():
+            run.call()
+        run.model.shift += 1
+        take_step(run)
+        run.model.seen[1] = 2
+        run.model.cache += 1
+    rest = {each.name for each in read(tmp_path / FOLDER).rest}
+    assert rest == {"buffer shift", "buffer seen"}
+    for number in range(2):
+        with goes_on(tmp_path, Shifted) as run:
+            with torch.no_grad():
+                run.call()
+            assert (run.model.shift.item(), run.model.seen.tolist()) == (1 + number, [0, 2])
+            take_step(run)
+            run.model.shift = torch.tensor(2.0)
+    assert {each.name for each in read(tmp_path / FOLDER).rest} == rest
 
 
 def test_a_buffer_that_changes_behind_the_evaluation_that_a_resumed_run_begins_with(tmp_path):

@@ -65,7 +65,7 @@ def trained(folder, last, *, looks=False):
         optimizer.step()
         optimizer.zero_grad()
         trunk.shift += loss.item()
-        trunk.prior += number == 4  # a commit has more from then on, where an evaluation has read it
+        trunk.prior += number == 4  # a commit has more from then on
         losses.append(loss.item())
     with torch.no_grad():
         trunk.eval()(tokens(0))  # which reads another buffer

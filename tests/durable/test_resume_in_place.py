@@ -7,8 +7,9 @@ from collections import Counter
 from functools import partial
 
 import pytest
+import torch
 from killed import Killed, Taken, clean, resumed, seed, steps
-from tiered import adamw, options, shared
+from tiered import adamw, loss_of, options, shared, step, tokens
 
 from gs_compile.errors import StorageFullError
 from gs_compile.model import engine
@@ -124,6 +125,20 @@ def test_a_plan_is_taken_again_where_nothing_has_changed(harness, moved, tmp_pat
     other = life(harness, make, smaller, tmp_path / "other", range(1, 3), former=first)
     assert other.plan["made_for"] != first.plan["made_for"]
     assert not other.taken.differences(again.taken)
+
+
+@pytest.mark.usefixtures("given_figures")
+def test_no_commit_has_the_plan_of_an_evaluation(harness, tmp_path):
+    """A process that went on took it again, and its layers saved nothing."""
+    given = options([tmp_path], ratios=FREE, host_memory=BUDGET + (200 << 10), durability="step")
+    with harness.fresh(adamw, given) as optimizer:
+        with torch.no_grad():
+            loss_of(harness.model, tokens(0))
+        planned = optimizer.engine.planning.planned
+        assert planned.plan.is_solved
+        assert "decision" not in planned.facts
+        step(harness.model, optimizer, tokens(0))
+        assert "decision" in optimizer.engine.planning.planned.facts
 
 
 def test_room_for_both_sets_is_asked_for_by_name(harness, tmp_path, monkeypatch):
