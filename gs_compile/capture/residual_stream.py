@@ -37,14 +37,18 @@ Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with
 class ResidualStream:
     """A stream, and its boundaries as places in the order of the graph, one behind each block.
 
-    Where no place has one value alive, `is_cut` is False and the boundary is where the next block begins.
+    Where no place has one value alive, the boundary is where the next block begins.
     """
 
     origin: fx.Node  # the first block's input
     nodes: Set[fx.Node]  # that depend on it
     blocks: Stack  # those with nodes of the stream
     boundaries: Sequence[int]
-    is_cut: bool
+    num_cut: int  # how many of the blocks come before the first behind which no place has one value alive
+
+    @property
+    def is_cut(self) -> bool:
+        return self.num_cut == len(self.blocks)
 
     def start(self, place: Mapping[fx.Node, int]) -> int:
         """The place of the first that depends on its origin, or is in its first block."""
@@ -56,27 +60,27 @@ def residual_streams(readers: Readers, batch: Set[str], *, one: bool) -> list[Re
     all others that can be beside it, whose blocks hand on tensors of one shape, and that are larger than a layer of it:
     smaller ones take no more memory as a part of a unit, and a head of several layers is no stack.
 
+    Of one that can be cut only in part they are those of its parts (`of_parts`).
+
     batch: inputs that have the samples; one: of the largest stack alone. Where no stack can be cut it is the largest.
     Raises `UniformityError` where there is no stack, or its blocks do not run one after the other.
     """
     search = _Search(readers, batch)
     found = [stack for stack in stacks(node for node in readers if not is_free(node)) if _has_parameters(stack, batch)]
-    chosen, uncut, least = list[ResidualStream](), list[tuple[Stack, ResidualStream]](), -1
+    chosen, uncut, least = list[ResidualStream](), list[ResidualStream](), -1
     for stack in found:
         if search.numel(chain.from_iterable(stack)) > least and (stream := search.stream(stack)) is not None:
-            if not stream.is_cut:
-                uncut.append((stack, stream))
-            elif not chosen or (search.is_even(stream) and all(search.are_apart(stream, each) for each in chosen)):
+            if not chosen:
+                chosen = [stream] if stream.is_cut else search.of_parts(stream, one=one)
+                uncut += [] if chosen else [stream]
+                least = max((search.numel(block) for each in chosen for block in each.blocks), default=-1)
+            elif stream.is_cut and search.is_even(stream) and all(search.are_apart(stream, each) for each in chosen):
                 chosen.append(stream)
-                least = max(least, *map(search.numel, stream.blocks)) if len(chosen) == 1 else least
         if chosen and one:
             break
     if not (chosen or uncut):
         raise UniformityError(_no_stream(readers, found))
-    if not chosen:
-        later = (search.of_later_blocks(stack) for stack, _ in uncut)
-        chosen = [next(filter(None, later), uncut[0][1])]
-    return sorted(chosen, key=lambda each: each.start(search.place))
+    return sorted(chosen or uncut[:1], key=lambda each: each.start(search.place))
 
 
 def _has_parameters(stack: Stack, batch: Set[str]) -> bool:
@@ -142,24 +146,34 @@ class _Search:
             last = {node: self._last_before(places[-1][0], ends[-1] + behind, node, origin) for node in nodes}
             found = self._boundaries(ends, stops, last)
         boundaries = [stop - 1 if each is None else each for each, stop in zip(found, stops, strict=True)]
-        return ResidualStream(origin, nodes - {origin}, blocks, boundaries, None not in found)
+        num_cut = found.index(None) if None in found else len(found)
+        return ResidualStream(origin, nodes - {origin}, blocks, boundaries, num_cut)
 
-    def of_later_blocks(self, stack: Stack) -> ResidualStream | None:
-        """The stream that can be cut through the most of a stack's last blocks, at least half of them; None: through
-        none. What the blocks before them make for others is made before the stream, and so is a side input.
+    def of_parts(self, uncut: ResidualStream, *, one: bool) -> list[ResidualStream]:
+        """The streams through the most of the last blocks that can be cut, and through the first ones that can, at
+        least half of all together; empty: through fewer. What the blocks between, or before, make for the last ones is
+        made ahead of their stream, and so is a side input.
         """
-        streams = filter(
-            None, (self.stream(stack[start:]) for start in range(1, 1 + min(len(stack) // 2, len(stack) - 2)))
+        blocks, ahead = uncut.blocks, 0 if one or uncut.num_cut == 1 else uncut.num_cut
+        start, stop = max(1, uncut.num_cut), len(blocks) - max(2, (len(blocks) + 1) // 2 - ahead)
+        later = (self.stream(blocks[place:]) for place in range(start, stop + 1))
+        last = next((each for each in later if each is not None and each.is_cut), None)
+        if last is None:
+            return []
+        found = [*self._ahead_of(last, blocks[:ahead]), last]
+        if 2 * (number := sum(len(each.blocks) for each in found)) < len(blocks):
+            return []
+        log.info(
+            "%d of %d blocks are streamed: the others make what many read, and are loaded at once", number, len(blocks)
         )
-        found = next((each for each in streams if each.is_cut and 2 * len(each.blocks) >= len(stack)), None)
-        if found is not None:
-            log.info(
-                "%d of %d blocks are streamed, as others read what the first ones make for them: the first ones are "
-                "loaded with the embedding",
-                len(found.blocks),
-                len(stack),
-            )
         return found
+
+    def _ahead_of(self, later: ResidualStream, blocks: Stack) -> list[ResidualStream]:
+        """The stream through blocks ahead of another stream, where it can be beside that."""
+        found = self.stream(blocks) if len(blocks) > 1 else None
+        if found is None or not (found.is_cut and self.is_even(found) and self.are_apart(found, later)):
+            return []
+        return [found]
 
     def _boundaries(self, ends: Sequence[int], stops: Sequence[int], last: Mapping[fx.Node, int]) -> list[int | None]:
         """Behind the end of each block, the first place at which one value is alive; last: where each is read last."""

@@ -255,6 +255,21 @@ class LongSkips(Model):
         return x
 
 
+class SharedValues(Model):
+    """The fourth of seven blocks makes values for those behind it, as the layers of Gemma 4 that share keys and values."""
+
+    def __init__(self):
+        super().__init__([Valued() for _ in range(7)])
+
+    def stack(self, x, ids):
+        for block in self.blocks[:3]:
+            x, _ = block(x, None)
+        x, shared = self.blocks[3](x, None)
+        for block in self.blocks[4:]:
+            x, _ = block(x, shared)
+        return x
+
+
 class Narrowing(nn.Module):
     """Layers of which no two are alike, and whose last makes the output."""
 
@@ -374,6 +389,7 @@ CASES = [
     (SharedBias, "012", 0),
     (FirstValues, "012", 0),  # the first block runs with the embedding, as the first two of the next case
     (LongSkips, "0 1 23", 0),
+    (SharedValues, "012 3 456", 0),  # the fourth is a joint
     (TwoStreams, "012", 0),
     (Narrowing, "0 1 2 3 4", 0),
     (Bare, "012", 0),
