@@ -176,9 +176,12 @@ class _Search:
         return [found]
 
     def _boundaries(self, ends: Sequence[int], stops: Sequence[int], last: Mapping[fx.Node, int]) -> list[int | None]:
-        """Behind the end of each block, the first place at which one value is alive; last: where each is read last."""
+        """Behind the end of each block, the first place at which one value is alive; last: where each is read last.
+
+        Outputs that are made at the end, or behind it, and that nothing reads stay alive.
+        """
         change = Counter(self.place[node] for node in last)
-        change.subtract(last.values())
+        change.subtract(place for node, place in last.items() if self.readers[node] or place < ends[-1])
         num_alive = list(accumulate(change[place] for place in range(len(self.place))))
         pairs = zip(ends, stops, strict=True)
         return [next((place for place in range(end, stop) if num_alive[place] == 1), None) for end, stop in pairs]

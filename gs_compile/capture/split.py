@@ -141,8 +141,8 @@ class _Cut:
         made_by_block = any(last in stack[-1] for stack in stacks(self.readers))
         self.returned = self._returned(last) if made_by_block else {}
         self.at, self.num_layers, self.origins = arrange(self.readers, self.batch, one=block_cut is not None)
-        if not self.returned and self.at[last] == self.num_layers:  # by what follows the last block, as an addition
-            self.returned = self._returned(last)
+        if not self.returned and (ends := self._unread(last)):  # by what follows the last block, as an addition
+            self.returned = self._returned(max(ends))
             self.at |= dict.fromkeys(self.returned.values(), self.num_layers + 1)
         asked = (each for number, each in enumerate(separated.outputs) if number in tapped)
         self._tap_outputs([each for each in asked if isinstance(each, fx.Node)])  # others are left out of this call
@@ -203,7 +203,8 @@ class _Cut:
                 leaving = {self.origins[position]: {position + 1}}
             on = [node for node, readers in leaving.items() if position + 1 in readers]
             if len(on) > 1 and position == self.num_layers:
-                on = [node for node in on if is_like(node, carried[-1].meta["spec"])]
+                like = [node for node in on if is_like(node, carried[-1].meta["spec"])]
+                on = (like or on)[-1:]  # the others are tapped
             far = {node: readers for node, readers in leaving.items() if not readers <= {position + 1, epilogue}}
             above = [node for node, readers in leaving.items() if epilogue in readers]
             taps = [node for node in above if position < self.num_layers or node not in on[:1]]
@@ -264,6 +265,12 @@ class _Cut:
                 node.replace_input_with(value, copied)
         self.readers = needed_by(self.wanted, self.graph)
         return copied
+
+    def _unread(self, last: fx.Node) -> list[fx.Node]:
+        """Outputs that the last layer makes, and that nothing behind it reads: the graph's last, and hidden states."""
+        spec = self.origins[max(self.origins)].meta["spec"]
+        made = [value for value in self.wanted if self.at[value] == self.num_layers and not self.readers[value]]
+        return [value for value in made if value is last or is_like(value, spec)]
 
     def _returned(self, last: fx.Node) -> dict[fx.Node, fx.Node]:
         """Where the last layer makes the model's output, the copy of it that the epilogue returns."""

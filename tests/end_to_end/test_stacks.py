@@ -328,6 +328,21 @@ class Bare(nn.Module):
         return x
 
 
+class Memories(nn.Module):
+    """Returns its hidden state, which has one token, and what all layers take in, as Transformer-XL of CleanRL."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, ids, labels):
+        x, taken = self.embed(ids[:, 0]), []
+        for block in self.blocks:
+            taken.append(x.detach())
+            x = block(x[:, None])[:, 0]
+        return x, torch.stack(taken, 1)
+
+
 class Query(Model):
     """What the first layer takes in is one row, expanded to the batch: its gradient has memory for each."""
 
@@ -393,6 +408,7 @@ CASES = [
     (TwoStreams, "012", 0),
     (Narrowing, "0 1 2 3 4", 0),
     (Bare, "012", 0),
+    (Memories, "0 12", 0),
     (Container, "012", 0),
     (OneContainer, "012", 0),
     (Query, "01", 0),
@@ -406,6 +422,7 @@ def losses_and_values(model, optimizer):
     losses = []
     for number in range(2):
         result = model(*batch(4, seed=number))
+        result = result[0] + result[1].sum(1) if isinstance(result, tuple) else result
         loss = result.square().mean() if result.dim() else result
         loss.backward()
         optimizer.step()
