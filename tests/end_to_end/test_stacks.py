@@ -329,17 +329,17 @@ class Bare(nn.Module):
 
 
 class Memories(nn.Module):
-    """Returns its hidden state, which has one token, and what all layers take in, as Transformer-XL of CleanRL."""
+    """Returns its hidden state, and what all layers take in, as the memories of a Transformer-XL."""
 
     def __init__(self):
         super().__init__()
         self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, ids, labels):
-        x, taken = self.embed(ids[:, 0]), []
+        x, taken = self.embed(ids), []
         for block in self.blocks:
             taken.append(x.detach())
-            x = block(x[:, None])[:, 0]
+            x = block(x)
         return x, torch.stack(taken, 1)
 
 
@@ -408,7 +408,7 @@ CASES = [
     (TwoStreams, "012", 0),
     (Narrowing, "0 1 2 3 4", 0),
     (Bare, "012", 0),
-    (Memories, "0 12", 0),
+    (Memories, "0 12", 0),  # the first layer's input is detached in the embedding
     (Container, "012", 0),
     (OneContainer, "012", 0),
     (Query, "01", 0),
