@@ -138,14 +138,15 @@ class _Cut:
         self.wanted = [value for value in separated.outputs if isinstance(value, fx.Node)]
         self.readers = needed_by(self.wanted, self.graph)
         *_, last = self.readers
-        made_by_block = any(last in stack[-1] for stack in stacks(self.readers))
-        self.returned = self._returned(last) if made_by_block else {}
+        self.at, self.num_layers, self.returned = dict[fx.Node, int](), 0, dict[fx.Node, fx.Node]()
+        made_by_block = last in self.wanted and any(last in stack[-1] for stack in stacks(self.readers))
+        self._return_copies([last] if made_by_block else [])
         self.at, self.num_layers, self.origins = arrange(self.readers, self.batch, one=block_cut is not None)
-        if not self.returned and (ends := self._unread(last)):  # by what follows the last block, as an addition
-            self.returned = self._returned(max(ends))
-            self.at |= dict.fromkeys(self.returned.values(), self.num_layers + 1)
+        if not self.returned:  # by what follows the last block, as an addition
+            self._return_copies(sorted(self._unread(last))[-1:])
         asked = (each for number, each in enumerate(separated.outputs) if number in tapped)
-        self._tap_outputs([each for each in asked if isinstance(each, fx.Node)])  # others are left out of this call
+        below = [each for each in asked if isinstance(each, fx.Node) and self.at[each] <= self.num_layers]
+        self._return_copies(below)
         if not torch.is_grad_enabled():
             self._refuse_a_cache()
         self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor
@@ -272,18 +273,9 @@ class _Cut:
         made = [value for value in self.wanted if self.at[value] == self.num_layers and not self.readers[value]]
         return [value for value in made if value is last or is_like(value, spec)]
 
-    def _returned(self, last: fx.Node) -> dict[fx.Node, fx.Node]:
-        """Where the last layer makes the model's output, the copy of it that the epilogue returns."""
-        if last not in self.wanted:
-            return {}
-        copied = self._copy(last)
-        self.wanted = [copied if value is last else value for value in self.wanted]
-        self.readers = needed_by(self.wanted, self.graph)
-        return {last: copied}
-
-    def _tap_outputs(self, outputs: Sequence[fx.Node]) -> None:
-        """Have the epilogue return copies of what other units make."""
-        copies = {value: self._copy(value) for value in outputs if self.at[value] <= self.num_layers}
+    def _return_copies(self, values: Sequence[fx.Node]) -> None:
+        """Have the epilogue return copies of outputs that other units make."""
+        copies = {value: self._copy(value) for value in values}
         self.returned |= copies
         self.at |= dict.fromkeys(copies.values(), self.num_layers + 1)
         self.wanted = [copies.get(value, value) for value in self.wanted]
