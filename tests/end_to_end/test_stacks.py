@@ -205,14 +205,25 @@ class Valued(nn.Module):
 
 
 class FirstValues(Model):
+    def __init__(self, number=4):
+        super().__init__([Valued() for _ in range(number)])
+
+    def stack(self, x, ids, ahead=0):
+        first = None
+        for number, block in enumerate(self.blocks):
+            x, value = block(x, first)
+            first = value if number >= ahead else None
+        return x
+
+
+class SharedValues(FirstValues):
+    """The fourth of seven blocks makes values for those behind it, as the layers of Gemma 4 that share keys and values."""
+
     def __init__(self):
-        super().__init__([Valued() for _ in range(4)])
+        super().__init__(7)
 
     def stack(self, x, ids):
-        first = None
-        for block in self.blocks:
-            x, first = block(x, first)
-        return x
+        return super().stack(x, ids, 3)
 
 
 class Joint(nn.Module):
@@ -252,21 +263,6 @@ class LongSkips(Model):
             made.append(x := block(x))
         for block in self.blocks[3:]:
             x = block(x + made.pop())
-        return x
-
-
-class SharedValues(Model):
-    """The fourth of seven blocks makes values for those behind it, as the layers of Gemma 4 that share keys and values."""
-
-    def __init__(self):
-        super().__init__([Valued() for _ in range(7)])
-
-    def stack(self, x, ids):
-        for block in self.blocks[:3]:
-            x, _ = block(x, None)
-        x, shared = self.blocks[3](x, None)
-        for block in self.blocks[4:]:
-            x, _ = block(x, shared)
         return x
 
 
