@@ -103,8 +103,7 @@ class _Run:
     def __init__(
         self, module: fx.GraphModule, options: Options, compilation: Compilation | None, begin: Callable[..., Any]
     ) -> None:
-        self.module, self.options, self.compilation = module, options, compilation
-        self.begin: Callable[[Sequence[Any], Ranks | None], Call] = begin
+        self.module, self.options, self.compilation, self.begin = module, options, compilation, begin
         self.is_new = True  # no call of it has succeeded
         self.is_as_written = False  # an evaluation of what is no model in layers
         self.is_last, self.frame = is_last_compile(), frame_of(current_compile_id())
@@ -128,7 +127,7 @@ class _Run:
         if self.is_as_written:
             return run_as_written(self.module, args)
         try:
-            call = self.begin(args, ranks)
+            call: Call = self.begin(args, ranks)
         except BaseException as error:
             if isinstance(error, CaptureError) and not torch.is_grad_enabled():
                 _warn_of_reads(error, args)

@@ -97,7 +97,8 @@ class Engine(ParameterStore):
             trained = (span for i, span in layout.spans.items() if call.args[i].requires_grad and i not in never)
             self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
             if self.durable is not None and self.durable.former is not None:
-                rest = take_up(self, spans, stored, self.durable.find_buffers)
+                self.durable.find_buffers()
+                rest = take_up(self, spans, stored)
                 give_back_rest(optimizer, rest, self.durable.buffers, states_alone=prepared is not None)
             else:
                 move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
