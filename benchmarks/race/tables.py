@@ -182,7 +182,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {  # the files of results, a
     "race-110m-slow": ("race-110m-slow", race_table),
     "race-110m-paper": ("race-110m-paper", race_table),
     "race-alpha": ("race-alpha", race_table),
-    **{name: (name, chosen_table) for name in ("chosen-slow", "chosen-free", "chosen-110m-slow")},
+    **{name: (name, chosen_table) for name in ("chosen-slow", "chosen-free", "chosen-110m-slow", "chosen-110m-free")},
     "orders": ("race-orders", orders_table),
     "curves": ("race-curves", curves_table),
     "step": ("step-cpu", step_table),
