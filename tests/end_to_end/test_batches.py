@@ -115,7 +115,7 @@ def test_one_code_serves_all_lengths(monkeypatch):
 @pytest.mark.usefixtures("no_codes")
 def test_where_lengths_cannot_be_symbolic(monkeypatch):
     """Each length has its code, and a warning says so."""
-    monkeypatch.setattr(Sizes, "guard", lambda self: 1 / 0)
+    monkeypatch.setattr(Sizes, "hold", lambda self, values: 1 / 0)
     model, reference = GPT(), GPT()
     model.compile(backend=greedysnake, options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
     train(model, *batch(4, 12))
