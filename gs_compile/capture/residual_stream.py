@@ -139,12 +139,12 @@ class _Search:
         places = [sorted(self.place[node] for node in block if node in nodes) for block in blocks]
         ends, stops = [each[-1] for each in places], [*(each[0] for each in places[1:]), len(self.place)]
         last = {node: self.last[node] for node in nodes}
-        found = self._boundaries(ends, stops, last)
+        found = self._boundaries(origin, ends, stops, last)
         has_taps, behind = None in found, -1  # of a block's last node, where the boundary is
         while has_taps and (further := _furthest(found[:-1], ends)) > behind:
             behind = further
             last = {node: self._last_before(places[-1][0], ends[-1] + behind, node, origin) for node in nodes}
-            found = self._boundaries(ends, stops, last)
+            found = self._boundaries(origin, ends, stops, last)
         boundaries = [stop - 1 if each is None else each for each, stop in zip(found, stops, strict=True)]
         num_cut = found.index(None) if None in found else len(found)
         return ResidualStream(origin, nodes - {origin}, blocks, boundaries, num_cut)
@@ -175,13 +175,18 @@ class _Search:
             return []
         return [found]
 
-    def _boundaries(self, ends: Sequence[int], stops: Sequence[int], last: Mapping[fx.Node, int]) -> list[int | None]:
+    def _boundaries(
+        self, origin: fx.Node, ends: Sequence[int], stops: Sequence[int], last: Mapping[fx.Node, int]
+    ) -> list[int | None]:
         """Behind the end of each block, the first place at which one value is alive; last: where each is read last.
 
-        Outputs that are made at the end, or behind it, and that nothing reads stay alive.
+        Hidden states that are made at the end, or behind it, and that nothing reads stay alive: they are outputs. What
+        else is made there, as a loss, is none.
         """
         change = Counter(self.place[node] for node in last)
-        change.subtract(place for node, place in last.items() if self.readers[node] or place < ends[-1])
+        at_the_end = (node for node, place in last.items() if not self.readers[node] and place >= ends[-1])
+        outputs = {node for node in at_the_end if is_like(node, origin.meta["spec"])}
+        change.subtract(place for node, place in last.items() if node not in outputs)
         num_alive = list(accumulate(change[place] for place in range(len(self.place))))
         pairs = zip(ends, stops, strict=True)
         return [next((place for place in range(end, stop) if num_alive[place] == 1), None) for end, stop in pairs]
