@@ -84,6 +84,9 @@ COMMANDS: Mapping[str, Sequence[str]] = {  # of each file of results, what follo
     "race-curves": ["race.curves"],
     "chosen-slow": [f"{CHOSEN} --preset 25m --micro-batches 1 4 16 --round-seconds 4 {SLOWED}"],
     "chosen-free": [f"{CHOSEN} --preset 25m --micro-batches 4 --compilers inductor --round-seconds 4"],
+    "chosen-110m-free": [
+        f"{CHOSEN} --preset 110m --micro-batches 1 2 --compilers inductor --round-seconds 5 --final-rounds 6"
+    ],
     "chosen-110m-slow": [
         f"{CHOSEN} --preset 110m --micro-batches 4 --compilers inductor --round-seconds 8 --final-rounds 4 {SLOWED}"
     ],
