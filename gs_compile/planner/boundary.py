@@ -41,10 +41,11 @@ def carrying(plain: Placement) -> Ladder:
 
 
 def further(plain: Placement) -> Ladder:
-    """With more and more of the first layers carried, too: the first 4, 8, up to all of them."""
+    """More of the first layers carried than the plan's, where it carries any: the first 4, 8, up to all of them."""
     num_layers, carried = plain.layout.num_layers, plain.decision.carried
-    more = [range(min(1 << power, num_layers)) for power in range(2, max(num_layers - 1, 0).bit_length() + 1)]
-    return [plain.decided(carried=(*dict.fromkeys((*carried, *layers)),)) for layers in more] if carried else []
+    more = (range(min(1 << power, num_layers)) for power in range(2, max(num_layers - 1, 0).bit_length() + 1))
+    wanted = (dict.fromkeys((*carried, *filter(plain.by_unit.__contains__, layers))) for layers in more)
+    return [plain.decided(carried=tuple(units)) for units in wanted if len(units) > len(carried) > 0]
 
 
 def retaining(plain: Placement) -> Ladder:

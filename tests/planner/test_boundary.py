@@ -115,6 +115,7 @@ def test_more_layers_are_carried_where_the_drive_writes_on_for_much_of_the_next_
     assert found.placement.decision.carried == (*FIRST, 2, 3)
     assert found.seconds < 0.95 * before.seconds
     assert not further(plain.decided(carried=()))
+    assert not further(further(plain)[-1])
 
 
 def test_the_last_states_are_read_while_the_backward_computes():
