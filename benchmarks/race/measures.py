@@ -60,7 +60,7 @@ class MachineSpeed:
 
 @dataclass
 class DriveSpeed:
-    """The rates of the drive of a directory, by the profile's names, one entry for each `sample`.
+    """The figures of the drive of a directory, by the profile's names, one entry for each `sample`.
 
     A drive that others share does not give the same from minute to minute, so one measurement tells little.
     """
@@ -73,8 +73,7 @@ class DriveSpeed:
     def sample(self) -> None:
         if self.seconds:
             figures = drive_rates([self.storage], self.seconds, products_on(torch.device("cpu")))
-            rates = {name: each.value for name, each in figures.items() if name.startswith(("ssd_read", "ssd_write"))}
-            self.samples.append(bounded(rates, self.limits))
+            self.samples.append(bounded({name: each.value for name, each in figures.items()}, self.limits))
 
     @property
     def median(self) -> dict[str, float]:

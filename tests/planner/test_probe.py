@@ -224,13 +224,23 @@ def test_the_update_is_measured_in_float32_whatever_the_default_dtype(monkeypatc
 
 
 def test_works_go_on_side_by_side():
-    lane, both = Lane("cpu", Failure(), Trace()), threading.Barrier(2)
+    lane, both, pieces = Lane("cpu", Failure(), Trace()), threading.Barrier(2), []
 
     def meeting():
         both.wait(60)  # for the other: neither ends where works go one after the other
         return 1.0
 
-    assert at_once({None: meeting, lane: meeting}, 0.0).keys() == {None, lane}
+    def going_on():
+        pieces.append(meeting() if not pieces else time.sleep(0.001) or 1.0)
+        return 1.0
+
+    def long():
+        meeting()
+        while len(pieces) < 4:  # whoever asks is never alone
+            time.sleep(0.001)
+        return 1.0
+
+    assert at_once({None: long, lane: going_on}, 0.0).keys() == {None, lane}
     lane.close()
 
 

@@ -22,7 +22,7 @@ import torch
 
 from gs_compile.errors import StorageFullError
 from gs_compile.machine import format_bytes, free_storage
-from gs_compile.planner.measure.rates import Figure, Work, medians, new_lane, pair
+from gs_compile.planner.measure.rates import Figure, Work, at_once, medians, new_lane, pair
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage.folder import TO_BE, as_storage_error
@@ -64,12 +64,16 @@ def drive_rates(
 
 
 def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float, how: str) -> dict[str, Figure]:
-    """Reads and writes: each alone, beside each other, and beside `products`."""
+    """Reads and writes: each alone, beside each other, and beside `products`.
+
+    Products alone come after reads: for some time after writes, a machine's host may still work on them.
+    """
     with closing(new_lane("ssd_read")) as reader, closing(new_lane("ssd_write")) as writer:
         by_lane: dict[Lane | None, Work] = {reader: works[0], writer: works[1], None: products}
-        sets = ([reader], [writer], [reader, writer], [None], [None, reader], [None, writer])
+        sets = ([writer], [reader, writer], [None, writer], [reader], [None], [None, reader])
         loads = [{lane: by_lane[lane] for lane in lanes} for lanes in sets]
-        alone_read, alone_write, mixed, alone, beside_read, beside_write = medians(loads, seconds, NUM_ROUNDS)
+        at_once({None: products}, seconds / 10)  # the first ones are slow
+        alone_write, mixed, beside_write, alone_read, alone, beside_read = medians(loads, seconds * 0.9, NUM_ROUNDS)
     beside = {
         "compute_read_speed": (beside_read[None], alone[None], "fp32 products beside reads and alone"),
         "compute_write_speed": (beside_write[None], alone[None], "fp32 products beside writes and alone"),

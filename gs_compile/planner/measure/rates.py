@@ -58,14 +58,17 @@ def medians(loads: Sequence[Load], seconds: float, num_rounds: int) -> list[Rate
 
 
 def at_once(load: Load, seconds: float) -> Rates:
-    """The rate of each work while all of them go on, piece after piece, for that long; at least one piece of each."""
+    """The rate of each work while all of them go on, piece after piece, for that long; at least one piece of each.
+
+    A lane goes on until the asking thread is done with its last piece: none of its pieces is without company.
+    """
     rates: Rates = {}
     deadline = time.perf_counter() + seconds
 
     def go_on(lane: Lane | None, work: Work) -> None:
         begin = time.perf_counter()
         amount = work()
-        while (now := time.perf_counter()) < deadline:
+        while (now := time.perf_counter()) < deadline or (lane and None in load and None not in rates):
             amount += work()
         rates[lane] = amount / (now - begin)
 
