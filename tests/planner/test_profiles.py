@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -38,6 +39,7 @@ def probe(monkeypatch, tmp_path):
     faked = FakedProbe()
     monkeypatch.setattr(profiles, "probe", faked)
     monkeypatch.setattr(profiles, "free_nbytes", lambda *_: faked.free)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     return faked
 
 
@@ -115,6 +117,14 @@ def test_this_machine_is_measured_once(tmp_path, probe):
     assert profile(None, [tmp_path]) == MEASURED
     assert probe.calls == [(tmp_path,)]
     assert [path.suffix for path in remembered(tmp_path)] == [".json"]
+
+
+def test_a_busy_machine_is_measured_again_once_it_is_idle(tmp_path, probe, monkeypatch):
+    """And not while it is busy; what was measured idle is taken whatever else the machine does."""
+    for load, number in ((900.0, 1), (900.0, 1), (0.0, 2), (0.0, 2), (900.0, 2)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert profile(None, tmp_path) == MEASURED
+        assert len(probe.calls) == number
 
 
 ANOTHER = """

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 CACHE = "machines"  # a folder beside the default storage
 CODE = ".code"  # a file beside a machine's figures, which goes when these are measured again
-MEASURING = 3  # counts the ways in which the probe has measured: what an older one found is measured again
+MEASURING = 4  # counts the ways in which the probe has measured: what an older one found is measured again
 SECONDS = 6.0
 DRIVE_SHARE = 0.5  # of the time: nothing varies as drives do
 LINK_SHARE = 0.1
@@ -89,8 +89,13 @@ def profile(
 
 
 def remembered(storage: Sequence[Path], total: int = 1, device: torch.device | None = None) -> Path:
-    """The file that keeps this machine's figures with these directories and ranks, once it is measured."""
-    return default_storage() / CACHE / f"{_fingerprint(storage, total, device or default_device())}.json"
+    """The file that keeps this machine's figures with these directories and ranks, once it is measured.
+
+    One of its own while the machine is busy and was never measured idle: the next time that it is idle, it is measured.
+    """
+    name = _fingerprint(storage, total, device or default_device())
+    path = default_storage() / CACHE / f"{name}.json"
+    return path.with_stem(f"{name}-busy") if _is_busy() and not path.exists() else path
 
 
 def remembered_code(storage: Sequence[Path], total: int, device: torch.device) -> Path:
@@ -111,7 +116,7 @@ def probe(storage: Sequence[Path], *, seconds: float = SECONDS, device: torch.de
     """
     device = device or default_device()
     load = os.getloadavg()[0]
-    if load > BUSY_SHARE * usable_cores():
+    if _is_busy():
         log.warning("this machine was busy in the last minute (load %.1f): measure it again when it is idle", load)
     room, here = free_nbytes(storage, Where(device)), device_of(device)
     link_share = LINK_SHARE if here.has_own_memory else 0.0
@@ -127,6 +132,11 @@ def probe(storage: Sequence[Path], *, seconds: float = SECONDS, device: torch.de
     name = platform.node() or "this machine"
     fixed = {"format": FORMAT, "name": name, "device": "cuda" if here.has_own_memory else "cpu", "num_ranks": ranks}
     return Profile.of({**fixed, **room, **rates, "sources": sources})
+
+
+def _is_busy() -> bool:
+    """Whether this machine had so much to do in the last minute that figures are not its own."""
+    return os.getloadavg()[0] > BUSY_SHARE * usable_cores()
 
 
 def _rates_and_sources(figures: Mapping[str, Figure], load: float) -> tuple[dict[str, Any], dict[str, str]]:
@@ -148,6 +158,7 @@ def free_nbytes(storage: Sequence[Path], where: Where) -> dict[str, int]:
 
 def _of_all(ranks: Ranks, alone: Callable[[], Profile], where: Where, storage: tuple[Path, ...]) -> Profile:
     """What all ranks plan with. storage: of this machine's figures; none: they are of another."""
+    path = remembered(storage, ranks.total, where.device)
     found = ranks.from_first("the machine's figures", alone)
     now: dict[str, Any] = free_nbytes(storage, where) if storage else {}
     own = share_of(replace(found, **now), ranks.num_here)
@@ -159,7 +170,7 @@ def _of_all(ranks: Ranks, alone: Callable[[], Profile], where: Where, storage: t
     measured = replace(found, **rates, sources={**found.sources, **sources})
     measured = ranks.from_first("the network's figures", lambda: measured)
     if storage and ranks.name == ranks.names[0] and ranks.num_here == num_ranks():
-        _keep(measured, remembered(storage, ranks.total, where.device))
+        _keep(measured, path)
     return measured
 
 
