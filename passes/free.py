@@ -13,12 +13,7 @@ RESIDENT = Placement()  # of a program whose values are all on the device
 
 
 def free(
-    program: Program,
-    placement: Placement = RESIDENT,
-    *,
-    outputs: frozenset[Value] = frozenset(),
-    late: bool = False,
-    planned: bool = True,
+    program: Program, placement: Placement = RESIDENT, *, late: bool = False, planned: bool = True
 ) -> Program:
     """The same program with `free(value)` right after the last operation that uses the value, and its planned memory:
     the peak of each tier, and the offset of all that is in host memory.
@@ -26,11 +21,10 @@ def free(
     A value that nothing uses ends where it is defined. One that is defined again, as what is fetched twice is, ends
     after the last use before that.
 
-    outputs: never freed in this program: they are results too, such as the hidden states that a model returns.
     placement: all tiers are freed, but for what lives on from step to step.
     late: gradients are left for the next step. planned: False leaves memory out.
     """
-    ops = with_frees(program.ops, outputs | placement.homes(late=late, warm=program.trains), placement)
+    ops = with_frees(program.ops, placement.homes(late=late, warm=program.trains), placement)
     peaks, offsets = planned_memory(ops, placement) if placement.layout.x_nbytes and planned else ((), {})
     needed = dict(peaks).get("host", 0)
     return replace(program.with_ops(ops, made_by="free"), peaks=peaks, offsets=offsets, slab_nbytes=needed)

@@ -18,7 +18,7 @@ from gs_compile.passes.shard import shard
 from gs_compile.passes.snake import snake
 from gs_compile.placement.placement import ALL_LATE, STARTS, Placement, StepContext
 from gs_compile.placement.verify import Known, verify
-from gs_compile.program.ir import Program, Schedule, StepShape, Value
+from gs_compile.program.ir import Program, Schedule, StepShape
 
 Pass = Callable[[Program], Program]  # a pure function. It keeps the meaning: loss, gradients and outputs
 
@@ -30,7 +30,6 @@ class StepSpec:
     placement: where everything lives; None: on the device. A placement has a schedule of its own, and what does not
         train is always vertical: each unit is loaded once.
     snake: False leaves that pass out, as the horizontal order does.
-    outputs: values that are results too: they are not freed. Without a placement alone.
     planned: False leaves out what memory it needs and where its values stand there.
     """
 
@@ -40,7 +39,6 @@ class StepSpec:
     placement: Placement | None = None
     schedule: Schedule = "vertical"
     snake: bool = True
-    outputs: frozenset[Value] = frozenset()
     context: StepContext = STARTS
     planned: bool = True
 
@@ -60,7 +58,7 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
     turns = (snake,) if step.snake and step.order.turns else ()  # one micro-batch stays on the device between layers
     placement, late = step.placement, step.leaves_late
     if placement is None:
-        return (*turns, partial(free, outputs=step.outputs))
+        return (*turns, free)
     own_pass = (partial(step.order.own_pass, placement=placement, late=late),) if step.order.own_pass else ()
     return (
         *turns,

@@ -32,6 +32,10 @@ class Executor:
     def backward(self) -> None:
         self._run(self._half, len(self.program.ops))
 
+    def give(self, values: Mapping[Value, Any]) -> None:
+        """Have values that no operation makes, as gradients that arrive for outputs."""
+        self.env.update(values)
+
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients there are: between forward and backward, the head's own."""
         for value, content in list(self.env.items()):

@@ -61,8 +61,7 @@ class TieredExecutor(Executor):
         self.placement = placement
         self.values = ValueTable(tiers.held)
         self.env = self.values.contents
-        for value, content in inputs.items():
-            self.values.define(value, content)
+        self.give(inputs)
         self.record: StepRecord | None = None
         self._homes = tiers.homes | (placement.carried_values if program.trains else frozenset())
         self._before = tiers.pending
@@ -74,6 +73,10 @@ class TieredExecutor(Executor):
         self._places = tiers.places(program, placement)
         self._handlers = Handlers(tiers, placement, units, bindings, number)
         self._on_device = program.device and DeviceMemory(program.device, _has_left, tiers.ended_on_device)
+
+    def give(self, values: Mapping[Value, Any]) -> None:
+        for value, content in values.items():
+            self.values.define(value, content)
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients there are: between forward and backward, the head's own.

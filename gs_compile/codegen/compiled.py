@@ -43,8 +43,7 @@ from gs_compile.passes.lower import StepSpec, lower
 from gs_compile.placement.boundaries import BoundaryNbytes, shortest
 from gs_compile.placement.levels import Level
 from gs_compile.placement.workload import UnitSize
-from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Program, StepShape, Unit, Value, height
-from gs_compile.program.verbs import SIGNATURES
+from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Program, StepShape, Unit, height
 from gs_compile.schedules import BY_MICRO_BATCH
 from gs_compile.version import __version__
 
@@ -183,7 +182,7 @@ class SpecializedModel:
         wanted = []
         for unit, code in self.codes.items():
             runs_backward = shape.training and code.is_trained and height(unit) >= height(shape.first_grad)
-            together = runs_backward and code.last_name == "both"
+            together = runs_backward and code.last_name == "both" and EPILOGUE not in shape.outside
             names = ("both",) if together else ("forward", "backward")[: 1 + runs_backward]
             own = sorted(levels.get(unit, ())) if runs_backward else ()
             wanted += [Wanted(code, *each) for each in product(names, own or (0,))]
@@ -230,6 +229,7 @@ class Compilation:
     seconds: float = 0.0  # spent in the passes
     compile_id: Any = field(default_factory=current_compile_id)  # for traces
     tapped: frozenset[int] = frozenset()  # outputs that got a gradient, by number, and are not of the epilogue
+    outside: frozenset[Unit] = frozenset()  # units for whose outputs gradients arrived beside those of the loss
     _warned: bool = False
 
     @property
@@ -297,10 +297,7 @@ class Compilation:
     def program(self, model: SpecializedModel, num_micro_batches: int, shape: StepShape) -> list[Program]:
         """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
         expert, num_layers = self.options.expert, model.split.num_layers
-        outputs = self._outputs(model, num_micro_batches) if shape.training else frozenset()
-        spec = StepSpec(
-            num_layers, num_micro_batches, shape, schedule=expert.schedule, snake=expert.snake, outputs=outputs
-        )
+        spec = StepSpec(num_layers, num_micro_batches, shape, schedule=expert.schedule, snake=expert.snake)
         if spec not in self.programs:
             start = time.perf_counter()
             self.programs[spec] = lower(spec)
@@ -308,20 +305,6 @@ class Compilation:
             self.seconds += time.perf_counter() - start
         self.latest = Step(model, shape, self.programs[spec])
         return self.programs[spec]
-
-    def _outputs(self, model: SpecializedModel, num_micro_batches: int) -> frozenset[Value]:
-        """The values that are outputs too, and those that the head reads again where other outputs may get gradients.
-
-        A step that runs micro-batch by micro-batch is run anew.
-        """
-        if self.options.expert.schedule in BY_MICRO_BATCH:
-            return model.split.inner(num_micro_batches)
-        if not any(o.kind != "loss" and o.spec and o.spec.requires_grad for o in model.split.made):
-            return frozenset()
-        layers, reads = (model.split.num_layers, model.split.joints), SIGNATURES["head"].reads
-        operands = [operand for operand in reads if operand.kind in ("x", "side", "total")]
-        numbers = range(num_micro_batches)
-        return frozenset(operand.value(EPILOGUE, j, *layers) for operand in operands for j in numbers)
 
     def _specialize(
         self, micro_batch_size: int, sizes: Mapping[str, int], alone: bool, loss_alone: bool

@@ -77,6 +77,11 @@ class Call:
     def trained(self) -> list[torch.Tensor]:
         return [self.args[number] for number in self.trained_numbers]
 
+    @cached_property
+    def read(self) -> list[Any]:
+        """The arguments as the forward reads them, also where it runs again."""
+        return list(map(_held, self.args))
+
     def run(self) -> list[Any]:
         """The model's outputs, tied to a backward where this call is a training step."""
         if not self.training:
@@ -118,49 +123,48 @@ class Call:
         self.outputs.refuse_watched([each() for each in self.returned], gradients, self.compilation.captured)
 
     def prepare(self, gradients: Gradients) -> None:
-        """Where a gradient has arrived for what a layer or the embedding makes, have the epilogue return that.
+        """Where gradients have arrived for other outputs than the program waits for, run one that does.
 
-        This step's forward runs once more; later ones know.
+        What a layer or the embedding makes the epilogue returns in it. This step's forward runs once more; later ones
+        know.
         """
-        untapped = self.outputs.untapped(gradients)
-        if not untapped:
-            return
-        log.info("a gradient has arrived for a value made inside a layer, so this step's forward runs once more")
-        self.compilation.tapped |= untapped
-        self.models = [
-            self.compilation.specialized(m.micro_batch_size, m.sizes, alone=m.alone, loss_alone=m.loss_alone)
-            for m in self.models
-        ]
-        pairs = zip(self.units.micro_batches, self.models, strict=True)
-        parts = [replace(part, split=model.split, codes=model.codes) for part, model in pairs]
-        whole = whole_batch(self.compilation, self.models, self.args)
-        self.units = CompiledUnits(parts, self.units.seed, whole)
-        self._forward_again(gradients)
+        if untapped := self.outputs.untapped(gradients):
+            self.compilation.tapped |= untapped
+            self.models = [
+                self.compilation.specialized(m.micro_batch_size, m.sizes, alone=m.alone, loss_alone=m.loss_alone)
+                for m in self.models
+            ]
+            pairs = zip(self.units.micro_batches, self.models, strict=True)
+            parts = [replace(part, split=model.split, codes=model.codes) for part, model in pairs]
+            whole = whole_batch(self.compilation, self.models, self.read)
+            self.units = CompiledUnits(parts, self.units.seed, whole)
+        outside = self.outputs.outside(gradients, is_head_apart=EPILOGUE in self.shape.outside)
+        if untapped or not outside <= self.shape.outside:
+            log.info("a gradient has arrived for another output than the loss, so this step's forward runs once more")
+            self.compilation.outside |= outside
+            self._forward_again()
 
     def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """The gradients of the trained arguments, in order, given those of `made`; once, as it uses up the step."""
-        found = self._run_backward(gradients, self._outside(gradients), self.outputs.reached(gradients))
+        found = self._run_backward(gradients, self.outputs.reached(gradients))
         return found if self.ranks is None else self._averaged(self.ranks, found)
 
-    def _run_backward(
-        self, gradients: Gradients, outside: frozenset[Unit], reached: Container[int]
-    ) -> list[torch.Tensor | None]:
+    def _run_backward(self, gradients: Gradients, reached: Container[int]) -> list[torch.Tensor | None]:
         """The gradients of the trained arguments; None of those that are not in `reached`, by index."""
-        executor = self.executor
         with without_autocast():
-            if outside:
-                executor = self._from_outside(gradients, outside)
+            if self.shape.outside:
+                self.executor.give(self.outputs.cut(gradients, self.shape.outside))
             else:
                 self._scale(gradients)
-            executor.backward()
-        return self.outputs.argument_gradients(executor.env, self.units, self.trained_numbers, reached)
+            self.executor.backward()
+        return self.outputs.argument_gradients(self.executor.env, self.units, self.trained_numbers, reached)
 
     def _shape(self) -> StepShape:
-        return self.models[0].shape if self.training else self.models[0].shape.forward_alone
-
-    def _outside(self, gradients: Gradients) -> frozenset[Unit]:
-        """The units whose outputs get a gradient that the program's heads have not made: see `Outputs.outside`."""
-        return self.outputs.outside(gradients, is_head_apart=EPILOGUE in self.shape.outside)
+        """With the gradients from outside that a step had so far."""
+        shape = self.models[0].shape
+        if not self.training:
+            return shape.forward_alone
+        return replace(shape, outside=shape.outside | self.compilation.outside)
 
     def _scale(self, gradients: Gradients) -> None:
         """Multiply what the head's backward has made by the gradient of the loss: it has assumed that this is 1."""
@@ -179,16 +183,12 @@ class Call:
         ]
         return averaged_of_any(ranks, gradients, own)
 
-    def _forward_again(self, gradients: Gradients) -> None:
-        """Run the forward once more, for a backward of these gradients."""
-        self._agree_to_repeat()
-        with torch.no_grad():
-            self.forward()
-
-    def _agree_to_repeat(self) -> None:
-        """Raise `RankError` on all ranks where one alone repeats a forward in which they exchange values."""
+    def _forward_again(self) -> None:
+        """Run the forward once more. `RankError` on all ranks where one alone repeats one that exchanges values."""
         if self.ranks is not None and first_exchange(self.compilation.captured.module) is not None:
             self.ranks.agree_on("one more forward, for a gradient of another output than the loss")
+        with torch.no_grad():
+            self.forward()
 
     def _begin(self) -> Executor:
         """The executor of this call; nothing has run."""
@@ -206,24 +206,12 @@ class Call:
 
     def _inputs(self) -> dict[Value, Any]:
         """The batch by micro-batch, and what each unit reads beside."""
-        batches, args = [part.inputs for part in self.units.micro_batches], list(map(_held, self.args))
+        batches, args = [part.inputs for part in self.units.micro_batches], self.read
         inputs: dict[Value, Any] = {Value("batch", micro_batch=j, tier=None): each for j, each in enumerate(batches)}
         for unit in self.models[0].split.units:
             read = {index: args[index] for index in unit.arguments if index not in batches[0]}
             inputs[Value("w", unit.unit)] = read
         return inputs
-
-    def _from_outside(self, gradients: Gradients, outside: frozenset[Unit]) -> Executor:
-        """The executor of another program, whose backward takes gradients from outside; it has what the first made."""
-        executor, shape = self.executor, replace(self.shape, outside=outside)
-        program = self.compilation.program(self.models[0], len(self.models), shape)[-1]
-        env = {value: content for value, content in executor.env.items() if value.kind not in ("dx", "dw", "dside")}
-        self.units.drop_gradients()
-        redo = Executor(program, self.units, {**env, **self.outputs.cut(gradients, outside)})
-        if executor.program.by_micro_batch and executor.program is not program:
-            self._agree_to_repeat()
-            redo.forward()  # its checkpoints went with the backwards that the first half has run
-        return redo
 
 
 def whole_batch(compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]) -> WholeBatch | None:

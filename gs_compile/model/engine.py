@@ -80,7 +80,6 @@ class Engine(ParameterStore):
         self._makes_way = False  # for another engine
         self.snapshots: tuple[Program, ...] = ()  # of the program of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
-        self.outside: frozenset[Unit] = frozenset()  # for whose outputs gradients arrived beside those of the loss
         begun_with = prepared or plan_tiers(optimizer, call)
         layout, stored, self.planning = begun_with
         self.latest = self.planning.placement, self.planning.builder.shape  # of the latest call
@@ -151,7 +150,7 @@ class Engine(ParameterStore):
         Where there is no room beside calls that wait for their backward, these are given up.
         """
         self._refuse_unfinished()
-        models, args, units, shape = call.models, call.args, call.units, call.shape
+        models, args, units, shape = call.models, call.read, call.units, call.shape
         spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()

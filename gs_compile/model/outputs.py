@@ -122,7 +122,7 @@ class Outputs:
         return frozenset(units)
 
     def cut(self, gradients: Gradients, outside: frozenset[Unit]) -> dict[Value, Any]:
-        """The outputs' gradients by micro-batch: values `dy` of the units in `outside`."""
+        """The outputs' gradients by micro-batch: values `dy` of the units in `outside`, zeros where none arrived."""
         dy: dict[Value, Any] = {}
         starts = dict.fromkeys(range(len(gradients)), 0)  # of each output, where the next micro-batch has its part
         for j, model in enumerate(self.models):
@@ -137,7 +137,10 @@ class Outputs:
                 key = (output.kind, output.unit, output.index)
                 slices[key] = slices[key] + gradient if key in slices else gradient
             dy[Value("dy", EPILOGUE, j)] = _for_head(model, slices)
-            dy |= {Value("dy", unit, j): slices["x", unit, 0] for unit in outside - {EPILOGUE}}
+            for output in model.split.made:
+                if output.kind == "x" and output.unit in outside:
+                    arrived = slices.get((output.kind, output.unit, output.index))
+                    dy[Value("dy", output.unit, j)] = _zeros(output) if arrived is None else arrived
         return dy
 
     def reached(self, gradients: Gradients) -> frozenset[int]:
@@ -193,6 +196,11 @@ def _rows(output: OutputSpec, whole: Tensor, start: int, length: int) -> Tensor:
     turns = zip(_turns(output, whole), places, strict=True)
     found = [rows.narrow(output.dim, first, number) for rows, (first, number) in turns]
     return found[0] if len(found) == 1 else torch.cat(found, output.dim)
+
+
+def _zeros(output: OutputSpec) -> Tensor:
+    assert output.spec is not None
+    return torch.zeros(output.spec.shape, dtype=output.spec.dtype, device=output.spec.device)
 
 
 def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Tensor | None, ...]:

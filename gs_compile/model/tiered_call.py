@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,10 +20,8 @@ from gs_compile.model.engine import Engine
 from gs_compile.model.gradients import is_zeroed, mark_gradient_unavailable, refuse_left, take_given
 from gs_compile.model.outputs import Gradients
 from gs_compile.model.residency import is_offloaded, residency_of
-from gs_compile.program.ir import StepShape, Unit, Value
+from gs_compile.program.ir import Value
 from gs_compile.runtime.issue import TieredExecutor
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -40,11 +37,6 @@ class TieredCall(Call):
         durable = self.engine.durable
         with nullcontext() if durable is None else durable.within(self.random):
             return super().forward()
-
-    def _shape(self) -> StepShape:
-        """With the gradients from outside that the latest step had."""
-        shape = super()._shape()
-        return replace(shape, outside=self.engine.outside or shape.outside) if self.training else shape
 
     def _begin(self) -> TieredExecutor:
         executor = self._executor()
@@ -109,39 +101,28 @@ class TieredCall(Call):
         super().prepare(gradients)
 
     def backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        outside, reached = self._outside(gradients), self.outputs.reached(gradients)
-        with self.engine.tiers.failure.issued():
+        engine, executor, reached = self.engine, self.executor, self.outputs.reached(gradients)
+        with engine.tiers.failure.issued():
             self._refuse_scaled(gradients)
-            if outside != self.shape.outside:
-                log.info("a gradient has arrived for another output than the loss: this step's forward runs once more")
-                self._forward_again(gradients)
-            engine, executor = self.engine, self.executor
             zeroed = engine.record is not None and is_zeroed(self.trained)
             losses = () if self.outputs.loss_gradient(gradients) is None else self.losses
             spans = [span for index, span in engine.spans_of(self.args).items() if index in reached]
             with engine.backward(executor, losses, spans, zeroed=zeroed):
-                found = self._run_backward(gradients, outside, reached)
+                found = self._run_backward(gradients, reached)
                 engine.end_backward(executor, self, partial(self._repeat, gradients))
                 for number in self.trained_numbers:
                     if number in reached:
                         mark_gradient_unavailable(self.args[number])
         return found
 
-    def _from_outside(self, gradients: Gradients, outside: frozenset[Unit]) -> TieredExecutor:
-        """The executor of the program that runs, which waits for them."""
-        for value, content in self.outputs.cut(gradients, outside).items():
-            self.executor.values.define(value, content)
-        return self.executor
-
     def _repeat(self, gradients: Gradients, engine: Engine) -> None:
         self.move_to(engine)
+        super().prepare(gradients)
         self.backward(gradients)
 
-    def _forward_again(self, gradients: Gradients) -> None:
-        """Run a program whose head has its backward later than its forward: it waits for gradients from outside."""
+    def _forward_again(self) -> None:
         self.engine.open.give_up(self.executor)
-        self.engine.outside = self._outside(gradients)
-        super()._forward_again(gradients)
+        super()._forward_again()
 
     def _look_at_parameters(self) -> None:
         """Add what somebody has put in `.grad`, as torch adds to it.

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from tiered import Harness
 from torch import nn
 from torch.nn import functional
 from zoo import (
@@ -27,6 +28,7 @@ import gs_compile
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.errors import OutputGradientError
 from gs_compile.model.backend import greedysnake
+from gs_compile.runtime.executor import Executor
 
 KEEPS_CAPTURES = True
 
@@ -78,6 +80,11 @@ def hidden_states(model):
     squares = [weight * h.square().mean() for weight, h in enumerate(output.hidden_states, 1)]
     (output.loss + sum(squares)).backward()
     return output.hidden_states
+
+
+def loss_alone(model):
+    ids, labels = batch()
+    model(input_ids=ids, labels=labels, output_hidden_states=True, use_cache=False).loss.backward()
 
 
 def one_hidden_state_without_the_loss(model):
@@ -307,21 +314,60 @@ class Scaled(GPT):
         x_BTD = self.embedding(ids) * self.scale
         for block in self.blocks:
             x_BTD = block(x_BTD)
-        return x_BTD.square().sum()
+        return x_BTD.square().sum(), x_BTD
 
 
-def test_a_buffer_that_gets_other_memory_ahead_of_the_backward_has_been_read():
-    """Fault: the recomputation read it, and the gradients were of neither value."""
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("on_tiers", [False, True])
+def test_a_buffer_that_gets_other_memory_ahead_of_the_backward_has_been_read(repeats, on_tiers, tmp_path):
+    """Fault: the recomputation read it, and the gradients were of neither value; also on the tiers.
 
-    def use(model, changes=True):
-        loss = model(batch()[0])
+    repeats: the forward, as a gradient comes to another output than the loss.
+    """
+
+    def use(model, optimizer, changes=True):
+        loss, output = model(batch()[0])
         if changes:
             model.scale.data = torch.zeros(WIDTH)
-        loss.backward()
-        return gradients(model)
+        (loss + output.sum() if repeats else loss).backward()
+        optimizer.step()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    wanted = use(copy.deepcopy(model := Scaled()), changes=False)
-    assert_same_gradients(use(compile_model(model, 2)), wanted)
+    model, package = Scaled(), gs_compile if on_tiers else torch.optim
+    plain = copy.deepcopy(model)
+    wanted = use(plain, torch.optim.SGD(plain.parameters(), lr=0.1), changes=False)
+    optimizer = package.SGD(model.parameters(), lr=0.1)
+    found = use(compile_model(model, 2, storage=tmp_path), optimizer)
+    for name, values in wanted.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6)
+
+
+def test_terms_beside_the_loss_have_the_first_forward_run_again(monkeypatch):
+    """As on the tiers; in memory the head's inputs were kept for it in each step."""
+    forwards = []
+    real = Executor.forward
+    monkeypatch.setattr(Executor, "forward", lambda self: forwards.append(number) or real(self))
+    Harness.forget_captures()
+    plain = small("gpt2")
+    model = compile_model(copy.deepcopy(plain), 2)
+    for number, use in enumerate((hidden_states, hidden_states, one_hidden_state_without_the_loss, loss_alone)):
+        use(model)
+        use(plain)
+    assert forwards == [0, 0, 1, 2, 3]
+    assert_same_gradients(gradients(model), gradients(plain))
+
+
+def test_a_head_that_waits_for_gradients_has_its_code_ahead_of_the_backward():
+    """Fault: its forward and backward were compiled in the backward, and what does both, which never ran, before."""
+    (loss_and_logits(model := compile_model(GPT(), 2)))
+    compilation = compilations_of[model.head.weight][0]
+    specialized = compilation.latest.model
+    head = specialized.codes["h"]
+    assert head.last_name == "both"
+    for name in ("forward", "backward", "both"):
+        head._functions.pop((name, 0), None)
+    specialized.compile_code(compilation.latest.shape)
+    assert [head.has_function(name, 0) for name in ("forward", "backward", "both")] == [True, True, False]
 
 
 def test_anomalies_are_looked_for_from_the_first_step_on():
