@@ -102,12 +102,14 @@ class Differentiated:
         key = (name, level)
         if key not in self._functions:
             with self._making():
-                shared = self._of_all_lengths(
-                    lambda code: partial(code.function(name, level), *self._lengths),
-                    self._cuts.code if level else None,
-                )
-                self._functions[key] = shared or self._compiled(name, self.graph(name, level))
+                self._functions[key] = self._made(name, level)
         return self._functions[key]
+
+    def _made(self, name: str, level: int) -> Function:
+        shared = self._of_all_lengths(
+            lambda code: partial(code.function(name, level), *self._lengths), self._cuts.code if level else None
+        )
+        return shared or self._compiled(name, self.graph(name, level))
 
     def has_function(self, name: str, level: int) -> bool:
         return (name, level) in self._functions

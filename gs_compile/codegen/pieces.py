@@ -54,26 +54,20 @@ class InPieces(Differentiated):
         super().__init__(unit, generator, common)
         self._beside, self._asked = beside, num_tokens
         self.whole_reason = ""  # why it cannot run in pieces, where that was wanted
-        self._in_pieces: dict[str, Function] = {}
         self._taking: dict[tuple[int, ...], InPieces] = {}
         self._taken: dict[frozenset[str], list[tuple[int, ...]]] = {}
         self._by_size: dict[int, list[WholePart | PartInPieces]] = {}
 
-    def function(self, name: str, level: int = 0) -> Function:
+    def _made(self, name: str, level: int) -> Function:
         if not self.tokens_per_piece:
-            return super().function(name, level)
-        if name not in self._in_pieces:
-            with self._making():
-                for part, taken in zip(self._parts, self._taken_by(self._seeds(name)), strict=True):
-                    if name != "forward":
-                        part.compile_code(taken)
-                    if name == "forward" or part.is_ahead or isinstance(part, WholePart):
-                        part.compile_code(None)
-            self._in_pieces[name] = getattr(self, f"_{name}_in_pieces")
-        return self._in_pieces[name]
-
-    def has_function(self, name: str, level: int) -> bool:
-        return name in self._in_pieces or super().has_function(name, level)
+            return super()._made(name, level)
+        for part, taken in zip(self._parts, self._taken_by(self._seeds(name)), strict=True):
+            if name != "forward":
+                part.compile_code(taken)
+            if name == "forward" or part.is_ahead or isinstance(part, WholePart):
+                part.compile_code(None)
+        function: Function = getattr(self, f"_{name}_in_pieces")
+        return function
 
     def taking(self, results: tuple[int, ...]) -> InPieces:
         """The code whose backward takes the gradients of these results alone, of all `differentiated`.
