@@ -19,7 +19,6 @@ from torch import Tensor
 from gs_compile.capture.graph import Input
 from gs_compile.capture.internals import num_holders
 from gs_compile.errors import OptimizerError, SharedMemoryWarning
-from gs_compile.model.offloaded import Alias
 from gs_compile.model.residency import is_offloaded, residency_of
 
 
@@ -49,8 +48,9 @@ def refuse_overlaps(inputs: Sequence[Input], args: Sequence[Any]) -> None:
         )
 
 
-def aliases_of(args: Sequence[Any]) -> list[Alias.Overlap]:
-    """Tensors of others that share memory with parameters which are about to leave it, and the part that each shows.
+def aliases_of(args: Sequence[Any]) -> list[tuple[Tensor, Tensor, int]]:
+    """Tensors of others that share memory with parameters which are about to leave it, these parameters, and the
+    element of the value with which each tensor begins.
 
     Warns of those that will go on showing what is there now.
     """
@@ -78,7 +78,7 @@ def aliases_of(args: Sequence[Any]) -> list[Alias.Overlap]:
             if not follows or _is_of_array(other, all_tensors):
                 stale.append(other)
             if follows:
-                overlaps.append(Alias.Overlap(other, parameter, (start - first) // values.itemsize))
+                overlaps.append((other, parameter, (start - first) // values.itemsize))
             break
     if stale:
         warnings.warn(

@@ -74,7 +74,7 @@ class FirstStep:
                 engine.tiers.fail(error)
                 raise
         for each in aliases:
-            Alias.follow(each)
+            Alias.follow(*each)
         # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
         weakref.finalize(optimizer, gc.collect).atexit = False
         return engine
@@ -262,13 +262,11 @@ def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
     optimizer.kept.values_have_come()
     if former is None:
         optimizer.load_into_engine()
-        for parameter in filter(engine.trained_span, optimizer.group_of):
-            if parameter not in optimizer.state:  # as the engine before had no use for it
-                optimizer.show_state(parameter)
-        return
     for parameter in filter(engine.trained_span, optimizer.group_of):
-        optimizer.show_state(parameter)  # in place of one that was loaded: the run has its own
-    if optimizer.kept.step is None:  # else `resume` has done so, and what was set since then counts
+        # In place of one that was loaded, where the run has its own; or the engine before had no use for it.
+        if former is not None or parameter not in optimizer.state:
+            optimizer.show_state(parameter)
+    if former is not None and optimizer.kept.step is None:  # else `resume` has done so; what was set since then counts
         optimizer.go_on(former)
         optimizer.kept.step = former.step
         if optimizer.kept.user is None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -217,28 +217,22 @@ class View(_Elsewhere):  # type: ignore[metaclass]
 class Alias(_Elsewhere):  # type: ignore[metaclass]
     """A tensor that has shared a parameter's memory since before its first call: it shows that part of its value."""
 
-    class Overlap(NamedTuple):
-        """The part of a parameter's value that a tensor shows, from which element on."""
-
-        tensor: Tensor
-        parameter: Tensor
-        start: int
-
     parameter: Tensor
     strides: tuple[int, ...]
     start: int
     kept: torch.UntypedStorage | None
 
     @classmethod
-    def follow(cls, overlap: Overlap) -> None:
-        """Make a tensor an alias. It gives its memory up, but where a numpy array of it has that."""
-        tensor: Any = overlap.tensor
+    def follow(cls, tensor: Any, parameter: Tensor, start: int) -> None:
+        """Make a tensor an alias of a parameter, from that element on. It gives its memory up, but where a numpy array
+        of it has that.
+        """
         strides, memory = tensor.stride(), tensor.untyped_storage()
         tensor.kept = None if memory.resizable() else memory
         tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
         tensor.__class__ = cls
-        tensor.parameter, tensor.strides, tensor.start = overlap.parameter, strides, overlap.start
-        overlap.parameter._greedysnake.forget(tensor)  # type: ignore[attr-defined]
+        tensor.parameter, tensor.strides, tensor.start = parameter, strides, start
+        parameter._greedysnake.forget(tensor)  # type: ignore[attr-defined]
 
     def taken(self, name: str = "") -> Tensor:
         parameter = self.parameter

@@ -53,7 +53,7 @@ def test_what_follows_a_parameter_is_no_value_of_it():
     parameter = torch.nn.Parameter(torch.arange(4.0))
     stash(parameter)
     kept = residency_of(parameter).shown_value(parameter, parameter.device)
-    Alias.follow(Alias.Overlap(kept, parameter, 0))
+    Alias.follow(kept, parameter, 0)
     assert kept.tolist() == parameter.tolist() == [0, 1, 2, 3]
 
 
