@@ -12,9 +12,7 @@ from gs_compile.program.ir import Op, Program, Value
 RESIDENT = Placement()  # of a program whose values are all on the device
 
 
-def free(
-    program: Program, placement: Placement = RESIDENT, *, late: bool = False, planned: bool = True
-) -> Program:
+def free(program: Program, placement: Placement = RESIDENT, *, late: bool = False, planned: bool = True) -> Program:
     """The same program with `free(value)` right after the last operation that uses the value, and its planned memory:
     the peak of each tier, and the offset of all that is in host memory.
 

@@ -58,6 +58,14 @@ class Captured:
     def names(self, *roles: Role) -> frozenset[str]:
         return frozenset(entry.name for entry in self.inputs if entry.role in roles)
 
+    @property
+    def symbols(self) -> dict[str, sympy.Symbol]:
+        """The inputs that are symbolic sizes, by name."""
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        examples = {node.name: node.meta.get("example_value") for node in nodes}
+        sizes = {name: example.node.expr for name, example in examples.items() if isinstance(example, torch.SymInt)}
+        return {name: size for name, size in sizes.items() if isinstance(size, sympy.Symbol)}
+
     def buffers(self, *, persistent: bool = False) -> dict[str, torch.Tensor]:
         """All of the model, as it has them now, by their names in it: the graph may read a part of them.
 

@@ -45,11 +45,7 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
     is absorbed (layers are recomputed anyway), gradient and inference mode become ``detach``, and autocast regions
     become ``meta["autocast"]``, so that a node's meaning does not depend on its neighbours.
     """
-    numbers: dict[Any, int] = {}
-    for node in captured.module.graph.find_nodes(op="placeholder"):
-        example = node.meta.get("example_value")
-        if node.name in sizes and isinstance(example, SYMBOLIC) and isinstance(example.node.expr, sympy.Symbol):
-            numbers[example.node.expr] = sizes[node.name]
+    numbers: dict[Any, int] = {symbol: sizes[name] for name, symbol in captured.symbols.items() if name in sizes}
     numbers |= dict.fromkeys(captured.batch_symbols, micro_batch_size)
     result = graph_module(torch.nn.Module(), fx.Graph())
     copy = _Copy(result, _Fold(numbers, captured.batch_symbols), captured.autocast)

@@ -288,11 +288,8 @@ class Compilation:
     @cached_property
     def _of_batch(self) -> frozenset[str]:
         """Inputs that are the size of the whole batch, on which no micro-batch depends."""
-        nodes = self.captured.module.graph.find_nodes(op="placeholder")
-        symbols = {node.name: getattr(node.meta.get("example_value"), "node", None) for node in nodes}
-        return frozenset(
-            name for name, symbol in symbols.items() if symbol and symbol.expr in self.captured.batch_symbols
-        )
+        captured = self.captured
+        return frozenset(name for name, symbol in captured.symbols.items() if symbol in captured.batch_symbols)
 
     def program(self, model: SpecializedModel, num_micro_batches: int, shape: StepShape) -> list[Program]:
         """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""

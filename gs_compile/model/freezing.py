@@ -30,11 +30,12 @@ log = logging.getLogger(__name__)
 
 
 def trains_others(engine: Engine, args: Sequence[Any]) -> bool:
-    """Whether a call asks for gradients of other parameters than its engine trains, or by another optimizer."""
+    """Whether a call asks for gradients of no parameters, of others than its engine trains, or by another optimizer."""
     own = [args[index] for index in engine.spans_of(args)]
     with without_overrides():
         is_other = any(each.requires_grad != residency_of(each).is_trained for each in own)
-    return is_other or is_passed_on(engine, own)
+        is_of_none = bool(own) and not any(each.requires_grad for each in own)  # without any the run has failed
+    return is_other or is_of_none or is_passed_on(engine, own)
 
 
 def is_passed_on(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -51,7 +52,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
     read = [call.args[index] for index in engine.spans_of(call.args)]
     if not any(each.requires_grad for each in read):
         raise OptimizerError(
-            "this call asks for gradients of the model's inputs, but all parameters that were trained are frozen: "
+            "this call asks for gradients of the model's inputs, but all of its parameters are frozen: "
             "leave them trained, and drop their gradients after the backward, with zero_grad() and without step()"
         )
     what = "the optimizer of the parameters" if is_passed_on(engine, read) else "requires_grad of a parameter"

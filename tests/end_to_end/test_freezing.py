@@ -245,9 +245,23 @@ def test_gradients_of_inputs_alone_are_refused_ahead_of_the_backward(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         freeze(model, "nothing")
-        with pytest.raises(OptimizerError, match=r"all parameters that were trained are frozen: leave them trained"):
+        with pytest.raises(OptimizerError, match=r"all of its parameters are frozen: leave them trained"):
             model(fake)
     assert optimizer.num_steps == 2
+
+
+def test_gradients_of_inputs_are_refused_where_nothing_was_ever_trained(tmp_path):
+    """Fault: the call ran, and its backward was told of a step that was dropped, which there was none of."""
+    model, fake = Judge(), torch.randn(4, 8, requires_grad=True)
+    freeze(model, "nothing")
+    teacher = gs_compile.SGD(model.parameters(), lr=0.0)
+    model.compile(backend="greedysnake", options=options(tmp_path, outputs="all"))
+    for _ in range(2):
+        with pytest.raises(OptimizerError, match=r"all of its parameters are frozen: leave them trained"):
+            model(fake)
+    with torch.no_grad():
+        assert model(fake).shape[0] == 4
+    assert teacher.num_steps == 0
 
 
 def test_a_plan_that_does_not_fit_leaves_the_run_as_it_was(tmp_path):
