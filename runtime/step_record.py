@@ -80,9 +80,12 @@ class StepRecord:
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing is updated: a loss, or a gradient so far, is not finite, or gradients were dropped."""
-        readings = (*self._all_losses, *self.squares.values())
-        return self.is_dropped or self.is_too_large or not all(math.isfinite(reading()) for reading in readings)
+        """Whether nothing is updated: a gradient so far is not finite, or gradients were dropped.
+
+        A loss that is not finite alone, as of a batch without a label that counts, has gradients as any other.
+        """
+        squares = self.squares.values()
+        return self.is_dropped or self.is_too_large or not all(math.isfinite(square()) for square in squares)
 
     @property
     def is_loss_bad(self) -> bool:
@@ -102,14 +105,12 @@ class StepRecord:
 
     @property
     def updated(self) -> list[Unit]:
-        """The units that have been updated before it was known that the step is skipped; a loss is known before all."""
-        if self.is_loss_bad:
-            return []
+        """The units that have been updated before it was known that the step is skipped."""
         finite = [math.isfinite(square()) for square in self.squares.values()]
         return [unit for unit, number in self.issued if all(finite[:number])]
 
     def share(self, unit: Unit, norm: SharedNorm, factor: Tensor | None) -> None:
-        """Read the norm of a unit from an exchange, and from the first of a step whether any rank's loss is bad."""
+        """Read the norm of a unit from an exchange, and from the first of a step the losses of all ranks."""
         norm.factor = factor
         if self.squares.keys() <= {"resident"}:
             norm.losses, self.losses = self.losses, (partial(norm.reading, 1),)

@@ -54,7 +54,9 @@ def step_words(info: StepInfo) -> str:
     words.append(f"{info.num_tokens:,} tokens")
     words += [] if math.isnan(info.seconds) else [f"{rate_text(info.tokens_per_second)} tokens/s"]
     words += [] if math.isnan(info.loss) else [f"loss {info.loss:.4g}"]
-    words.append("a gradient or the loss was not finite" if info.skipped else f"gradient norm {info.grad_norm:.3g}")
+    words.append(
+        "gradients were not finite, or were dropped" if info.skipped else f"gradient norm {info.grad_norm:.3g}"
+    )
     words += ["skipped"] if info.skipped else []
     words += ["updates rolled back"] if info.rolled_back else []
     return ", ".join(words)

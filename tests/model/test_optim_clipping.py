@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from learner import distance, learner, plain, same_tensors, values
-from tiered import tokens
+from tiered import gpt2, tokens, two_groups
 from torch.nn import functional
 from zoo import GPT, VOCAB
 
@@ -103,17 +103,26 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path):
             one.train(1)
 
 
-def test_a_batch_without_labels_updates_nothing(tmp_path):
-    """Its loss is nan and its gradients are zeros, so that no norm shows it."""
-    with learner(tmp_path, alpha=0.0) as one:
-        one.train(0)
-        before = one.values()
-        one.model(input_ids=tokens(1), labels=torch.full_like(tokens(1), -100)).loss.backward()
-        with pytest.warns(
-            NonFiniteWarning, match=r"^the loss is not finite: step 2 was skipped \[non-finite-warning\]$"
+@pytest.mark.parametrize(("bound", "changes"), [(None, {"alpha": 0.0}), (1.85, {"clip": "delayed"})], ids=str)
+def test_a_batch_without_labels_is_an_update_by_zeros(tmp_path, bound, changes):
+    """Its loss is nan, and moments and weight decay move the parameters, as with torch. Fault: the step was skipped."""
+    make, reference = partial(gs_compile.AdamW, lr=1e-3, max_grad_norm=bound), gpt2()
+    with learner(tmp_path, make, **changes) as one:
+        for model, optimizer in (
+            (one.model, one.optimizer),
+            (reference, torch.optim.AdamW(two_groups(reference), lr=1e-3)),
         ):
-            one.optimizer.step()
-        same_tensors(one.values(), before)
+            for number in range(3):
+                ids = tokens(number)
+                loss = model(input_ids=ids, labels=ids if number != 1 else torch.full_like(ids, -100)).loss
+                loss.backward()
+                if bound and model is reference:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert bool(loss.isnan()) == (number == 1)
+        assert (one.optimizer.num_steps, one.optimizer.num_skipped) == (3, 0)
+        assert distance(values(one.model), values(reference)) < 1e-6
 
 
 def test_without_a_norm_to_wait_for_nothing_bad_is_taken_in(tmp_path):

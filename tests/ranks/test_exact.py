@@ -272,15 +272,17 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(pair, tmp_path):
     for name in UPDATES:
         skipped, words, differences, losses = first[name]
         assert (skipped, words) == second[name][:2]
-        assert skipped == [number in SPOILED for number in range(NUM_SPOILED)]
-        assert [text.split(" is not finite: step ")[0] for text in words] == ["a gradient", "a gradient", "the loss"]
+        assert skipped == [number in (1, 2) for number in range(NUM_SPOILED)]  # of a loss alone gradients are zeros
+        assert [text.split(" is not finite: step ")[0] for text in words] == ["a gradient", "a gradient"]
         assert all(text.endswith("was skipped [non-finite-warning]") for text in words)
         assert (differences, second[name][2]) == ([], [])
         assert (len(losses), len(second[name][3])) == (NUM_SPOILED, NUM_SPOILED - 1)
 
 
 def spoils_a_replica(info, tmp_path):
-    """Nothing counts in the last rank's second batch, so its loss is not finite, and its gradients are zero."""
+    """Nothing counts in the last rank's second batch, so its loss is not finite, and its gradients are zeros, which are
+    in the mean of all as any other, as with DistributedDataParallel.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     one, skipped, _ = run(
         info, Harness(gpt2), {**options(tmp_path, clip="delayed"), "mesh": mesh}, CLIPPED, {1: "loss"}
@@ -289,8 +291,8 @@ def spoils_a_replica(info, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_in_one_replica_is_skipped_in_all(four, tmp_path):
+def test_a_loss_that_is_not_finite_in_one_replica_leaves_the_step_of_all(four, tmp_path):
     found = four.run(spoils_a_replica, tmp_path)
     for skipped, norms in found:
-        assert skipped == [number == 1 for number in range(6)]
+        assert not any(skipped)
         assert norms == found[0][1]
