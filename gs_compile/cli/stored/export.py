@@ -20,6 +20,7 @@ from gs_compile.cli.stored.runs import Found, look
 from gs_compile.cli.stored.values import Values, nbytes_of, unchanged
 from gs_compile.errors import OptionError, StorageError
 from gs_compile.machine import in_groups
+from gs_compile.runtime.codecs import dense
 from gs_compile.runtime.formats import narrow
 from gs_compile.runtime.storage.last_commit import common_step, step_of
 from gs_compile.runtime.storage.stored import BUFFER, Manifest
@@ -87,6 +88,8 @@ def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Entry]:
         nbytes = span.numel * dtype.itemsize
 
         def read(span: Any = span, dtype: torch.dtype = dtype) -> Tensor:
+            if span.codec:  # of which no rank's share is decoded alone
+                return dense(span.view(_whole([each.read_any(span.elements, None) for each in ranks])))
             found = _whole([each.read(span, master=True) for each in ranks])
             return found if found.dtype == dtype else narrow(found, dtype)
 
