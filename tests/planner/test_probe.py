@@ -63,8 +63,9 @@ def test_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "REQUEST_NBYTES", 8 << 20)
     monkeypatch.setattr(probe_module, "NUM_ELEMENTS", 1 << 20)
     monkeypatch.setattr(probe_module, "HOST_SIZES", (64, 256))
-    num_threads = threading.active_count()
+    num_threads, state = threading.active_count(), torch.get_rng_state()
     found = probe([tmp_path], seconds=0.5, device=CPU)
+    assert torch.equal(torch.get_rng_state(), state), "a run draws the same numbers where the figures are known"
     assert not list(tmp_path.iterdir())
     assert threading.active_count() == num_threads
 

@@ -15,7 +15,7 @@ from contextlib import closing
 
 import torch
 
-from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, medians, new_lane, pair
+from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, medians, new_lane, own_generator, pair
 from gs_compile.runtime.formats import Types, moment_types, types_of
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Lane
@@ -118,8 +118,9 @@ def products_on(device: torch.device, dtype: torch.dtype = torch.float32, rows: 
     """Computation as that of a layer, with as many rows as it has tokens or with fewer."""
     tokens, width = _sizes(device)
     rows = rows or tokens
-    x_TD = torch.randn(rows, width, device=device).to(dtype)  # T tokens, D hidden, F inner width
-    w_DF = torch.randn(width, 4 * width, device=device).to(dtype)
+    generator = own_generator(device)
+    x_TD = torch.randn(rows, width, device=device, generator=generator).to(dtype)  # T tokens, D hidden, F inner width
+    w_DF = torch.randn(width, 4 * width, device=device, generator=generator).to(dtype)
     y_TF = x_TD @ w_DF
 
     def products() -> float:
@@ -165,7 +166,8 @@ def conversion_nbytes(num_threads: int, update_bytes_per_second: float) -> float
 
 
 def _update(numel: int, types: Types = FP32) -> Work:  # [1]
-    master, gradient = (torch.randn(numel, dtype=torch.float32, device="cpu") for _ in range(2))
+    generator = own_generator()
+    master, gradient = (torch.randn(numel, dtype=torch.float32, device="cpu", generator=generator) for _ in range(2))
     stored = torch.zeros(int(numel * types.state_itemsize), dtype=torch.uint8, device="cpu")
     state = types.components(stored, 0, numel)
 

@@ -22,7 +22,7 @@ import torch
 
 from gs_compile.errors import StorageFullError
 from gs_compile.machine import format_bytes, free_storage
-from gs_compile.planner.measure.rates import Figure, Work, at_once, medians, new_lane, pair
+from gs_compile.planner.measure.rates import Figure, Work, at_once, medians, new_lane, own_generator, pair
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage.folder import TO_BE, as_storage_error
@@ -54,7 +54,8 @@ def drive_rates(
         request_nbytes = _request_nbytes(storage)
         store.reserve(2 * NUM_REQUESTS * request_nbytes)
         sizes = request_nbytes, request_nbytes, PAGE
-        into, source, page = (map_memory(nbytes, device).random_() for nbytes in sizes)  # for drives that compress
+        generator = own_generator()  # not of zeros, for drives that compress
+        into, source, page = (map_memory(nbytes, device).random_(generator=generator) for nbytes in sizes)
         read, write = _filled(store, source, seconds / 4)
         latency = _latency(store, page)
         works = _requests([each.read for each in read], into), _requests([each.write for each in write], source)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from gs_compile.planner.measure.profile import MIXED
 from gs_compile.runtime.lanes import Failure, Lane
 from gs_compile.runtime.trace import Trace
@@ -33,6 +35,11 @@ class Figure(NamedTuple):
 def pair(name: str, alone: float, both: float, how: str) -> dict[str, Figure]:
     """The entries of a lane's rate, alone and beside another; nothing is faster beside another."""
     return {name: Figure(alone, how), MIXED[name]: Figure(min(both, alone), how)}
+
+
+def own_generator(device: torch.device | None = None) -> torch.Generator:
+    """Of random numbers: a run draws the same ones of torch's whether the machine is measured in it or was before."""
+    return torch.Generator(device or "cpu").manual_seed(0)
 
 
 def new_lane(name: str, **settings: Any) -> Lane:
