@@ -24,6 +24,7 @@ from gs_compile.capture.internals import changes
 from gs_compile.errors import OptimizerError, ResumeError
 from gs_compile.model.in_memory import parameters_in_memory
 from gs_compile.model.optimizer import Optimizer
+from gs_compile.model.optimizer_state import has_values
 from gs_compile.model.parameter_store import as_step
 from gs_compile.model.residency import residency_of
 from gs_compile.runtime.former import stored_units
@@ -145,11 +146,12 @@ class Durable:
     def seals_between_calls(self, num_steps: int, *, always: bool) -> bool:
         """Whether a program between two calls commits what `num_steps` have left; `always`: it is asked for.
 
-        On ranks it has to be asked for, and they leave it at that commit: one of them alone may have asked for values.
-        A run that goes on may have changed what it has taken up, before its first step.
+        On ranks it has to be asked for, as all do together: one of them alone may have asked for values. A run that
+        goes on may have changed what it has taken up, before its first step.
         """
-        self._num_steps, self._is_open = num_steps, self._tiers.setting.ranks is None
-        is_due = self._is_open and num_steps > self._num_committed and num_steps % self.every == 0
+        is_alone = self._tiers.setting.ranks is None
+        self._num_steps, self._is_open = num_steps, self._is_open or always or is_alone
+        is_due = is_alone and num_steps > self._num_committed and num_steps % self.every == 0
         first = -1 if self.goes_on else 0
         return is_due or (always and num_steps > max(first, self._num_committed - self._is_open))
 
@@ -238,15 +240,18 @@ def give_back_rest(
 ) -> None:
     """The inverse; buffers: by name, get what a script has made of them. Who has no state there has none here.
 
-    states_alone: the values have come before, and the script may have changed them since.
+    states_alone: the values have come before, and the script may have changed them since, as steps of their own may
+    have changed states that are there.
     """
-    for parameter in [each for each in optimizer.state if residency_of(each).tiered is None]:
+    stepped = {each for each, state in optimizer.state.items() if states_alone and has_values(state)}
+    for parameter in [each for each in optimizer.state if residency_of(each).tiered is None and each not in stepped]:
         del optimizer.state[parameter]
     beside = list(optimizer.group_of)
     for name, values in rest.items():
         number, _, component = name.partition(".")
         is_buffer = name.startswith(BUFFER)
         if component and not is_buffer:
-            optimizer.state[beside[int(number)]][component] = values
+            if beside[int(number)] not in stepped:
+                optimizer.state[beside[int(number)]][component] = values
         elif not states_alone:
             (buffers[name.removeprefix(BUFFER)] if is_buffer else beside[int(number)]).copy_(values)

@@ -126,6 +126,22 @@ def test_an_eager_head_that_was_frozen_stays_as_it_was_trained(tmp_path, is_know
     assert all(map(torch.equal, head.parameters(), wanted))
 
 
+def test_an_eager_head_that_is_stepped_alone_keeps_its_moments(tmp_path):
+    """Fault: the model's own first step gave it those of the commit again, in a run that goes on."""
+    trained(tmp_path, 2)
+    gc.collect()
+    trunk, head, optimizer, first = made(tmp_path)
+    with torch.no_grad():
+        trunk.eval()(tokens(0))
+    head(torch.ones(1, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wanted = {name: each.clone() for name, each in optimizer.state[head.weight].items()}
+    assert wanted["step"] == 3
+    trunk.train()(tokens(first))
+    assert all(torch.equal(optimizer.state[head.weight][name], each) for name, each in wanted.items())
+
+
 def test_room_is_reserved_for_what_an_evaluation_ahead_has_had_on_the_tiers(tmp_path):
     """A commit has it in memory; a full drive was found at the first commit."""
     trunk, head, optimizer, _ = made(tmp_path, Noted)

@@ -10,13 +10,17 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from frozen_models import gpt2_with_frozen
 from launch import Fleet
 from rank_learner import Learner
+from safetensors.torch import load_file
 from saving import saving
 from stored_run import save, stored_run
 from tiered import gpt2, options, step, tokens
 
 import gs_compile
+from gs_compile.cli.stored.export import export
+from gs_compile.cli.stored.runs import found_in
 from gs_compile.errors import LeftoverError, OptionError, RankError
 from gs_compile.model.resume import last_of
 from gs_compile.options import Options
@@ -124,6 +128,47 @@ def trains(info, tmp_path, dies_at=None, saved=(), **changes):
     learner.optimizer.commit()
     committed = manifest.read(folder_in(tmp_path / "storage"))
     return run.step, values, committed.step
+
+
+def trains_beside_encoded(info, tmp_path):
+    learner = Learner(info, tmp_path / "storage", build=gpt2_with_frozen, frozen="nf4", durability="step")
+    learner.train(0)
+    learner.optimizer.commit()
+    found = learner.values()
+    learner.optimizer.engine.tiers.close()
+    return found
+
+
+def test_an_export_has_the_values_of_matrices_that_ranks_share_encoded(pair, tmp_path):
+    """Fault: each rank's share was decoded by itself, and no value was right."""
+    wanted, _ = pair.run(trains_beside_encoded, tmp_path)
+    files = export(found_in(tmp_path / "storage"), tmp_path / "out")["files"]
+    found = {name: each for file in files for name, each in load_file(tmp_path / "out" / file).items()}
+    assert [name for name, each in found.items() if not torch.equal(each, wanted[name])] == []
+    assert "transformer.h.0.up.weight" in found
+
+
+def commits_again(info, tmp_path):
+    """What has changed since the commit of a step, before and after the next process has taken that up."""
+    found = []
+    for number in range(2):
+        learner = Learner(info, tmp_path / "storage", durability="step")
+        run = gs_compile.resume(learner.model, learner.optimizer, storage=tmp_path / "storage")
+        learner.train(0) if number == 0 else learner.call()
+        for each in range(2):
+            learner.optimizer.kept.user = [number, each]
+            learner.optimizer.commit()
+            made = manifest.read(folder_in(tmp_path / "storage"))
+            found.append((run.step, run.user, made.step, made.user))
+        learner.optimizer.engine.tiers.close()
+    return found
+
+
+def test_a_step_is_committed_again_with_what_has_changed_since(pair, tmp_path):
+    """Fault: a second `commit()` of a step did nothing on ranks, and none did before a resumed run's first step."""
+    for found in pair.run(commits_again, tmp_path):
+        first, again = (0, None, 1), (1, [0, 1], 1)
+        assert found == [(*first, [0, 0]), (*first, [0, 1]), (*again, [1, 0]), (*again, [1, 1])]
 
 
 def saves(info, tmp_path, dies_at=None):
