@@ -1,6 +1,6 @@
 """durable: a Trainer goes on from the last commit where its own checkpoint is older, or where there is none.
 
-[1] Each commit has the Trainer's state, and those of its schedule and of its scale of the loss.
+[1] Each commit has the Trainer's state, and that of its schedule.
 [2] To go on from a commit, Trainer is given a checkpoint that has its state alone; all else comes from the commit.
 [3] Where Trainer's own checkpoint is not older, the run goes on from that. The commit stays until the run makes one.
 """
@@ -13,7 +13,7 @@ import logging
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,9 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
             raise ResumeError(f"{words} has no state of a Trainer: choose another storage=, or delete it: {delete}")
         state = commit.states[_NAME]["state"]
         own = (get_last_checkpoint(self.args.output_dir) if given is True else given) or None
-        # Trainer writes its state last: without it nothing is whole, nor with `save_only_model`.
-        if own and all(Path(own, name).is_file() for name in (TRAINER_STATE_NAME, OPTIMIZER_NAME)):
-            step = json.loads(Path(own, TRAINER_STATE_NAME).read_bytes())["global_step"]
+        # Trainer writes its state last: without all of it nothing is whole, nor with `save_only_model`.
+        step = _step_of(Path(own, TRAINER_STATE_NAME)) if own and Path(own, OPTIMIZER_NAME).is_file() else None
+        if step is not None:
             if step >= state["global_step"]:
                 log.info("training resumes from %s: it is not older than the commit, %s", own, words)
                 self._begins_anew = True
@@ -135,7 +135,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         optimizer = self._tiered_optimizer
-        states = {_NAME: optimizer.kept.states[_NAME]}
+        states = {name: optimizer.kept.states.get(name) for name in commit.states}
         given = {name: getattr(self._options, name) for name in ("storage", "group", "mesh")}
         resume(self.model, optimizer, **given, **states)
         former = commit.states[_NAME]
@@ -157,6 +157,14 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         if self._engine is not None and self._engine.durable is not None:
             self._engine.commit()
         return super()._finalize_training(*args)
+
+
+def _step_of(path: Path) -> int | None:
+    """The number of steps in the file of a Trainer's state; None: a kill has left none, or a part of it."""
+    with suppress(OSError, ValueError, LookupError):
+        step: int = json.loads(path.read_bytes())["global_step"]
+        return step
+    return None
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -186,14 +194,9 @@ class _States:
             "state": state,
             "is_under_way": trainer._is_under_way,
             "scheduler_steps": int(not is_counted and not trainer._tiered_optimizer.last_step.skipped),
-            **{name: each.state_dict() for name, each in self._parts().items()},
+            "scheduler": trainer.lr_scheduler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, each in self._parts().items():
-            each.load_state_dict(state[name])
-
-    def _parts(self) -> dict[str, Any]:
         trainer: Any = self._trainer()
-        scaler = trainer.accelerator.scaler
-        return {"scheduler": trainer.lr_scheduler, **({} if scaler is None else {"scaler": scaler})}
+        trainer.lr_scheduler.load_state_dict(state["scheduler"])

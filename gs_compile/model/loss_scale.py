@@ -50,8 +50,9 @@ class LossScaler:
         return cls(None, scaler.get_scale(), growth, backoff, scaler.get_growth_interval())
 
     def serve(self, optimizer: TieredOptimizer) -> None:
-        """Have the optimizer divide by the scale; before the model's first call."""
+        """Have the optimizer divide by the scale; before the model's first call. Commits keep the scale's state."""
         optimizer.loss_scale = self.get_scale
+        optimizer.kept.states["loss_scale"] = self
         if optimizer.max_grad_norm is None:
             optimizer.max_grad_norm = math.inf
 

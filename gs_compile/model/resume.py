@@ -9,7 +9,7 @@ Each part is of use alone: `resume` takes any loader, and `StepSampler` any loop
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,17 +55,17 @@ def resume(
     `storage` is as in `Options`. If the model is compiled with another storage, the run moves there. All ranks that
     train together call this; if these are not all ranks, pass the model's option `group` or `mesh`.
 
-    `states` are objects with `state_dict` and `load_state_dict`, such as schedulers, samplers or a LossScaler. Each
-    commit stores their states by name, and this loads them; None: resume without that state. States of torch's samplers
-    and data loaders are those at `optimizer.step()`, before the next batch is drawn. The optimizer's settings are those
-    of that step. The model's values come with its first call; until then `state_dict`, and what reads or writes them,
-    raises StepOrderError.
+    `states` are objects with `state_dict` and `load_state_dict`, such as schedulers and samplers. Each commit stores
+    their states by name, and that of the optimizer's LossScaler, and this loads them; None: resume without that state.
+    States of torch's samplers and data loaders are those at `optimizer.step()`, before the next batch is drawn. The
+    optimizer's settings are those of that step. The model's values come with its first call; until then `state_dict`,
+    and what reads or writes them, raises StepOrderError.
 
     Raises ResumeError if the run is of another model or optimizer, or has other states, ManifestError for a damaged
     commit, and StepOrderError after the model's first call. Then nothing has changed.
     """
     _check(optimizer)
-    names, states = {*states, *optimizer.kept.states}, {name: each for name, each in states.items() if each is not None}
+    every, states = {**optimizer.kept.states, **states}, _given(states)
     for name, each in states.items():
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
             raise OptionError(f"{name} has no state_dict and load_state_dict: a {type(each).__name__}")
@@ -77,13 +77,13 @@ def resume(
         if missing := sorted(states.keys() - former.states.keys()):
             known = ", ".join(sorted(former.states)) or "none"
             raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
-        if left := sorted(former.states.keys() - names):
+        if left := sorted(former.states.keys() - every.keys()):
             raise ResumeError(
                 f"the commit of step {former.step} has a state of {', '.join(left)}, which would not be restored: pass "
                 f"it as {left[0]}=..., or pass {left[0]}=None to resume without it"
             )
         optimizer.settings_left(former)  # before anything is changed
-        Kept({**kept.states, **states}).give_back(former.states)
+        Kept(_given(every)).give_back(former.states)
     kept.storage, kept.ranks = options.storage, team.everyone if team else ()
     kept.states.update(states)
     kept.step = former.step if former is not None else 0
@@ -95,6 +95,10 @@ def resume(
     kept.begin_at(former.states)
     kept.await_values(model, [named[each.name] for each in former.parameters])
     return Resumed(former.step, former.user)
+
+
+def _given(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in states.items() if each is not None}
 
 
 def _check(optimizer: Any) -> None:

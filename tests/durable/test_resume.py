@@ -227,8 +227,7 @@ def test_skipped_steps_and_states_go_on(lives):
             scaler = gs_compile.LossScaler(optimizer, 2.0**140, backoff_factor=2.0**-130, growth_interval=2)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
             if folder:
-                states = {"scaler": scaler, "scheduler": scheduler}
-                run = gs_compile.resume(harness.model, optimizer, storage=place, **states)
+                run = gs_compile.resume(harness.model, optimizer, storage=place, scheduler=scheduler)
                 assert (run.step, run.user) == (numbers[0], {"next": numbers[0]} if numbers[0] else None)
             for number in numbers:
                 ids = tokens(number)

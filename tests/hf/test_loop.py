@@ -134,13 +134,14 @@ def test_a_saved_state_goes_on(precision, tmp_path):
 
 
 def test_the_number_of_steps_of_a_run_that_goes_on_is_true_before_the_first_call(tmp_path):
-    """A loop finds its place in the data by it; its schedule goes on, too."""
+    """A loop finds its place in the data by it; its schedule goes on, too, and the scale of fp16, which began anew."""
     options = {"durability": "step", "resume": "auto"}
-    first = Loop(tmp_path, mine=True, options=options)
+    first = Loop(tmp_path, mine=True, options=options, scaled=True)
     first.epoch(stop=2)
     first.optimizer.optimizer.commit()
     first.optimizer.optimizer.engine.tiers.close()
-    again = Loop(tmp_path, mine=True, options=options)
+    again = Loop(tmp_path, mine=True, options=options, scaled=True)
+    assert again.accelerator.scaler.state_dict() == first.accelerator.scaler.state_dict()
     assert again.optimizer.optimizer.num_steps == 2
     assert again.schedule.get_last_lr() == first.schedule.get_last_lr()
     again.epoch(stop=1)
