@@ -155,6 +155,8 @@ def test_its_checkpoint_has_weights_alone(tmp_path, monkeypatch, caplog):
     assert "checkpoint-4 is incomplete" in caplog.text
     (weights / "optimizer.pt").touch()
     assert mine._later(str(weights), tmp_path / "commit", options) == str(weights)
+    (weights / "trainer_state.json").write_text('{"global_st')  # fault: no run went on from a kill as that was written
+    assert mine._later(str(weights), tmp_path / "commit", options) == str(tmp_path / "commit")
 
 
 @pytest.mark.slow
@@ -167,6 +169,20 @@ def test_a_commit_before_trainer_counts_its_step(whole, tmp_path):
     assert found == [*curve(whole, "loss")[:3], *curve(whole, "loss")[4:]]
     wanted = values(whole.model)
     assert all(torch.equal(value, wanted[name]) for name, value in values(again.model).items())
+
+
+def test_the_scale_of_the_loss_goes_on(tmp_path):
+    """The steps since it has changed are counted from the first process on."""
+    for number, options in ((4, {}), (5, {"resume": "auto"})):
+        mine = trainer(tmp_path, **SETTINGS)
+        mine.accelerator.scaler = torch.amp.GradScaler("cpu")
+        gs_compile.hf.attach(mine, storage=tmp_path / "storage", expert=EAGER, durability="step", **options)
+        mine.add_callback(Interrupts(number))
+        with pytest.raises(InterruptedByTestError):
+            mine.train()
+        assert mine.accelerator.scaler.state_dict()["_growth_tracker"] == number
+        del mine
+        gc.collect()
 
 
 @pytest.mark.slow
