@@ -87,6 +87,11 @@ def free_storage(folder: Path) -> int:
     return room.f_bavail * room.f_frsize if room.f_blocks else available_memory()
 
 
+def is_there(path: Path) -> bool:
+    """Whether something is at a path; where a name is too long for a file's, nothing is."""
+    return os.access(path, os.F_OK)
+
+
 def file_system(device: int, *, proc: Path = PROC) -> str:
     """The kind of the mounted file system that has this number, such as "ext4"; "" if none has."""
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -25,7 +25,7 @@ Frozen = Literal["nf4", "nf4_single", "fp4", "fp4_single", "int8", "fp8", "mxfp4
 Clipping = Literal["delayed", "speculative"]
 
 OF_OPTIMIZERS = ("lr", "max_grad_norm", "state_dtype", "weight_decay")  # settings, which are no options
-ROUNDING = 1e-6  # of ratios that are sums of what a solver gives
+ROUNDING = 1e-6  # of ratios that were rounded, or that a solver gives: so much more than all is all
 DEFAULT_STORAGE = "greedysnake"  # under the user's cache
 PATHS = ("storage", "report", "status")  # options whose relative paths are of where the process is as it reads them
 
@@ -70,9 +70,11 @@ class Ratios:
             object.__setattr__(self, entry.name, value)
         for names in (("parameter", "device_parameter"), ("checkpoint", "device_checkpoint", "activation")):
             given = {name: ratio for name in names if (ratio := getattr(self, name))}
-            if sum(given.values()) > 1 + ROUNDING:
+            if (total := sum(given.values())) > 1 + ROUNDING:
                 words = " and ".join(f"ratios.{name} is {ratio:g}" for name, ratio in given.items())
                 raise OptionError(f"{words}: together they are more than there is, so lower one of them")
+            for name, ratio in given.items() if total > 1 else ():
+                object.__setattr__(self, name, ratio / total)
 
     @classmethod
     def of(cls, ratios: Ratios | Mapping[str, Any] | None, name: str) -> Ratios:

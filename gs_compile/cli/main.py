@@ -16,7 +16,8 @@ import json
 import math
 import signal
 import sys
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,19 +50,29 @@ EXIT_CODES = (  # the first that fits
 
 
 class Commands(TyperGroup):
-    """Turns what a command raises into a line and an exit code."""
+    """Turns what a command, or the help in its place, raises into a line and an exit code."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _told():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _told():
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # whoever read has seen enough: typer ends quietly
-        except (GreedySnakeError, OSError) as error:
-            message = " ".join(line.strip() for line in str(error).splitlines())
-            typer.echo(f"{type(error).__name__}: {message}", err=True)
-            raise typer.Exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind))) from error
-        except KeyboardInterrupt as interrupt:
-            raise typer.Exit(INTERRUPTED) from interrupt
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # whoever read has seen enough: typer ends quietly
+    except (GreedySnakeError, OSError) as error:
+        message = " ".join(line.strip() for line in str(error).splitlines())
+        typer.echo(f"{type(error).__name__}: {message}", err=True)
+        raise typer.Exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind))) from error
+    except KeyboardInterrupt as interrupt:
+        raise typer.Exit(INTERRUPTED) from interrupt
 
 
 app = typer.Typer(
@@ -164,11 +175,12 @@ def fit(
     """
     from gs_compile.cli.plan import find_fits
     from gs_compile.cli.report.fits import fits_dict, fits_report
+    from gs_compile.planner.measure.shipped import named
 
     if not 0 < tokens < math.inf:
         raise typer.BadParameter(f"--tokens {tokens:g}: not a number of tokens")
     found = find_fits(model, request, longest=longest)
-    asked = f"{model} on {request.machine or 'this machine'}, samples of {request.sequence} tokens"
+    asked = f"{model} on {named(request.machine) or 'this machine'}, samples of {request.sequence} tokens"
     typer.echo(json.dumps(fits_dict(found, tokens), indent=2) if as_json else fits_report(found, tokens, asked))
 
 

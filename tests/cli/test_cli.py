@@ -214,6 +214,17 @@ def test_a_signal_ends_a_command_and_lets_it_tidy_up(number, code):
     assert process.returncode == code
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["plan", "--help"], ["store", "ls", "."]], ids=" ".join
+)
+def test_what_cannot_be_written_is_told_in_a_line(arguments):
+    """Fault: that of a version, or of help, was a traceback."""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "gs_compile", *arguments]
+        ran = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ran.returncode, ran.stderr) == (5, "OSError: [Errno 28] No space left on device\n")
+
+
 def test_the_version():
     assert run("--version").stdout == f"greedysnake {gs_compile.__version__}\n"
 

@@ -172,6 +172,16 @@ def test_figures_are_planned_in_the_memory_that_the_step_has():
     assert drawn.budgets == titled.budgets
 
 
+def test_figures_of_several_ranks_are_of_one_of_them():
+    """Its share of the machine is what it has, and no share of all ranks' again."""
+    given = {"micro_batch_size": 1, "num_micro_batches": 2, "host_memory": "80MiB", "gpus": 2}
+    machine = replace(A100, net_bytes_per_second=20e9)
+    titled = plan(gpt(2, 256, sequence=64, vocabulary=1000), machine=machine, **given)
+    (drawn,) = draw._plans(titled, "vertical", [2])
+    assert drawn.budgets == titled.budgets
+    assert drawn.profile.ssd_read_bytes_per_second == titled.profile.ssd_read_bytes_per_second
+
+
 def test_figures_of_a_step_of_several_backwards_have_the_order_that_it_has():
     """`simulate --accumulate --figures` was refused: other orders have no such step."""
     given = {"micro_batch_size": 1, "num_micro_batches": 2, "host_memory": "160MiB", "ratios": {"gradient": 0.5}}

@@ -12,6 +12,7 @@ from command_line import run
 from gs_compile.cli.report.fits import fits_report
 from gs_compile.planner import fit as planner
 from gs_compile.planner.fit import Fit
+from gs_compile.planner.measure.shipped import ENVIRONMENT
 
 FULL = Fit(way="in full", missing="m does not fit: it needs 2.0 GiB of host memory, 1.0 GiB more than it may use")
 LORA = Fit(
@@ -77,7 +78,7 @@ def found(monkeypatch):
     return asked
 
 
-def test_the_command(found):
+def test_the_command(found, monkeypatch):
     shown = run("fit", "--model", "m", "--lora", "8", "--longest", "--tokens", "3.6e6", "--json")
     assert shown.exit_code == 0, shown.stderr
     told = json.loads(shown.stdout)
@@ -87,10 +88,11 @@ def test_the_command(found):
     assert (lora["hours"], over["hours"]) == (4.0, 1.0)
     assert lora["written_nbytes_for_tokens"] == 900 * 10**9
     assert lora["drive_days"] == pytest.approx(10**15 / (10**9 / 16) / 86400)
-    asked = "m on this machine, samples of 2048 tokens"
-    assert (
-        run("fit", "--model", "m", "--tokens", "3.6e6").stdout == fits_report([FULL, LORA, OVER], 3.6e6, asked) + "\n"
-    )
+    for machine in ("", "a100"):
+        monkeypatch.setenv(ENVIRONMENT, machine)
+        asked = f"m on {machine or 'this machine'}, samples of 2048 tokens"
+        shown = run("fit", "--model", "m", "--tokens", "3.6e6").stdout
+        assert shown == fits_report([FULL, LORA, OVER], 3.6e6, asked) + "\n"
 
 
 @pytest.mark.parametrize("tokens", ["nan", "inf", "0", "-3"])

@@ -92,7 +92,9 @@ def test_what_a_rank_has_of_its_node():
     cpu = replace(NODE, device="cpu", device_nbytes=0)
     assert of_one_rank(cpu, 2, 1, None).matmul_flops_per_second == {"bf16": 100e12}
     assert of_one_rank(NODE, 1, 1, None) == NODE
-    assert of_one_rank(replace(NODE, num_ranks=2), 4, 1, None).host_nbytes == NODE.host_nbytes // 2
+    of_two = replace(NODE, num_ranks=2)
+    assert of_one_rank(of_two, 4, 1, None).host_nbytes == NODE.host_nbytes // 2
+    assert of_one_rank(of_two, 1, 1, None).host_nbytes == 2 * NODE.host_nbytes  # fault: a rank alone had its half
 
 
 @pytest.mark.parametrize(

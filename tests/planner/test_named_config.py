@@ -76,6 +76,7 @@ def test_a_model_without_weights():
             "#",
             r"known are gpt-30b, .*, llama-405b, gpt-oss-20b, gpt-oss-120b, HuggingFace's types, and an id of the hub",
         ),
+        (300 * "x", r"^x+ is neither the name of a model nor the path of a config\.json"),  # longer than a file's
     ],
 )
 def test_a_name_that_nothing_has(name, message):

@@ -54,6 +54,14 @@ def test_what_is_fixed_is_kept():
     assert late / trained == pytest.approx(0.3, abs=2 * QUANTUM * len(found.placement.units) / trained)
 
 
+def test_ratios_that_are_rounded_to_more_than_all_are_all():
+    """Fault: no linear program had a solution then, which an assertion said."""
+    given = {"parameter": 0.3333337, "device_parameter": 0.6666667}
+    found = plan(TINY, machine=A100, micro_batch_size=1, num_micro_batches=2, ratios=given, alpha=0.0)
+    assert found.device_ratios["parameter"] == pytest.approx(2 / 3, abs=1e-6)
+    assert found.ratios["parameter"] == pytest.approx(1 / 3, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "size", "number"),
     [

@@ -81,6 +81,14 @@ def test_a_path_is_read(tmp_path, probe):
     assert profile(tmp_path / "mine.json") == profile(str(tmp_path / "mine.json")) == MEASURED
 
 
+def test_a_machine_that_ranks_have_measured_is_whole_for_a_process_alone(tmp_path, probe):
+    """Fault: it had the share of one of them."""
+    replace(MEASURED, num_ranks=2).save(tmp_path / "of_two.json")
+    found = profile(tmp_path / "of_two.json")
+    assert (found.num_ranks, found.host_nbytes) == (1, 2 * MEASURED.host_nbytes)
+    assert found.ssd_read_bytes_per_second == 2 * MEASURED.ssd_read_bytes_per_second
+
+
 def test_a_file_here_comes_before_a_name(tmp_path, probe, monkeypatch):
     monkeypatch.chdir(tmp_path)
     MEASURED.save("a100.json")

@@ -93,7 +93,9 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
 
 
 def _plans(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:
-    """Plans of the same model as was asked for, for numbers of micro-batches, as far as they fit."""
+    """Plans of the same model as was asked for, for numbers of micro-batches, as far as they fit; of several ranks
+    those of one, with its share of the machine.
+    """
     from gs_compile.planner.plan import plan as make
 
     asked = plan.problem.request
@@ -102,7 +104,7 @@ def _plans(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator
     size = plan.workload.micro_batch_size
     changes: dict[str, Any] = {"batch_size": None, "micro_batch_size": size, "ratios": ratios, **ONE_RANK}
     try:
-        request = replace(asked, machine=plan.profile, schedule=schedule, **changes)
+        request = replace(asked, machine=replace(plan.profile, num_ranks=1), schedule=schedule, **changes)
     except PlanError:  # a step of several backwards has the vertical order alone
         return
     for number in sizes:

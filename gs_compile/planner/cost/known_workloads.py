@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gs_compile.machine import is_there
 from gs_compile.options import default_storage
 from gs_compile.placement.workload import Workload
 
@@ -46,11 +47,10 @@ class KnownWorkloads:
         """
         if not isinstance(model, str | Path):
             return cls()
-        where = Path(model)
-        path = where / "config.json" if where.is_dir() else where
-        if not path.is_file() and "/" in str(model):
+        path, is_file = config_file(model)
+        if not is_file and "/" in str(model):
             return cls()
-        config = path.read_text(errors="replace") if path.is_file() else ""  # what is no text is refused as it is read
+        config = path.read_text(errors="replace") if is_file else ""  # what is no text is refused as it is read
         facts = json.dumps([str(model), config, dict(asked), _versions()], default=str)
         return cls(default_storage() / CACHE / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json")
 
@@ -81,6 +81,13 @@ class KnownWorkloads:
                 oldest.unlink(missing_ok=True)
         except OSError as error:
             log.warning("the capture could not be stored: %s", error)
+
+
+def config_file(model: str | Path) -> tuple[Path, bool]:
+    """The path that a model's name is of a config, or the folder of; and whether that file is there."""
+    where = Path(model)
+    path = where / "config.json" if is_there(where) and where.is_dir() else where
+    return path, is_there(path) and path.is_file()
 
 
 @cache

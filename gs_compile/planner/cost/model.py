@@ -24,7 +24,9 @@ from torch import nn
 
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import InspectionError, PlanError
+from gs_compile.machine import is_there
 from gs_compile.options import Options
+from gs_compile.planner.cost.known_workloads import config_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -113,11 +115,10 @@ def check_length(config: Any, sequence: int) -> None:
 
 def _read(model: str) -> dict[str, Any]:
     """The fields of a config file; none for a model type."""
-    where = Path(model)
-    path = where / "config.json" if where.is_dir() else where
-    if not path.is_file() and "/" not in model:
+    path, is_file = config_file(model)
+    if not is_file and "/" not in model:
         return {}
-    if not where.exists() and model.count("/") == 1:
+    if not is_there(Path(model)) and model.count("/") == 1:
         path = _downloaded(model)
     try:
         fields = json.loads(path.read_bytes())

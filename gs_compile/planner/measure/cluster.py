@@ -27,7 +27,7 @@ def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | 
     between_nodes = None if network is None else _rate(network)
     ranks, rate = gpus * nodes, machine.net_bytes_per_second
     if ranks == 1:
-        return machine
+        return share_of(machine, 1)
     if gpus > 1 and rate == inf:
         raise PlanError(
             f"{machine.name} does not have the rate between its GPUs: add net_bytes_per_second to its profile, or "

@@ -83,7 +83,9 @@ def profile(
     directories = Options.of({"storage": storage}).storage
 
     def alone() -> Profile:
-        return _this_machine(directories, where, refresh, ranks) if machine is None else load(machine)
+        if machine is None:
+            return _this_machine(directories, where, refresh, ranks)
+        return share_of(load(machine), num_ranks())  # it may have been measured by another number of ranks
 
     return alone() if ranks is None else _of_all(ranks, alone, where, directories if machine is None else ())
 

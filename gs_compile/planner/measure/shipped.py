@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from gs_compile.errors import ProfileError
+from gs_compile.machine import is_there
 from gs_compile.planner.measure.profile import Profile
 
 SHIPPED = Path(__file__).parent / "machines"
@@ -37,7 +38,7 @@ def load(machine: str | Path | Profile) -> Profile:
 def _path(machine: str | Path) -> Path:
     """The file of a name, with or without its ending, or of a path."""
     path = Path(machine).expanduser()
-    if path.exists():
+    if is_there(path):
         return path
     name = path.name.removesuffix(".json")
     if path.name == str(path) and name in known():
