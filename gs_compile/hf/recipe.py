@@ -105,7 +105,11 @@ def _samples(files: str | list[str], text: str) -> Any:
         raise OptionError(f"data: only files of one format are read together; got {' and '.join(sorted(formats))}")
     (name,) = formats
     more = {"sample_by": "paragraph"} if name == "text" else {}
-    samples = datasets.load_dataset(name, data_files=list(map(str, paths)), split="train", **more)
+    try:
+        samples = datasets.load_dataset(name, data_files=list(map(str, paths)), split="train", **more)
+    except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
+        why = str(error.__cause__ or error) or "nothing is in it"
+        raise OptionError(f"data: {', '.join(map(str, paths))} cannot be read: {why}") from error
     if not {text, *COLUMNS} & set(samples.column_names):
         raise OptionError(f"data: has columns {samples.column_names}, none of {', '.join((text, *COLUMNS))}")
     return samples

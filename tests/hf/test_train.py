@@ -110,6 +110,26 @@ def test_columns_that_no_trainer_knows(written, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.jsonl", b'{"text": "a"}\n{"text": ', "data.jsonl cannot be read: "),
+        ("data.jsonl", b"", "data.jsonl cannot be read: nothing is in it"),
+        ("data.txt", b"\n\n\n\n", "data.txt cannot be read: "),
+        ("data.txt", b"\xff\xfe\x00", "data.txt cannot be read: 'utf-8' codec can't decode"),
+    ],
+)
+def test_data_that_are_damaged_or_empty(name, content, message, written, tmp_path, monkeypatch):
+    """Fault: a traceback of the library that reads them."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / name).write_bytes(content)
+    result = run(written(data=f"{tmp_path}/{name}"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    told = result.stderr.splitlines()[-1]  # behind the bar of that library
+    assert told.startswith("OptionError: data: ")
+    assert message in told
+
+
 def test_values_of_changes():
     given = {"args": {"lr": 1}}
     for change in ("args.lr=1e-4", "args.layers=[0, 1]", "options.storage=/a=b", "model.tied=false"):
