@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from gs_compile.progress import stage
 
 NBYTES = 1 << 30  # of memory that a fork with its C++ compiler may take
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+ENDS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE = 60.0, 3.0  # seconds that a fork may take, and times those of this process with its own part
 
 
@@ -107,15 +108,19 @@ def _has_ended(pid: int) -> bool:
 
 def _fork(share: Sequence[Wanted]) -> int:
     parent = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # this process has threads, whose locks the fork asks for nowhere
-        pid = os.fork()
-    if pid == 0:
-        try:
-            _end_with(parent)
-            _compile_quietly(share)
-        finally:
-            os._exit(0)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # a fork that heard one here would go on as this process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this process has threads, whose locks the fork asks for nowhere
+            pid = os.fork()
+        if pid == 0:
+            try:
+                _end_with(parent)
+                _compile_quietly(share, before)
+            finally:
+                os._exit(0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 
@@ -126,10 +131,14 @@ def _end_with(parent: int) -> None:
         os._exit(0)
 
 
-def _compile_quietly(share: Sequence[Wanted]) -> None:
-    """In a fork: it says nothing, ends at Ctrl-C, and lets inductor's processes alone, which are not its own."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _compile_quietly(share: Sequence[Wanted], blocked: Iterable[int]) -> None:
+    """In a fork: it says nothing, ends at Ctrl-C, and lets inductor's processes alone, which are not its own.
+
+    blocked: signals that are so in its parent, and these alone from now on.
+    """
+    for number in ENDS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)

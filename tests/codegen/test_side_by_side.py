@@ -146,6 +146,28 @@ def test_no_fork_outlives_a_process_that_is_killed(tmp_path):
     until(lambda: has_ended(int(forked.read_text())))
 
 
+def test_a_fork_that_is_interrupted_as_it_begins_ends(tmp_path):
+    """Fault: it went on behind the interrupt, with the script of the process that it is a fork of."""
+    middle, fork = os.fork(), os.fork
+    if middle == 0:
+
+        def interrupted():
+            if (pid := fork()) == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            return pid
+
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.fork = interrupted
+            os.waitpid(side_by_side._fork([]), 0)
+        except KeyboardInterrupt:
+            (tmp_path / "went on").touch()
+        finally:
+            os._exit(0)
+    os.waitpid(middle, 0)
+    assert not (tmp_path / "went on").exists()
+
+
 def has_ended(pid):
     """Also where nobody has asked for its exit status yet."""
     try:
