@@ -178,7 +178,7 @@ def a_rank_that_there_is_not(setup):
     setup.say(RANK="5", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
 
 
-@refused(errors.OptionError, "RANK=0 of WORLD_SIZE=two, which cannot be")
+@refused(errors.OptionError, "RANK=0 of WORLD_SIZE=two, which is not possible")
 def a_world_size_that_is_no_number(setup):
     setup.say(RANK="0", WORLD_SIZE="two", MASTER_ADDR="localhost", MASTER_PORT="1")
 
