@@ -89,6 +89,9 @@ def test_a_file_that_is_no_config(tmp_path):
     path.write_text("{")
     with pytest.raises(PlanError, match="no config can be read there"):
         named_config(str(path))
+    path.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 0}))
+    with pytest.raises(PlanError, match="llama: integer division"):  # fault: a traceback
+        named_config(str(path))
     path.write_text("{}")
     with pytest.raises(PlanError, match="which names its model_type: give the config"):
         named_config(str(path))

@@ -157,7 +157,7 @@ def _refused(model_type: str) -> Iterator[None]:
 
     try:
         yield
-    except (ValueError, StrictDataclassError) as error:
+    except (ArithmeticError, ValueError, StrictDataclassError) as error:
         raise PlanError(f"{model_type}: {shorten(str(error), 300)}") from error
 
 
