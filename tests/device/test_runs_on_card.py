@@ -54,8 +54,6 @@ KEEPS_CAPTURES = True
 MIXED = {"alpha": 0.3, "ratios": {"parameter": 0.3, "checkpoint": 0.5, "optimizer": 0.5}}
 BATCH_NBYTES = 2**16  # what a call brings, on the device while it lasts
 MANY = 8  # steps
-# What poison may lead to; of a mistake in a mutation there are errors of names, types and attributes.
-OF_POISON = (ArithmeticError, AssertionError, GreedySnakeError, LookupError, NonFiniteWarning, RuntimeError, ValueError)
 
 
 @cache
@@ -222,7 +220,8 @@ def shown(expected, make, storage, delay):
     card.delays(copy=delay)
     card.take_touches(0)
     before, found = card.counts(), None
-    with suppress(*OF_POISON):
+    # What poison may lead to; of a mistake in a mutation there are errors of names, types and attributes.
+    with suppress(AssertionError, GreedySnakeError, LookupError, NonFiniteWarning, RuntimeError, ValueError):
         found = harness_on("card:1").train(make, options(storage, **MIXED), 3)
     after = card.counts()
     waits = after.synchronous - before.synchronous > after.asynchronous - before.asynchronous
