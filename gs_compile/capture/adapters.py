@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from gs_compile.capture.internals import copy_of
 from gs_compile.capture.liger import cross_entropy, of_causal_model
+from gs_compile.capture.speech import masked_inputs, masked_states, of_ctc_model
 
 _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not quantized
 
@@ -25,9 +26,9 @@ def trace_libraries() -> bool:
     for module, name, traced in FUNCTIONS:
         original = getattr(sys.modules.get(module), name, None)
         changed |= original is not None and _substitute(original, traced)
-    for kind, name, method, of_method in METHODS:
-        layer = getattr(sys.modules.get(f"peft.tuners.{kind}.layer"), name, None)
-        changed |= layer is not None and _substitute_method(layer, method, of_method)
+    for module, name, method, of_method in METHODS:
+        kind = getattr(sys.modules.get(module), name, None)
+        changed |= kind is not None and _substitute_method(kind, method, of_method)
     return changed
 
 
@@ -40,9 +41,9 @@ def _substitute(original: Any, traced: Callable[..., Any]) -> bool:
     return True
 
 
-def _substitute_method(layer: type, name: str, traced: Callable[..., Any]) -> bool:
+def _substitute_method(kind: type, name: str, traced: Callable[..., Any]) -> bool:
     """Have Dynamo trace a method of a class as a function that is given that method first; as `_substitute`."""
-    original = getattr(layer, name)
+    original = getattr(kind, name)
     if original.__module__ == __name__:
         return False
 
@@ -52,7 +53,7 @@ def _substitute_method(layer: type, name: str, traced: Callable[..., Any]) -> bo
             return traced(original, self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
-    setattr(layer, name, method)
+    setattr(kind, name, method)
     return True
 
 
@@ -88,11 +89,26 @@ def _scattered(_: Any, layer: Any, name: str) -> Any:
     return values.new_zeros(layer.out_features, layer.in_features).index_put(tuple(indices.to(values.device)), values)
 
 
-METHODS = (  # of PEFT's layers, by the module and the name of their class
-    ("loha", "LoHaLayer", "forward", _with_delta),
-    ("lokr", "LoKrLayer", "forward", _with_delta),
-    ("lora", "ParamWrapper", "forward", _with_changed_parameter),
-    ("shira", "Linear", "get_delta_weight", _scattered),
+_OF_SPEECH = {  # models that mask spans of their hidden states, by the end of their module's name
+    "data2vec.modeling_data2vec_audio": "Data2VecAudioModel",
+    "hubert.modeling_hubert": "HubertModel",
+    "sew.modeling_sew": "SEWModel",
+    "sew_d.modeling_sew_d": "SEWDModel",
+    "speecht5.modeling_speecht5": "SpeechT5SpeechEncoderPrenet",
+    "unispeech.modeling_unispeech": "UniSpeechModel",
+    "unispeech_sat.modeling_unispeech_sat": "UniSpeechSatModel",
+    "wav2vec2.modeling_wav2vec2": "Wav2Vec2Model",
+    "wav2vec2_bert.modeling_wav2vec2_bert": "Wav2Vec2BertModel",
+    "wav2vec2_conformer.modeling_wav2vec2_conformer": "Wav2Vec2ConformerModel",
+    "wavlm.modeling_wavlm": "WavLMModel",
+}
+METHODS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (  # by the module and the name of their class
+    ("peft.tuners.loha.layer", "LoHaLayer", "forward", _with_delta),
+    ("peft.tuners.lokr.layer", "LoKrLayer", "forward", _with_delta),
+    ("peft.tuners.lora.layer", "ParamWrapper", "forward", _with_changed_parameter),
+    ("peft.tuners.shira.layer", "Linear", "get_delta_weight", _scattered),
+    *((f"transformers.models.{end}", kind, "_mask_hidden_states", masked_states) for end, kind in _OF_SPEECH.items()),
+    ("transformers.models.whisper.modeling_whisper", "WhisperModel", "_mask_input_features", masked_inputs),
 )
 
 
@@ -141,6 +157,11 @@ def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor
     return embedded + torch.zeros_like(embedded).uniform_(-1, 1) * bound
 
 
+def _attention_span(query: torch.Tensor, key: torch.Tensor, most: int) -> int:
+    """How far DeBERTa's tokens look, which transformers makes a tensor, and then slices by."""
+    return min(max(query.size(-2), key.size(-2)), most)
+
+
 def _in_one(*given: Any, options: Any = None, **named: Any) -> Any:
     """torch's loss of a head without its own chunks, which are a function that breaks the graph.
 
@@ -165,6 +186,8 @@ FUNCTIONS: tuple[tuple[str, str, Callable[..., Any]], ...] = (  # by their modul
     ("peft.utils.other", "transpose", _transposed),
     ("transformers.utils.output_capturing", "maybe_install_capturing_hooks", _recorded),
     ("transformers.integrations.neftune", "neftune_post_forward_hook", _with_noise),
+    ("transformers.loss.loss_ctc", "ForCTCLoss", of_ctc_model),
+    ("transformers.models.deberta.modeling_deberta", "compute_attention_span", _attention_span),
     ("torch.nn.functional", "linear_cross_entropy", _in_one),
     ("torch.nn.modules.transformer", "_detect_is_causal_mask", _is_causal),
     ("liger_kernel.transformers.functional", "liger_cross_entropy", cross_entropy),  # without Liger's kernels

@@ -52,7 +52,7 @@ ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
         for end, dims in (("", (-1,)), ("2", (-2, -1)), ("n", None))
     },
     **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
-    "conv_tbc": (_FIXED, (0, 2)),
+    **dict.fromkeys(("conv_tbc", "ctc_losses"), (_FIXED, (0, 2))),
     "diff": (2, (-1,)),
     **dict.fromkeys(("fill_diagonal", "diagonal_scatter", "put"), (_FIXED, None)),  # by numbers of rows
     "fliplr": (_FIXED, (1,)),

@@ -1,6 +1,7 @@
 """tracing: what Dynamo would make a number or a break of, traced for this backend as something of the graph.
 
 * ``torch._check_tensor_all`` is traced as an ``assert`` is: its condition stays a tensor (`checks`).
+* ``torch.nn.functional.ctc_loss`` gives a loss for each sample (`speech`).
 * ``if tensor: raise ...`` is such a check too.
 * A size in a text that has values of tensors beside it stays a symbol: nobody reads such a text while tracing.
 * ``torch.cat(list(x))`` is ``x.flatten(0, 1)``, so that the number of rows stays a symbol; a list of rows that is read
@@ -38,6 +39,7 @@ from torch._dynamo.variables import (
     TensorVariable,
     TorchInGraphFunctionVariable,
     UserDefinedObjectVariable,
+    UserFunctionVariable,
     UserMethodVariable,
     VariableTracker,
     builtin,
@@ -48,6 +50,7 @@ from torch._dynamo.variables.misc import DebuggingVariable
 from torch._logging._internal import LazyString
 
 from gs_compile.capture.internals import untraced
+from gs_compile.capture.speech import ctc_loss
 
 _LIGHTNING = ("pytorch_lightning.core.module", "lightning.pytorch.core.module")  # as it is installed alone, or not
 _LOGS = ("log", "log_dict")
@@ -63,9 +66,9 @@ def enter(stack: ExitStack, has_symbol: Callable[[str], bool]) -> None:
     stores = {"STORE_ATTR": _store_attribute, "STORE_SUBSCR": _store_entry}
     instructions = _INSTRUCTIONS | {dis.opmap[name]: partial(store, has_symbol) for name, store in stores.items()}
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
-    for each in (torch._check_tensor_all, torch._check_tensor_all_with):
+    for each, handler in _HANDLERS.items():
         stack.callback(handlers.__setitem__, each, handlers.get(each))
-        handlers[each] = _check_all
+        handlers[each] = handler
     for translator in _translators(InstructionTranslatorBase):
         table = translator.dispatch_table
         for opcode, traced in instructions.items():
@@ -86,6 +89,11 @@ def _translators(kind: type[InstructionTranslatorBase]) -> Iterator[Any]:
 def _check_all(_: object, translator: Any, *args: Any, **kwargs: Any) -> VariableTracker:
     _assert(translator, next(each for each in (*args, *kwargs.values()) if each.is_tensor()))
     return ConstantVariable.create(None)
+
+
+def _ctc_loss(_: object, translator: Any, *args: Any, **kwargs: Any) -> VariableTracker:
+    traced: Any = ctc_loss
+    return UserFunctionVariable(traced).call_function(translator, [*args], kwargs)
 
 
 def _assert(translator: Any, condition: VariableTracker) -> None:
@@ -242,6 +250,11 @@ _METHODS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (UserMethodVariable, "call_function", _logged),
     (InstructionTranslatorBase, "get_line_of_code_header", _header),
 )
+_HANDLERS: dict[Any, Callable[..., VariableTracker]] = {
+    torch._check_tensor_all: _check_all,
+    torch._check_tensor_all_with: _check_all,
+    torch.nn.functional.ctc_loss: _ctc_loss,
+}
 _JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_") for value in ("TRUE", "FALSE")]
 _INSTRUCTIONS: dict[int, Callable[..., None]] = {
     dis.opmap["BUILD_STRING"]: _build_string,
