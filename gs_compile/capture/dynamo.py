@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from gs_compile.capture.adapters import trace_libraries
+from gs_compile.capture.clamped import check_clamps
 from gs_compile.capture.floats import as_tensors
 from gs_compile.capture.graph import Captured, Input, Role, hint, output_values
 from gs_compile.errors import CaptureError, MixedDeviceError, NoBatchInputError, VersionError
@@ -102,6 +103,7 @@ def capture(
     place_first(module.graph)
     nodes = module.graph.find_nodes(op="placeholder")
     inputs = [_input(node, example) for node, example in zip(nodes, example_inputs, strict=True)]
+    check_clamps(module, {node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "parameter"})
     _refuse_graph_break(module)
     _refuse_mixed_devices(inputs, example_inputs)
     batch = _batch_inputs(inputs, nodes)

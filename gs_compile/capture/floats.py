@@ -76,7 +76,7 @@ def _give(user: fx.Node, number: fx.Node) -> None:
     """Have an operation read the tensor of a number, in the dtype that torch computes in."""
     tensor = _tensor(number, user)
     if user.meta["example_value"].dtype != torch.float64:
-        tensor = _made(user, torch.Tensor.float, tensor)
+        tensor = made(user, torch.Tensor.float, tensor)
     if user.target in (operator.add, operator.mul) and user.args[0] is number:  # torch takes the number as the second
         user.args = user.args[::-1]
     user.replace_input_with(number, tensor)
@@ -92,11 +92,11 @@ def _tensor(number: fx.Node, user: fx.Node) -> fx.Node:
         if isinstance(each, fx.Node):
             args[place] = _tensor(each, user) if _is_open(each) else float(each.meta["example_value"])
     if number.target is operator.truediv and not isinstance(args[0], fx.Node):
-        args[0] = _made(user, torch.full, (), args[0], dtype=torch.float64)
-    return _made(user, number.target, *args)
+        args[0] = made(user, torch.full, (), args[0], dtype=torch.float64)
+    return made(user, number.target, *args)
 
 
-def _made(user: fx.Node, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def made(user: fx.Node, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A node of its own, ahead of the node that reads it and in the same module of the model."""
     with user.graph.inserting_before(user):
         node = user.graph.call_function(function, args, kwargs)

@@ -155,3 +155,38 @@ def test_a_forward_that_warns():
     set_from_the_start()
     zoo.train(zoo.compile_model(zoo.GPT(Warns)), *zoo.batch(marked=False))
     assert warnings.warn not in dynamo_config.ignore_logging_functions  # of other backends it is their matter
+
+
+class Clamping(nn.Linear):
+    def forward(self, x):
+        if self.training:
+            self.weight.data.clamp_(-1.5, 1.5)
+        return x + super().forward(x).tanh()
+
+
+def test_a_parameter_that_the_forward_clamps_in_place_is_within_the_bounds_or_refused():
+    torch.manual_seed(0)
+    parts = nn.Linear(3, 8), nn.ModuleList(Clamping(8, 8) for _ in range(2)), nn.Linear(8, 1)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.blocks, self.last = parts
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x).square().mean()
+
+    plain, x = Model(), torch.randn(4, 3)
+    compiled = copy.deepcopy(plain)
+    compiled.compile(backend="greedysnake", options={**EAGER, "micro_batch_size": 2})
+    for each in (plain, compiled):
+        each(x).backward()
+    for (name, p), q in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, msg=name)
+    compiled.blocks[1].weight.data[0, 0] = 1.6
+    with pytest.raises(CheckError, match=r"clamps a parameter in place.*clamp it between steps"):
+        compiled(x)
+    compiled.eval()(x).backward()
