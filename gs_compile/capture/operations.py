@@ -7,6 +7,7 @@ the same plain name, and the tables below say what is known of it.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -173,14 +174,19 @@ def has_samples(node: fx.Node) -> bool:
 
 
 def spelling(node: fx.Node) -> str:
-    """The name of a node's operation as the graph has it."""
-    return str(node.target) if node.op == "call_method" else getattr(packet_of(node), "__name__", str(node.target))
+    """The name of a node's operation as the graph has it; of ``x.__eq__(y)`` that of ``x == y``."""
+    target = packet_of(node)
+    if node.op == "call_method":
+        target = getattr(operator, target, target) if target.startswith("__") else target
+    return getattr(target, "__name__", str(target))
 
 
 @cache
 def _is_tagged(name: str, tag: torch.Tag) -> bool:
     packet = getattr(torch.ops.aten, name, None)
-    return packet is not None and any(tag in getattr(packet, each).tags for each in packet.overloads())
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # a method of Python's has such a name, as `__init__`
+        return False
+    return any(tag in getattr(packet, each).tags for each in packet.overloads())
 
 
 @cache

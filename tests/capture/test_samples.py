@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gs_compile.capture.loss import loss
+from gs_compile.capture.operations import draws, operation
 from gs_compile.errors import SeparationError
 
 pytestmark = [
@@ -407,3 +408,13 @@ def test_numbers_of_samples_and_their_count_pick_no_columns(criterion, words):
     """Each sample's own row is picked by its number, and nothing else: a micro-batch counts its samples from 0."""
     with pytest.raises(SeparationError, match=words):
         captured(Tiny(criterion), *batch(4)).separated(2)
+
+
+def test_pythons_own_names_of_operations_are_those_of_torch():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    names = {"__eq__": "eq", "__iadd__": "iadd", "__and__": "and", "__init__": "__init__", "add_": "add"}
+    for target, name in names.items():
+        node = graph.call_method(target, (x, 1))
+        assert operation(node) == name
+        assert not draws(node)
