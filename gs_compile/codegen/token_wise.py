@@ -138,6 +138,7 @@ def chain(unit: UnitGraph, last: int = 1) -> Chain:
             raise NotInPiecesError(f"{node.target} is a graph inside it")
     eager = Generator("eager")
     module = eager.functional(eager.trace(unit.module, unit.specs), unit.specs)
+    _leave_out_copies(module)
     whole = set[str]()
     while True:
         graph = fx.Graph()
@@ -146,6 +147,24 @@ def chain(unit: UnitGraph, last: int = 1) -> Chain:
             return _Cut(unit, fx.GraphModule(module, graph), last, whole).chain()
         except _LeavesError as error:
             whole.add(error.name)
+
+
+def _leave_out_copies(module: fx.GraphModule) -> None:
+    """Make of ``copy``, which torch does not differentiate, what it gives: its source, as the other is."""
+    for node in module.graph.find_nodes(op="call_function", target=aten.copy.default):
+        value, made = node.meta["val"], node.args[1]
+        steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+            (aten._to_copy.default, (), {"dtype": value.dtype}),
+            (aten.expand.default, (list(value.shape),), {}),
+            (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+        ]
+        for function, args, given in steps:
+            with module.graph.inserting_before(node):
+                source, made = made, module.graph.call_function(function, (made, *args), given)
+            with value.fake_mode:
+                made.meta = {**node.meta, "val": function(source.meta["val"], *args, **given)}
+        node.replace_all_uses_with(made)
+        module.graph.erase_node(node)
 
 
 class _LeavesError(Exception):

@@ -10,6 +10,7 @@ import tiered
 import torch
 from alive import most_allocated
 from tiered import BATCH, adamw, options, sgd, shared, step, tokens
+from zoo import GPT, Block, assert_same_gradients, batch, gradients, train
 
 import gs_compile
 from gs_compile.codegen.compiled import compilations_of
@@ -105,3 +106,23 @@ def test_an_evaluation_for_the_loss_alone_makes_no_logits(storage):
     assert least < whole.logits.nbytes < most
     torch.testing.assert_close(alone.loss, whole.loss)
     optimizer.engine.tiers.close()
+
+
+class Written(Block):
+    """Writes to parts of its values, as chunks of linear attention do."""
+
+    def forward(self, x_BTD):
+        x_BTD = super().forward(x_BTD)
+        written = x_BTD.clone()
+        written[..., 1:3] = x_BTD[..., :2].tanh()
+        return written
+
+
+def test_a_layer_that_writes_to_parts_of_its_values():
+    model, plain = GPT(Written), GPT(Written)
+    expert = {"compiler": "eager", "layer_tokens": 7, "piece_tokens": 5}
+    model.compile(backend="greedysnake", options={"micro_batch_size": 2, "expert": expert})
+    for each in (model, plain):
+        train(each, *batch())
+    assert_same_gradients(gradients(model), gradients(plain))
+    assert "runs on 7 tokens at a time" in str(gs_compile.inspect(model))
