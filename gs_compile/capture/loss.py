@@ -85,6 +85,7 @@ class Separated:
     terms: tuple[LossTerm, ...]  # the derivation, for people
     wholes: Mapping[fx.Node, str] = field(default_factory=dict)  # nodes of the whole batch: the words that refuse each
     samples: frozenset[fx.Node] = frozenset()  # nodes with one row or more for each sample, along one dimension
+    has_loss: bool = True  # the first scalar that is made for the outputs is the loss; else that is made of these
 
 
 def loss(
@@ -108,6 +109,20 @@ def loss(
         return Separated(module, outputs, (), kinds, ())
     read_results(module.graph)
     return _Separation(module, captured, shares, layer_major).run(kept)
+
+
+def refused(
+    module: fx.GraphModule, captured: Captured, kept: Sequence[bool]
+) -> tuple[list[fx.Node], Mapping[fx.Node, State]]:
+    """The outputs among those `kept` that do not separate, and the classes of all values."""
+    deal_by_index(module.graph)
+    shares = ShareEditor(module.graph)
+    place_checks(shares, _kept(module, kept))
+    read_results(module.graph)
+    separation = _Separation(module, captured, shares, layer_major=False)
+    separation.classify()
+    outputs = dict.fromkeys(value for value in _kept(module, kept) if isinstance(value, fx.Node))
+    return [each for each in outputs if separation.of_output(each).kind == "mixed"], separation.states
 
 
 def _refuse_sparse(module: fx.GraphModule) -> None:
@@ -139,11 +154,7 @@ class _Separation:
 
     def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
-        for node in [node for node in self.module.graph.nodes if node not in (output, self.shares.fraction)]:
-            self.provenance.follow(node)
-            self.states[node] = self._state(node)
-            for target in mutated(node):
-                self._change(node, target)
+        self.classify()
         outputs = _kept(self.module, kept)  # only now: a loss has its shares in its place
         made = tuple(self._output(value, output) if isinstance(value, fx.Node) else value for value in outputs)
         output.args = (made,)
@@ -154,10 +165,22 @@ class _Separation:
         samples = frozenset(filter(is_of_samples, local))
         return Separated(self.module, made, tuple(self.shares.totals), kinds, tuple(self.shares.terms), wholes, samples)
 
+    def classify(self) -> None:
+        """Find the classes of all values."""
+        output = self.module.graph.output_node()
+        for node in [node for node in self.module.graph.nodes if node not in (output, self.shares.fraction)]:
+            self.provenance.follow(node)
+            self.states[node] = self._state(node)
+            for target in mutated(node):
+                self._change(node, target)
+
+    def of_output(self, node: fx.Node) -> State:
+        """The class of an output."""
+        why = self._why_not_in_rows(node, self.states[node])
+        return _mixed(node, why) if why else self.states[node]
+
     def _output(self, node: fx.Node, output: fx.Node) -> fx.Node:
-        state = self.states[node]
-        if why := self._why_not_in_rows(node, state):
-            state = _mixed(node, why)
+        state = self.of_output(node)
         if state.kind == "mixed" and self._is_of_whole(node):
             return self.shares.whole(node)
         if state.kind == "mixed":

@@ -28,6 +28,7 @@ from gs_compile.capture.operations import CHOOSING, operation
 from gs_compile.capture.sample_layout import sample_layout
 from gs_compile.errors import GROUPED, CaptureError
 
+CAPTURED = "captured"  # in the meta of a node, the node of the captured graph that it is a copy of
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _KINDS: Mapping[type, type] = dict(zip(SYMBOLIC, (int, float, bool), strict=True))
 GRAD_MODE = torch._C._set_grad_enabled
@@ -222,6 +223,7 @@ class _Copy:
             "uneven": self.fold.is_uneven(example),
             "storage": _storage(example),
             "is_filled_with_batch": self._is_filled_with_batch(node),
+            CAPTURED: node,
         }
         if self.autocast:
             copied.meta["autocast"] = self.autocast

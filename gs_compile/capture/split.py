@@ -369,7 +369,7 @@ class _Cut:
         dim = spec.batch_dims[0] if kind == "local" else 0
         combine: Any = {"local": "concat", "sum": "sum", "same": "same"}[kind]
         is_loss = not spec.shape and spec.requires_grad and unit == EPILOGUE and combine == "sum"
-        if self.main is None and is_loss:
+        if self.main is None and is_loss and self.separated.has_loss:
             self.main = value
             return OutputSpec(combine, "loss", unit, spec=spec)
         if value in self.carried:

@@ -29,6 +29,7 @@ from gs_compile.capture.loss import Separated, loss
 from gs_compile.capture.off_meta import off_meta
 from gs_compile.capture.specialize import specialize
 from gs_compile.capture.split import Split, split
+from gs_compile.capture.tail import Tail, cut_tail
 from gs_compile.capture.uniform import Uniform, structure, uniform
 from gs_compile.codegen.codes import MOST_MODELS, code_of, codes_of, global_settings, let_oldest_go
 from gs_compile.codegen.costs import AllSizes
@@ -228,6 +229,7 @@ class Compilation:
     latest: Step | None = None
     seconds: float = 0.0  # spent in the passes
     compile_id: Any = field(default_factory=current_compile_id)  # for traces
+    has_tail: bool = False  # which reads all that the captured graph gives
     tapped: frozenset[int] = frozenset()  # outputs that got a gradient, by number, and are not of the epilogue
     outside: frozenset[Unit] = frozenset()  # units for whose outputs gradients arrived beside those of the loss
     _warned: bool = False
@@ -308,13 +310,10 @@ class Compilation:
     ) -> SpecializedModel:
         captured = self.captured
         module = specialize(captured, micro_batch_size, sizes)
-        given = output_values(module)
-        losses = losses_among(given, in_evaluation=loss_alone)
-        all_are = not losses or not (loss_alone or self.options.outputs == "loss")
-        needed = {*losses, *(given[number] for number in captured.stored)}
-        kept = [all_are or value in needed or not isinstance(value, fx.Node) for value in given]
+        kept = self._kept(module, loss_alone)
         layer_major = self.options.expert.schedule not in BY_MICRO_BATCH
         separated = loss(module, captured, kept=kept, alone=alone, layer_major=layer_major)
+        separated = replace(separated, has_loss=not self.has_tail)
         block_cut = self.schedule.block_cut
         cut = split(separated, captured, block_cut() if block_cut else None, self.tapped)
         alike = uniform(cut, captured)
@@ -324,6 +323,27 @@ class Compilation:
         return SpecializedModel(
             micro_batch_size, separated, cut, alike, self.options, batch, sizes, alone, costs, loss_alone
         )
+
+    def without_tail(self, sizes: Mapping[str, int]) -> tuple[Compilation, Tail] | None:
+        """The compilation of the model without outputs that need all samples at once, and what makes these of its
+        other results; None: there are none, or none that can be made so.
+        """
+        module = specialize(self.captured, self.options.micro_batch_size, sizes)
+        kept = self._kept(module, loss_alone=False)
+        found = cut_tail(self.captured, module, kept)
+        if found is None:
+            return None
+        captured, tail = found
+        empty: dict[str, Any] = {"models": {}, "wholes": {}, "costs": {}, "programs": {}}
+        return replace(self, captured=captured, has_tail=True, **empty), tail
+
+    def _kept(self, module: fx.GraphModule, loss_alone: bool) -> list[bool]:
+        """Which outputs are asked for."""
+        given = output_values(module)
+        losses = losses_among(given, in_evaluation=loss_alone)
+        all_are = self.has_tail or not losses or not (loss_alone or self.options.outputs == "loss")
+        needed = {*losses, *(given[number] for number in self.captured.stored)}
+        return [all_are or value in needed or not isinstance(value, fx.Node) for value in given]
 
     def _warn(self, alike: Uniform) -> None:
         if alike.differences and not self._warned:

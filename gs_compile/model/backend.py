@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,11 +26,11 @@ from gs_compile.capture.dynamo import (
     guard_model,
 )
 from gs_compile.capture.given_up import frame_of, watch
-from gs_compile.capture.graph import at_line
 from gs_compile.capture.graph_breaks import is_last_compile, refuse, refuse_block
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.inductor import check_mode
 from gs_compile.capture.internals import without_overrides
+from gs_compile.capture.tail import Tail
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
 from gs_compile.errors import (
@@ -53,7 +53,7 @@ from gs_compile.model.first_step import FirstStep
 from gs_compile.model.freezing import is_passed_on, train_others, trains_others
 from gs_compile.model.materialize import stores_of
 from gs_compile.model.meeting import meet, refuse_empty, refuse_uneven, turn
-from gs_compile.model.outputs import LOSS_ALONE
+from gs_compile.model.micro_batches import cut_batch, sizes_of
 from gs_compile.model.residency import for_evaluation, is_offloaded, residency_of, roll_back, stash
 from gs_compile.model.settings import check_kind
 from gs_compile.model.tiered_call import TieredCall
@@ -63,7 +63,7 @@ from gs_compile.planner.measure.shipped import load
 from gs_compile.runtime.random_state import random_state, set_random_state
 from gs_compile.runtime.ranks import Ranks, failing_together
 from gs_compile.runtime.stream import deterministic
-from gs_compile.runtime.units import CompiledUnits, MicroBatch, WholeBatch
+from gs_compile.runtime.units import CompiledUnits, WholeBatch
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class _Run:
         self.module, self.options, self.compilation, self.begin = module, options, compilation, begin
         self.is_new = True  # no call of it has succeeded
         self.is_as_written = False  # an evaluation of what is no model in layers
+        self.tail: Tail | None = None  # what runs behind the model, of all samples at once
         self.is_last, self.frame = is_last_compile(), frame_of(current_compile_id())
 
     def run(self, *args: Any) -> list[Any]:
@@ -127,7 +128,7 @@ class _Run:
         if self.is_as_written:
             return run_as_written(self.module, args)
         try:
-            call: Call = self.begin(args, ranks)
+            call = self._begun(args, ranks)
         except BaseException as error:
             if isinstance(error, CaptureError) and not torch.is_grad_enabled():
                 _warn_of_reads(error, args)
@@ -145,7 +146,23 @@ class _Run:
                 return run_until_it_raises(self.module, args, GraphBreakError(broken.message))
         if type(call) is Call:  # else a backward says so
             self._tell_if_last()
-        return call.run()
+        results = call.run()
+        return results if self.tail is None else self.tail.run(results, args)
+
+    def _begun(self, args: Sequence[Any], ranks: Ranks | None) -> Call:
+        """The call, before anything has run; of a model without its tail, if that is what does not separate."""
+        found = None
+        try:
+            return self.begin(args, ranks)  # type: ignore[no-any-return]
+        except SeparationError:
+            if self.tail is None and self.compilation is not None and ranks is None:
+                found = self.compilation.without_tail(sizes_of(self.compilation, args))
+            if found is None:
+                raise
+        self.compilation, self.tail = found
+        self.begin = partial(_begin, self.compilation)
+        log.info("what pairs samples with each other is computed behind the model, of all samples at once")
+        return self._begun(args, ranks)
 
     def _tell_if_last(self) -> None:
         """What Dynamo would have to compile the model for from now on runs as it is written."""
@@ -196,7 +213,7 @@ def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None]
 
 def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -> Call:
     """The call of a captured model, before anything has run; `args` are those of the captured graph."""
-    models, parts = _cut_batch(compilation, args)
+    models, parts = cut_batch(compilation, args)
     refuse_empty(ranks, sum(model.micro_batch_size for model in models))
     with without_overrides():
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
@@ -278,68 +295,6 @@ def _refuse_a_loss(model: SpecializedModel) -> None:
             "the model computes a loss, but no parameter requires a gradient: unfreeze what is to be trained "
             "(requires_grad_()), or evaluate under torch.no_grad()"
         )
-
-
-# The batch ------------------------------------------------------------------------------------------------------------
-
-
-def _cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[SpecializedModel], list[MicroBatch]]:
-    """The micro-batches: inputs with a batch dimension cut along dimension 0, views of the user's tensors."""
-    inputs = compilation.captured.inputs
-    batch = {index: args[index] for index, entry in enumerate(inputs) if entry.role == "batch"}
-    first = next(iter(batch.values()))
-    sizes = {entry.name: int(arg) for entry, arg in zip(inputs, args, strict=True) if entry.role == "size"}
-    lengths = _lengths(compilation, first.shape[0])
-    models = _models(compilation, lengths, sizes)
-    parts, start = [], 0
-    for length, model in zip(lengths, models, strict=True):
-        own = {index: arg.narrow(0, start, length) for index, arg in batch.items()}
-        fraction = torch.full((), length / max(sum(lengths), 1), dtype=torch.float64, device=first.device)
-        counted = {index: args[index] for index in model.split.count.arguments} if model.split.count else {}
-        parts.append(MicroBatch(model.split, model.codes, own, fraction, counted))
-        start += length
-    return models, parts
-
-
-def _models(compilation: Compilation, lengths: Sequence[int], sizes: Mapping[str, int]) -> list[SpecializedModel]:
-    """The models of micro-batches of these lengths. Of a single one a count over ranks is made before the head where it
-    can be, as other ranks, which may have several, make it there; where it cannot, none has several.
-    """
-    specialized = partial(compilation.specialized, sizes=sizes, loss_alone=LOSS_ALONE.get())
-    if len(lengths) == 1 and compilation.counts_over_ranks:
-        with suppress(SeparationError):
-            return [specialized(*lengths, alone=False)]
-    return [specialized(length, alone=len(lengths) == 1) for length in lengths]
-
-
-def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
-    """The samples of each micro-batch: `micro_batch_size`, and the rest in the last one; some schedules have
-    the whole batch as one.
-    """
-    size = compilation.options.micro_batch_size
-    path, number = compilation.listed
-    if number > size and not compilation.schedule.whole_batch:
-        raise CaptureError(
-            f"the samples of the batch are the {number} tensors of {path}, and micro-batches are cut from dimension 0 "
-            f"of tensors, so none can be of {size}: give the model one tensor that has all samples along dimension 0, "
-            f"as torch.stack makes it, or set micro_batch_size to {number}"
-        )
-    if batch_size <= size or compilation.schedule.whole_batch:
-        return [batch_size]
-    if not compilation.captured.batch_symbols:
-        raise CaptureError(
-            f"the model's code fixes the batch size at {batch_size}{compilation.captured.fixed_at}, so it cannot run "
-            f"in micro-batches of {size}; take the size from the input's shape, or set micro_batch_size to the batch "
-            "size"
-        )
-    if (found := compilation.exchange) is not None:
-        raise CaptureError(
-            f"the model's forward exchanges values with other ranks ({found.name}{at_line(found)}), which would be "
-            f"those of each micro-batch of {size}: do it outside of the model, or set micro_batch_size to the batch "
-            "size"
-        )
-    rest = batch_size % size
-    return [size] * (batch_size // size) + ([rest] if rest else [])
 
 
 # The first call -------------------------------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ from learner import distance
 from tiered import Harness, options
 from torch import nn
 from torch.nn import functional
-from zoo import GPT, WIDTH, Block, batch, both_ways, compile_model, scaled, small
+from zoo import GPT, WIDTH, Block, assert_same_gradients, batch, both_ways, compile_model, gradients, scaled, small
 
 import gs_compile
 from gs_compile.codegen.compiled import compilations_of
-from gs_compile.errors import SeparationError
 
 KEEPS_CAPTURES = True
 
@@ -247,10 +246,8 @@ def of_a_weight(first, second, x, weight):
 
 
 @pytest.mark.parametrize("term", [of_the_hidden_state, of_a_weight])
-def test_what_is_made_for_the_head_is_refused(term):
-    words = rf"(?s)cannot be computed from micro-batches: .* at .*{__file__}:\d+: return "
-    with pytest.raises(SeparationError, match=words):
-        scaled(compile_model(Gated(term), 2))
+def test_terms_of_what_is_made_for_the_head(term):
+    both_ways(Gated(term), scaled)
 
 
 def test_values_that_change_in_place():
@@ -259,12 +256,13 @@ def test_values_that_change_in_place():
 
 
 @pytest.mark.parametrize("schedule", ["horizontal", pytest.param("lifetime", marks=pytest.mark.slow)])
-def test_micro_batch_by_micro_batch_it_is_refused(schedule):
-    model = Gated(of_one_layer)
+def test_terms_of_all_samples_micro_batch_by_micro_batch(schedule):
+    model, plain = Gated(of_one_layer), Gated(of_one_layer)
     expert = {"compiler": "eager", "schedule": schedule}
     model.compile(backend="greedysnake", options={"micro_batch_size": 2, "expert": expert})
-    with pytest.raises(SeparationError, match=r"(?s)reduces over the samples of the batch, at .*micro_batch_size to"):
-        scaled(model)
+    for each in (model, plain):
+        scaled(each)
+    assert_same_gradients(gradients(model), gradients(plain))
 
 
 def with_noise(first, *_):

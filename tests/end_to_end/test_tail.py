@@ -1,0 +1,113 @@
+"""What a model makes of all samples at once from its results: contrastive losses, quotients of sums, and others."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from learner import distance
+from tiered import options
+from torch import nn
+from torch.nn import functional
+from zoo import assert_same_gradients, gradients
+
+import gs_compile
+from gs_compile.errors import SeparationError
+
+WIDTH, SAMPLES, TOKENS = 8, 6, 5
+EAGER = {"micro_batch_size": 2, "expert": {"compiler": "eager"}}
+
+
+class Pairs(nn.Module):
+    """Two blocks, and a loss that each kind of test has its own of."""
+
+    def __init__(self, loss, block=nn.Linear):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, WIDTH)
+        self.blocks = nn.ModuleList(block(WIDTH, WIDTH) for _ in range(2))
+        self.head, self.scale, self.bias = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Parameter(torch.ones(())),
+            nn.Parameter(torch.zeros(1)),
+        )
+        self.loss = loss
+
+    def forward(self, ids, others):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.loss(self, self.head(x), others)
+
+
+def contrastive(model, x, others):
+    rows = functional.normalize(x.mean(1), dim=-1)
+    logits = rows @ functional.normalize(others, dim=-1).T * model.scale.exp() + model.bias
+    return {"loss": functional.cross_entropy(logits, torch.arange(len(logits))), "logits": logits, "rows": rows}
+
+
+def masked(model, x, others):
+    """A mean over tokens that the model draws itself."""
+    is_masked = (torch.rand(x.shape[:2]) < 2).double()
+    return {"loss": (x.square().mean(-1) * is_masked).sum() / is_masked.sum(), "mean": x.mean()}
+
+
+def spread(model, x, others):
+    return {"loss": x.mean(1).std(0).mean() + x.mean().square(), "norm": x.norm()}
+
+
+def centred_in_place(model, x, others):
+    rows = x.mean(1)
+    return {"loss": functional.cross_entropy(rows.sub_(rows.mean(0)), torch.arange(len(rows)))}
+
+
+def batch(number=0):
+    torch.manual_seed(number)
+    return torch.randint(20, (SAMPLES, TOKENS)), torch.randn(SAMPLES, WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("loss", [contrastive, masked, spread, centred_in_place])
+@pytest.mark.parametrize("wanted", ["all", "loss"])
+def test_it_is_that_of_the_whole_batch(loss, wanted):
+    model = Pairs(loss).double()
+    plain = copy.deepcopy(model)
+    model.compile(backend="greedysnake", options={**EAGER, "outputs": wanted})
+    found, expected = model(*batch()), plain(*batch())
+    found["loss"].backward()
+    expected["loss"].backward()
+    for name, value in expected.items():
+        if wanted == "all" or name == "loss":
+            torch.testing.assert_close(found[name], value, msg=name)
+        elif value.dim():
+            assert found[name] is None
+    assert_same_gradients(gradients(model), gradients(plain), 1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(model(*batch(1))["loss"], plain(*batch(1))["loss"])
+
+
+def test_it_trains_on_the_tiers(tmp_path):
+    model = Pairs(contrastive).double()
+    plain = copy.deepcopy(model)
+    optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
+    model.compile(backend="greedysnake", options=options(tmp_path, micro_batch_size=2))
+    for number in range(3):
+        for each, update in ((model, optimizer), (plain, theirs)):
+            each(*batch(number))["loss"].backward()
+            update.step()
+            update.zero_grad()
+    assert distance(dict(model.state_dict()), dict(plain.state_dict())) < 1e-12
+    optimizer.engine.tiers.close()
+
+
+class Centring(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def test_what_a_block_makes_of_all_samples_is_refused():
+    model = Pairs(contrastive, Centring).double()
+    model.compile(backend="greedysnake", options=EAGER)
+    with pytest.raises(SeparationError, match=r"reduced over the batch|of values"):
+        model(*batch())
