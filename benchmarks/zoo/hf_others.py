@@ -262,6 +262,7 @@ SOUND = [
             "num_conv_pos_embeddings": 4,
             "num_conv_pos_embedding_groups": 2,
             "mask_time_prob": 0.0,
+            "layerdrop": 0.0,
         },
         returned(input_values=wave, labels=ids),
     ),
