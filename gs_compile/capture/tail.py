@@ -9,6 +9,7 @@ gradients are those of these results.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,9 +24,12 @@ from gs_compile.capture.loss import refused
 from gs_compile.capture.shares import State
 from gs_compile.capture.specialize import CAPTURED, ENTER_AUTOCAST, ENTER_INFERENCE, GRAD_MODE, SYMBOLIC
 from gs_compile.capture.whole_batch import is_of_samples
+from gs_compile.machine import format_bytes
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Tail:
     """module: takes arguments of the model, by index, then its results from `num_outputs` on; gives the outputs at
     `places` among those of the user's model.
@@ -35,10 +39,18 @@ class Tail:
     arguments: Sequence[int]
     places: Sequence[int]
     num_outputs: int
+    is_told: bool = False
 
     def run(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """What the user's model returns; results: what the model without the tail does."""
         outputs, read = list(results[: self.num_outputs]), results[self.num_outputs :]
+        if not self.is_told:
+            self.is_told, nbytes = True, sum(each.nbytes for each in read if isinstance(each, torch.Tensor))
+            log.warning(
+                "the loss needs all samples of the batch at once, so it is computed behind the model: it reads %s of the "
+                "model's results, which stay in memory until the backward, beside the plan",
+                format_bytes(nbytes),
+            )
         made = self.module(*(args[index] for index in self.arguments), *read)
         for place, value in zip(self.places, made, strict=True):
             outputs[place] = value

@@ -161,7 +161,6 @@ class _Run:
                 raise
         self.compilation, self.tail = found
         self.begin = partial(_begin, self.compilation)
-        log.info("what pairs samples with each other is computed behind the model, of all samples at once")
         return self._begun(args, ranks)
 
     def _tell_if_last(self) -> None:

@@ -86,7 +86,8 @@ def test_it_is_that_of_the_whole_batch(loss, wanted):
         torch.testing.assert_close(model(*batch(1))["loss"], plain(*batch(1))["loss"])
 
 
-def test_it_trains_on_the_tiers(tmp_path):
+def test_it_trains_on_the_tiers(tmp_path, caplog):
+    """And the log says once what stays in memory for it."""
     model = Pairs(contrastive).double()
     plain = copy.deepcopy(model)
     optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -99,6 +100,8 @@ def test_it_trains_on_the_tiers(tmp_path):
             update.zero_grad()
     assert distance(dict(model.state_dict()), dict(plain.state_dict())) < 1e-12
     optimizer.engine.tiers.close()
+    (told,) = (each for each in caplog.messages if "computed behind the model" in each)
+    assert f"it reads {8 * (SAMPLES * WIDTH + 2)} B of" in told  # a row for each sample, and two parameters
 
 
 class Centring(nn.Linear):
