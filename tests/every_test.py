@@ -14,6 +14,7 @@ from dataclasses import replace
 import figures
 import pytest
 import torch
+from lowered import lower_once
 from tiered import Harness, capture_cheaply, collect_seldom, our_threads, shared
 
 from gs_compile.model import engine, first_step
@@ -30,6 +31,7 @@ signal.signal(
 )  # started in the background, Python and what it starts have none
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
 capture_cheaply()
+lower_once()
 
 YOUNG = 50_000  # objects that may refer to others, made since the last collection and not gone: that is a capture
 LEFT = 8_000_000  # blocks of memory that wait to be looked at together, dead or alive: that is a search through all there are

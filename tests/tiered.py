@@ -304,9 +304,8 @@ class Harness:
         self.precision = precision
         self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.given: dict[str, Any] = {}
-        self.compilations: list[
-            Compilation
-        ] = []  # one, and another without gradients or after a first call that was rolled back
+        # One, and another without gradients or after a first call that was rolled back.
+        self.compilations: list[Compilation] = []
         self._all.add(self)
 
     @classmethod
@@ -343,6 +342,7 @@ class Harness:
             if optimizer.engine is not None:
                 optimizer.engine.tiers.close()
                 optimizer.engine = None
+            optimizer.kept.values_have_come()  # of a commit that was found, and not asked for by a call
             for parameter, values in zip(self.model.parameters(), self.initial, strict=True):
                 restore(parameter, values.clone())
             assert all(same), "captured once more: these options did not count"

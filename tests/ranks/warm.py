@@ -12,12 +12,14 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.tensor
 import transformers
 import zoo  # noqa: F401
+from lowered import lower_once
 from tiered import adamw, capture_cheaply, collect_seldom, options, shared
 
 for name in ("GPT2LMHeadModel", "MixtralForCausalLM", "T5ForConditionalGeneration", "Trainer"):
     getattr(transformers, name)  # imported as it is first asked for: each rank would do it
 torch.set_num_threads(1)
 capture_cheaply()
+lower_once()
 figures.give()
 with tempfile.TemporaryDirectory() as folder:
     shared().train(adamw, options(folder), num_steps=1)  # each rank has the capture of the usual model
