@@ -18,6 +18,8 @@ import gs_compile
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError, StorageFullError
 from gs_compile.model import engine, freezing
 
+KEEPS_CAPTURES = True
+
 pytestmark = pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")  # layers, one of them frozen
 SCHEDULE = ["h.1", "", "h.0", ""]  # of each step, what is in the names of all that is trained
 
@@ -168,6 +170,11 @@ def hindrance(owner, name, index, error):
     return hinder
 
 
+@pytest.fixture(scope="module")
+def wanted(storage):
+    return trained(shared(), storage, alpha=0.3)
+
+
 @pytest.mark.parametrize("detour", [False, True])
 @pytest.mark.parametrize(
     ("owner", "name", "index", "error"),
@@ -177,11 +184,9 @@ def hindrance(owner, name, index, error):
         (engine, "move_in", 0, StorageFullError("full")),
     ],
 )
-def test_a_schedule_that_fails_to_begin_costs_nothing(owner, name, index, error, detour, tmp_path):
+def test_a_schedule_that_fails_to_begin_costs_nothing(owner, name, index, error, detour, wanted, tmp_path):
     """The call is made again, or the schedule is given up."""
-    harness = shared()
-    wanted = trained(harness, tmp_path, alpha=0.3)
-    found = trained(harness, tmp_path, alpha=0.3, detour=detour, hinder=hindrance(owner, name, index, error))
+    found = trained(shared(), tmp_path, alpha=0.3, detour=detour, hinder=hindrance(owner, name, index, error))
     assert found.differences(wanted) == []
 
 
