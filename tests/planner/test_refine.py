@@ -188,7 +188,10 @@ def test_a_program_that_never_fits_is_refused(over):
     assert len(faked.asked) <= 4 * MOST_ROUNDS
 
 
-@pytest.mark.parametrize(("machine", "hidden"), [(A100, 1024), (CPU, 512)], ids=["gpu", "cpu"])
+@pytest.mark.parametrize(
+    ("machine", "hidden"),
+    [pytest.param(A100, 1024, id="gpu"), pytest.param(CPU, 512, id="cpu", marks=pytest.mark.slow)],
+)
 def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
     """Twelve micro-batches in eight bundles take what they take one by one, within a few per cent, and move as much.
 
