@@ -275,11 +275,13 @@ def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds)
     """Nothing but ratios is given. What is reserved comes to values and what code computes with, and the batch."""
     card.delays(copy=delay_seconds)
     sizes = {"num_layers": 4, "width": 128}
+    torch.accelerator.empty_cache()
+    others = torch.accelerator.memory_reserved(0)  # of models that tests before keep
     with model_on("card:0", options(tmp_path, **MIXED), **sizes) as (model, optimizer):
         losses = [step(model, optimizer, tokens(0))]
         engine = optimizer.engine
         values_nbytes = dict(engine.snapshots[-1].peaks)["device"]
-        planned = values_nbytes + engine.planning.planner.figures.workload.workspace_nbytes + BATCH_NBYTES
+        planned = values_nbytes + engine.planning.planner.figures.workload.workspace_nbytes + BATCH_NBYTES + others
         torch.accelerator.synchronize()
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(0)
@@ -290,7 +292,7 @@ def test_a_device_of_what_is_planned_is_enough(learned, tmp_path, delay_seconds)
     stats = torch.accelerator.memory_stats(0)
     assert stats["num_ooms"] == 0
     assert stats["allocated_bytes.all.peak"] <= stats["reserved_bytes.all.peak"] <= planned
-    assert stats["reserved_bytes.all.peak"] > values_nbytes
+    assert stats["reserved_bytes.all.peak"] > values_nbytes + others
 
 
 def test_without_memory_it_says_what_to_give_and_the_next_try_has_all_of_it(tmp_path):
