@@ -32,6 +32,7 @@ from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config
 
 from gs_compile.capture import toolchain, tracing
+from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.graph import hint
 from gs_compile.errors import GreedySnakeError
 from gs_compile.options import Options
@@ -133,6 +134,7 @@ def _begin(begun: CallbackArgs) -> None:
     compiled = compiled_frame()
     if is_ours(compiled["compiler_fn"]):
         options = _checked(compiled["compiler_fn"])
+        trace_libraries()  # those that were imported since the last one, too
         _keep_whole(compiled["compiler_fn"])
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
         first = of_batch(list(given.values())) if given else None

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.dynamo import (
     SkipFrame,
     capture,
@@ -69,7 +68,6 @@ log = logging.getLogger(__name__)
 
 OF_A_CALL = ("micro_batch_size", "outputs", "deterministic", "mode")  # options that the first call does not settle
 
-trace_libraries()
 watch()
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import untraced, without_overrides
 from gs_compile.errors import NonFiniteWarning, OptimizerError
@@ -53,7 +52,6 @@ class TieredOptimizer(Optimizer):
         self._ended = math.nan  # when it was closed
         super().__init__(params, defaults, max_grad_norm, state_dtype)
         tell_of_end()
-        trace_libraries()  # the model is built, so its libraries are there: Dynamo need not meet a break first
         watch()
 
     @untraced
