@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import threading
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,6 @@ from transformers.utils import logging
 from zoo import GPT, NAMES_DIMENSIONS, VOCAB, WIDTH, Block, assert_same_gradients, compile_model, gradients, train
 
 import gs_compile
-from gs_compile.capture import adapters
 from gs_compile.capture.frame_settings import _Settings, set_from_the_start
 from gs_compile.codegen.compiled import compilations_of
 from gs_compile.model.backend import greedysnake
@@ -437,27 +435,3 @@ def test_a_stack_of_torch_with_a_mask_is_one_graph(is_causal):
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert_same_gradients(gradients(compiled), gradients(model))
-
-
-LOCK = threading.Lock()
-
-
-def guarded(ids):
-    with LOCK:  # which breaks the graph
-        return ids
-
-
-class CallsLibrary(GPT):
-    def forward(self, ids, *rest):
-        return super().forward(guarded(ids), *rest)
-
-
-def test_what_a_library_does_that_is_imported_after_the_first_compile_is_traced(monkeypatch):
-    """A break ahead of all operations leaves nothing that the backend is asked for, so it is too late to trace again."""
-    set_from_the_start()
-    train(compile_model(GPT(), 2), *batch())
-    monkeypatch.setattr(adapters, "FUNCTIONS", (*adapters.FUNCTIONS, (__name__, "guarded", lambda ids: ids)))
-    model, plain = CallsLibrary(), CallsLibrary()
-    train(compile_model(model, 2), *batch())
-    train(plain, *batch())
-    assert_same_gradients(gradients(model), gradients(plain))
