@@ -245,6 +245,15 @@ def test_works_go_on_side_by_side():
     lane.close()
 
 
+def test_a_lane_ends_where_the_asking_thread_fails():
+    """As at Ctrl-C: it would go on for good, and whoever closes it wait for that."""
+    lane = Lane("cpu", Failure(), Trace())
+    with pytest.raises(ZeroDivisionError):
+        at_once({None: lambda: 1 / 0, lane: lambda: time.sleep(0.001) or 1.0}, 0.0)
+    lane.submit("behind it", int).wait()
+    lane.close()
+
+
 def test_a_round_that_is_disturbed_does_not_count(monkeypatch):
     monkeypatch.setattr(rates_module, "OVERRUN_SECONDS", 600.0)  # three rounds, however slow the machine is
     amounts = iter([10.0, 1e9, 10.0])

@@ -7,6 +7,7 @@ operations. Each kind of work has a lane, as in a run; work on the lane None is 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -70,18 +71,21 @@ def at_once(load: Load, seconds: float) -> Rates:
     A lane goes on until the asking thread is done with its last piece: none of its pieces is without company.
     """
     rates: Rates = {}
-    deadline = time.perf_counter() + seconds
+    deadline, is_over = time.perf_counter() + seconds, threading.Event()
 
     def go_on(lane: Lane | None, work: Work) -> None:
         begin = time.perf_counter()
         amount = work()
-        while (now := time.perf_counter()) < deadline or (lane and None in load and None not in rates):
+        while (now := time.perf_counter()) < deadline or (lane and not is_over.is_set()):
             amount += work()
         rates[lane] = amount / (now - begin)
 
     tickets = [lane.submit("probe", partial(go_on, lane, work)) for lane, work in load.items() if lane is not None]
-    if None in load:
-        go_on(None, load[None])
+    try:
+        if None in load:
+            go_on(None, load[None])
+    finally:  # also where the user interrupts it
+        is_over.set()
     for ticket in tickets:
         ticket.wait()
     return rates
