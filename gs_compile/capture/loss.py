@@ -99,8 +99,7 @@ def loss(
     """
     _refuse_sparse(module)
     _refuse_kernels(module)
-    dealt, shares = deal_by_index(module.graph), ShareEditor(module.graph)
-    place_checks(shares, _kept(module, kept))
+    dealt, shares = _checked(module, kept)
     if alone:
         for scatter in dealt:
             shares.checked_places(scatter)
@@ -115,14 +114,19 @@ def refused(
     module: fx.GraphModule, captured: Captured, kept: Sequence[bool]
 ) -> tuple[list[fx.Node], Mapping[fx.Node, State]]:
     """The outputs among those `kept` that do not separate, and the classes of all values."""
-    deal_by_index(module.graph)
-    shares = ShareEditor(module.graph)
-    place_checks(shares, _kept(module, kept))
+    _, shares = _checked(module, kept)
     read_results(module.graph)
     separation = _Separation(module, captured, shares, layer_major=False)
     separation.classify()
     outputs = dict.fromkeys(value for value in _kept(module, kept) if isinstance(value, fx.Node))
     return [each for each in outputs if separation.of_output(each).kind == "mixed"], separation.states
+
+
+def _checked(module: fx.GraphModule, kept: Sequence[bool]) -> tuple[list[fx.Node], ShareEditor]:
+    """The module with its checks in place; what deals entries among samples, and the editor of its outputs."""
+    dealt, shares = deal_by_index(module.graph), ShareEditor(module.graph)
+    place_checks(shares, _kept(module, kept))
+    return dealt, shares
 
 
 def _refuse_sparse(module: fx.GraphModule) -> None:

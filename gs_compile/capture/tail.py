@@ -47,8 +47,9 @@ class Tail:
         if not self.is_told:
             self.is_told, nbytes = True, sum(each.nbytes for each in read if isinstance(each, torch.Tensor))
             log.warning(
-                "the loss needs all samples of the batch at once, so it is computed behind the model: it reads %s of "
-                "the model's results, which stay in memory until the backward, beside the plan",
+                "an output of the model, such as its loss, needs all samples of the batch at once, so it is computed "
+                "behind the model: it reads %s of the model's results, which stay in memory until the backward, beside "
+                "the plan",
                 format_bytes(nbytes),
             )
         made = self.module(*(args[index] for index in self.arguments), *read)

@@ -10,6 +10,7 @@ from learner import distance
 from tiered import options
 from torch import nn
 from torch.nn import functional
+from transformers import CLIPConfig, CLIPModel
 from zoo import assert_same_gradients, gradients
 
 import gs_compile
@@ -102,6 +103,25 @@ def test_it_trains_on_the_tiers(tmp_path, caplog):
     optimizer.engine.tiers.close()
     (told,) = (each for each in caplog.messages if "computed behind the model" in each)
     assert f"it reads {8 * (SAMPLES * WIDTH + 2)} B of" in told  # a row for each sample, and two parameters
+
+
+def test_clip_of_transformers():
+    """Two encoders, of which one is cut into layers, and the loss of all pairs of images and texts."""
+    encoder = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"vocab_size": 60, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2, **encoder}
+    vision = {"image_size": 16, "patch_size": 8, **encoder}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).double().train()
+    plain, found = copy.deepcopy(model), []
+    model.compile(backend="greedysnake", options=EAGER)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        ids, pixels = torch.randint(3, 60, (SAMPLES, 8)), torch.randn(SAMPLES, 3, 16, 16, dtype=torch.float64)
+        loss = each(input_ids=ids, pixel_values=pixels, return_loss=True).loss
+        loss.backward()
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    assert_same_gradients(gradients(model), gradients(plain), 1e-10)
 
 
 class Centring(nn.Linear):
