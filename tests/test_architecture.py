@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from typing import get_args
@@ -214,6 +215,12 @@ def test_no_circles():
 def test_files_are_short():
     sources = library() | beside("tests") | beside("examples") | beside("benchmarks")
     hold("lines of code of a file", long_files(sources))
+
+
+def test_no_two_test_files_have_one_name():
+    """Each is a module of its bare name: of two, one imports the other's."""
+    count = Counter(path.rpartition("/")[2] for path in beside("tests"))
+    assert [name for name, number in count.items() if number > 1 and name != "conftest.py"] == []
 
 
 def test_functions_are_short_and_take_few_parameters():
