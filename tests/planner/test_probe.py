@@ -19,6 +19,7 @@ from gs_compile.planner.measure.probe_drive import drive_rates, room_nbytes
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.rates import Figure, at_once, medians
 from gs_compile.runtime.lanes import Failure, Lane
+from gs_compile.runtime.storage.grid import PAGE
 from gs_compile.runtime.stream import Device
 from gs_compile.runtime.trace import Trace
 
@@ -219,6 +220,7 @@ def test_the_update_is_measured_in_float32_whatever_the_default_dtype(monkeypatc
     finally:
         torch.set_default_dtype(torch.float32)
     assert [each.dtype for each in seen] == [torch.float32] * 2
+    assert not any(each.data_ptr() % PAGE for each in seen), "it is mapped, as a run's is: with huge pages"
 
 
 # Rates -----------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 CACHE = "machines"  # a folder beside the default storage
 CODE = ".code"  # a file beside a machine's figures, which goes when these are measured again
-MEASURING = 4  # counts the ways in which the probe has measured: what an older one found is measured again
+MEASURING = 5  # counts the ways in which the probe has measured: what an older one found is measured again
 SECONDS = 6.0
 DRIVE_SHARE = 0.5  # of the time: nothing varies as drives do
 LINK_SHARE = 0.1

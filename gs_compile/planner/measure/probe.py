@@ -36,7 +36,7 @@ NETWORK_NBYTES = 64 << 20  # of [4], of all ranks together: as large as a layer'
 NETWORK_ROUNDS = 5  # of so many: waiting for time to pass, ranks would not agree on the last one
 NUM_HOPS = 20
 NUM_OPS = 512
-OP_COST = 6  # bare ones: what memory, tickets and bookkeeping make of an operation (benchmarks/prediction.py)
+OP_COST = 24  # bare ones: what memory, tickets, bookkeeping and the lanes' threads make of an operation, by traces
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP32 = Types(torch.float32, (torch.float32,) * len(ADAMW.states))
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -166,10 +166,10 @@ def conversion_nbytes(num_threads: int, update_bytes_per_second: float) -> float
 
 
 def _update(numel: int, types: Types = FP32) -> Work:  # [1]
+    """AdamW in memory that is mapped as a run's: with small pages an update takes twice as long."""
     generator = own_generator()
-    master, gradient = (torch.randn(numel, dtype=torch.float32, device="cpu", generator=generator) for _ in range(2))
-    stored = torch.zeros(int(numel * types.state_itemsize), dtype=torch.uint8, device="cpu")
-    state = types.components(stored, 0, numel)
+    master, gradient = (map_memory(4 * numel).view(torch.float32).normal_(generator=generator) for _ in range(2))
+    state = types.components(map_memory(int(numel * types.state_itemsize)).zero_(), 0, numel)
 
     def update() -> float:
         ADAMW.update(master, gradient, state, HYPER, 1)
