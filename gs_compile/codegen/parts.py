@@ -185,11 +185,15 @@ class PartInPieces:
         self._generator, self._shared = generator, shared
         self._pieces: dict[tuple[int, tuple[int, ...] | None], tuple[Subgraph, Differentiated]] = {}
         self.is_ahead, self.saved_nbytes = False, 0
-        number = -(-part.num_tokens // size)  # of two sizes at most, as even as can be
-        bounds = [part.num_tokens * place // number for place in range(number + 1)]
-        self._ranges = list(pairwise(bounds))
-        self._of_piece = max(end - begin for begin, end in self._ranges)
+        self._number = -(-part.num_tokens // size)  # of two sizes at most, as even as can be
+        self._of_piece = -(-part.num_tokens // self._number)
         self.part, self._code = self._piece(self._of_piece)
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Where pieces begin and end: of code that runs. What a plan counts may be of any size."""
+        number, num_tokens = self._number, self.tokens.num_tokens
+        return list(pairwise(num_tokens * place // number for place in range(number + 1)))
 
     @property
     def reads(self) -> frozenset[str]:

@@ -277,6 +277,13 @@ def test_a_length_that_is_new_is_no_new_code():
     assert len(common.codes) == 1
 
 
+def test_what_is_counted_may_be_larger_than_any_memory():
+    """A plan counts whatever size is typed in: no piece by itself."""
+    one, many = (in_pieces(layer_of(Attention, size)).cost("backward") for size in (2, 2 * 10**8))
+    assert many.flops == pytest.approx(10**8 * one.flops)
+    assert many.nbytes > 10**11
+
+
 def of_the_length(model, x, ids, labels, mask, teacher):
     """A loss of each token that is divided by their number."""
     each = flat_loss(model.words(x), labels, reduction="none")
