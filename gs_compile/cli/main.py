@@ -27,7 +27,19 @@ from typer.core import TyperGroup
 from gs_compile import __version__
 from gs_compile.cli import store
 from gs_compile.cli.process import do_with_all, do_without
-from gs_compile.cli.requests import Directory, File, InspectRequest, Json, Longest, Storage, option, plans, takes
+from gs_compile.cli.requests import (
+    Directory,
+    File,
+    InspectRequest,
+    Json,
+    Longest,
+    Storage,
+    file_option,
+    folder_option,
+    option,
+    plans,
+    takes,
+)
 from gs_compile.errors import (
     GreedySnakeError,
     MemoryBudgetError,
@@ -137,7 +149,7 @@ def doctor(storage: Storage = None, as_json: Json = False) -> None:
 @app.command()
 def probe(
     storage: Storage = None,
-    output: Annotated[File, option("Save the profile to this file too.", metavar="FILE")] = None,
+    output: Annotated[File, file_option("Save the profile to this file too.")] = None,
     refresh: Annotated[bool, option("Measure again, even if there is a stored result.", ..., "--refresh")] = False,
     as_json: Json = False,
 ) -> None:
@@ -207,9 +219,9 @@ def plan(model: str, request: Request, longest: Longest = False, as_json: Json =
 def simulate(
     model: str,
     request: Request,
-    trace: Annotated[File, option("Save the operations as a trace for ui.perfetto.dev.", metavar="FILE")] = None,
-    page: Annotated[File, option("Save the timeline as an HTML page.", ..., "--html", metavar="FILE")] = None,
-    figures: Annotated[File, option("Save figures to this directory; needs matplotlib.", metavar="DIR")] = None,
+    trace: Annotated[File, file_option("Save the operations as a trace for ui.perfetto.dev.")] = None,
+    page: Annotated[File, file_option("Save the timeline as an HTML page.", "--html")] = None,
+    figures: Annotated[File, folder_option("Save figures to this directory; needs matplotlib.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show when each operation of a planned step would run.

@@ -26,6 +26,33 @@ def option(text: str, default: Any = ..., *names: str, unset: str | bool = True,
     return typer.Option(default, *names, help=text, show_default=unset, **more)
 
 
+def file_option(text: str, *names: str) -> Any:
+    """The option of a file to write; one that cannot be is refused before what takes long, as is a folder."""
+    return option(text, ..., *names, metavar="FILE", callback=_writable)
+
+
+def folder_option(text: str) -> Any:
+    """The option of a folder to write to, which is made."""
+    return option(text, metavar="DIR", callback=_made)
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Raises OSError as writing would. A pipe, whose reader would see its end, is let alone."""
+    if path is not None and not path.is_fifo():
+        is_new = not path.exists()
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.resolve().unlink()
+    return path
+
+
+def _made(folder: Path | None) -> Path | None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def takes(request: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the fields of a tuple as options, before its own; it gets them as one object."""
     defaults, types = request._field_defaults, get_type_hints(request, include_extras=True)

@@ -220,10 +220,29 @@ def test_half_layers_have_no_figures_beside_whole_ones(plans, tmp_path):
     assert "What to know:\n  the horizontal order is half as fast" in text
 
 
-def test_a_file_that_cannot_be_written(plans, tmp_path):
-    result = run("simulate", "--model", "m", "--html", tmp_path / "no" / "step.html")
-    assert (result.exit_code, result.stdout) == (5, "")
-    assert result.stderr.startswith("FileNotFoundError: ")
+@pytest.mark.parametrize(
+    ("flag", "name", "error"),
+    [
+        ("--html", "no/step.html", "FileNotFoundError"),
+        ("--trace", ".", "IsADirectoryError"),
+        ("--figures", "file", "FileExistsError"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_it_is_planned(flag, name, error, plans, tmp_path):
+    (tmp_path / "file").touch()
+    result = run("simulate", "--model", "m", flag, tmp_path / name)
+    assert (result.exit_code, result.stdout, plans) == (5, "", [])
+    assert result.stderr.startswith(f"{error}: ")
+
+
+def test_a_file_is_written_where_a_link_leads_and_stays_where_nothing_is_planned(plans, tmp_path):
+    link, old = tmp_path / "link", tmp_path / "old"
+    link.symlink_to(tmp_path / "page.html")
+    old.write_text("before")
+    assert run("simulate", "--model", "m", "--html", link, "--trace", old, "--alpha", 2).exit_code == 2
+    assert (link.is_symlink(), link.exists(), old.read_text()) == (True, False, "before")
+    printed("simulate", "--model", "m", "--html", link)
+    assert data_of((tmp_path / "page.html").read_text())["lanes"]
 
 
 # probe ----------------------------------------------------------------------------------------------------------------

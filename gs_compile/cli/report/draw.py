@@ -75,7 +75,6 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
 
 def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
     """The lanes of this step; of whole layers also throughput over the batch size and bytes moved, in both orders."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
     title, number = _title(plan), plan.num_micro_batches
     lanes(plan.simulation, paths["lanes"], title=title)
