@@ -104,6 +104,8 @@ def notes(plan: StepPlan) -> Iterator[str]:
     """What a reader should know before spending time on this."""
     if plan.num_micro_batches == 1 and plan.schedule == "vertical":
         yield f"one micro-batch: the {BASELINE} order is the same step"
+    if (bundles := plan.placement.layout.num_micro_batches) < plan.num_micro_batches:
+        yield f"micro-batches are simulated in {bundles} bundles: times, peaks and the timeline are of these"
     if plan.placement.accumulates and plan.placement.layout.clip and plan.ratios.get("gradient", 1.0) < 1.0:
         yield STORES_GRADIENTS
     if plan.placement.decision.layer_updates > 1:

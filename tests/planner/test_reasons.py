@@ -10,7 +10,7 @@ import pytest
 from planned import A100, gpt, ratios
 
 from gs_compile.errors import NoFitError
-from gs_compile.placement.placement import Decision, Placement
+from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.planner.lp.search import Search
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.reasons import ADAPTERS, alternatives, binding, longer_life, notes
@@ -181,7 +181,9 @@ def made(**changes):
         "seconds": 2.0,
         "written": 100,
         "homes": {("s", "ssd"): 1},
-        "placement": Placement(decision=Decision(layer_updates=changes.pop("layer_updates", 1))),
+        "placement": Placement(
+            layout=Layout(x_nbytes=((0,),) * 4), decision=Decision(layer_updates=changes.pop("layer_updates", 1))
+        ),
     }
     simulation = SimpleNamespace(busy={"compute": changes.pop("compute", 0.5)})
     budgets = replace(BUDGETS, wear_bytes_per_second=changes.pop("wear", None))
@@ -193,6 +195,10 @@ def made(**changes):
     [
         ({}, []),
         ({"num_micro_batches": 1}, ["one micro-batch: the horizontal order is the same step"]),
+        (
+            {"num_micro_batches": 20},
+            ["micro-batches are simulated in 4 bundles: times, peaks and the timeline are of these"],
+        ),
         ({"homes": {("s", "host"): 1}}, ["everything fits in host memory: nothing is moved to SSD"]),
         ({"layer_updates": 4}, ["host memory is scarce: layers are updated in pieces, and less is read ahead"]),
         ({"compute": 0.995}, ["the computation never waits"]),
