@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -215,10 +215,9 @@ class Workload:
         """How many levels the layers have that may save more than their input; 0 where none may."""
         return max(len(self.costs[layer].levels) for layer in range(self.num_layers))
 
-    @cached_property
-    def savable(self) -> float:
-        """The part of all layers that have levels."""
-        return sum(bool(self.costs[layer].levels) for layer in range(self.num_layers)) / self.num_layers
+    def savable(self, layers: Sequence[int]) -> float:
+        """The part of these layers that have levels."""
+        return sum(bool(self.costs[layer].levels) for layer in layers) / len(layers)
 
     @cached_property
     def computed(self) -> tuple[float, ...]:

@@ -132,7 +132,6 @@ class Figures:
         sizes = self.model.sizes[masters]
         if not named(self.model.options.machine):
             sizes = priced(sizes, self.profile, self.num_threads)
-        if any(size.products for size in sizes):
-            sizes = with_products(sizes, self.profile)
+        sizes = with_products(sizes, self.profile)
         is_narrow = any(size.itemsize < size.gradient_itemsize for size in sizes)
         return replace(self.timed(layer_tokens), sizes=sizes, masters=masters if is_narrow else None)

@@ -31,7 +31,7 @@ from gs_compile.planner.boundary import Ladder, carrying, retaining
 from gs_compile.planner.builder import SCARCE_UPDATES, planned_peak
 from gs_compile.planner.choose import highest
 from gs_compile.planner.in_pieces import faster, smaller, with_layer_tokens
-from gs_compile.planner.lp.counting import CLASSES
+from gs_compile.planner.lp.counting import host_classes
 from gs_compile.planner.lp.search import GROWTH, Search, shortfall
 from gs_compile.planner.problem import Problem, fits
 from gs_compile.planner.request import Request
@@ -40,7 +40,6 @@ from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.variants import with_variant
 from gs_compile.program.ir import Tier
 
-HOST_CLASSES = (*CLASSES, "gradient")
 NEXT_TO_NO_MORE = 1.02  # times the host memory of a step, for what nobody has asked for
 FASTER = 0.99  # of the time with split masters: less is what two timings of the same code differ by
 
@@ -181,7 +180,7 @@ def _settled(problem: Problem) -> StepPlan | None:
             problem, _boundary_for_free(steps, smallest), "ratios and alpha are given: nothing was planned"
         )
     ratios = _ratios(problem, 1.0).given()
-    moves_nothing = all(ratios[name] == 1.0 for name in ratios.keys() & set(HOST_CLASSES))
+    moves_nothing = all(ratios[name] == 1.0 for name in host_classes(problem.builder.layout))
     if separate or not _fits(steps, largest) or (not moves_nothing and (may_save or len(request.alphas) > 1)):
         return None
     reason = "all that may be in host memory fits there: nothing was planned"
@@ -264,8 +263,8 @@ def _ratios(problem: Problem, part: float) -> Ratios:
 
     Of what is on the device in part, no more than the rest is in host memory.
     """
-    names = HOST_CLASSES if problem.builder.layout.has_sums else CLASSES
     given = replace(problem.request.ratios, activation=None).given()
+    names = host_classes(problem.builder.layout)
     left = {name: min(part, 1.0 - given.get(f"device_{name}", 0.0)) for name in names}
     return Ratios(**(left | given))
 
@@ -315,7 +314,7 @@ def _too_large(problem: Problem, placement: Placement) -> str:
     request, beside = problem.request, beside_slab(problem.builder.sizes)  # which the budget is without
     nbytes = beside + planned_peak(problem.builder.program(placement), "host")
     ratios = _ratios(problem, 0.0).given()
-    words = ", ".join(f"{name} {ratios[name]:g}" for name in HOST_CLASSES if name in ratios)
+    words = ", ".join(f"{name} {ratios[name]:g}" for name in host_classes(problem.builder.layout))
     message = (
         f"host_memory is {format_bytes(problem.host_nbytes + beside)}; this step needs {format_bytes(nbytes)} "
         f"({nbytes} bytes) of it at least, with ratios {words}: {remedies(request)}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gs_compile.errors import CaptureError, NoFitError, PlanError
 from gs_compile.planner.in_pieces import smallest
+from gs_compile.planner.lp.counting import host_classes
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.plan import Planner, SizeSearch, planner_of
 from gs_compile.planner.problem import Problem
@@ -152,7 +153,7 @@ def _in_memory(problem: Problem, best: Solution) -> Solution:
     """
     if problem.profile.separate or problem.request.ratios.given():
         return best
-    everything = dict.fromkeys(problem.formulas.classes, 1.0)
+    everything = dict.fromkeys(host_classes(problem.builder.layout), 1.0)
     ratios = tuple(replace(each, **everything) for each in best.decision.ratios)
     found = problem.at(best.num_micro_batches).valued(replace(best.decision, ratios=ratios))
     return found if problem.needs(found)[0]["host"] <= problem.budgets.host_nbytes else best

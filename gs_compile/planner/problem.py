@@ -134,7 +134,7 @@ class Problem:
     def priced(self) -> Problem:
         """The problem with units whose updates have their price, once the machine is known."""
         sizes = self.workload.sizes
-        return self if sizes == self.builder.sizes else replace(self, builder=replace(self.builder, sizes=sizes))
+        return self if sizes == self.builder.sizes else self.resized(sizes)
 
     # Others -----------------------------------------------------------------------------------------------------------
 

@@ -114,7 +114,8 @@ def topmost(levels: Sequence[int], tier: Tier) -> Iterator[list[Shares]]:
 def computed(workload: Workload, shares: Shares) -> float:
     """What layers compute for a mean micro-batch, as `Workload.computed` has it."""
     none, *levels = workload.computed
-    return none + sum(share.part * (levels[share.level - 1] - none) for share in shares) / (workload.savable or 1.0)
+    more = sum(share.part * (levels[share.level - 1] - none) for share in shares)
+    return none + more / (workload.savable(range(workload.num_layers)) or 1.0)
 
 
 def _may_pay(problem: Problem, plan: StepPlan) -> bool:

@@ -17,7 +17,7 @@ from gs_compile.placement.stacks import stack_of
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.units import UnitPlacement
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.lp.counting import CLASSES
+from gs_compile.planner.lp.counting import host_classes
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
@@ -108,7 +108,7 @@ class StepPlan:
     def ratios(self) -> Mapping[str, float]:
         """In host memory, of "parameter", "checkpoint" and "optimizer", perhaps of "gradient"."""
         means = self._means
-        return {name: means[name] for name in (*CLASSES, "gradient") if name in means}
+        return {name: means[name] for name in host_classes(self.placement.layout) if name in means}
 
     @property
     def device_ratios(self) -> Mapping[str, float]:

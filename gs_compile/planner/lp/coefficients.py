@@ -27,7 +27,6 @@ from gs_compile.placement.workload import Workload
 from gs_compile.planner.lp.counting import (
     ACTIVATIONS,
     AFFINE_FROM,
-    CLASSES,
     NUM_CLASSES,
     PHASES,
     RATIOS,
@@ -136,11 +135,6 @@ class Formulas:
             saving[1 + RATIOS.index("checkpoint" if tier == "host" else "device_checkpoint")] = reads_input
         return saving
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The classes that may live in host memory; gradient sums move between micro-batches or backwards."""
-        return (*CLASSES, "gradient") if self.counted.builder.layout.has_sums else CLASSES
-
     def of(self, alpha: float, number: int) -> StepFormulas:
         """The formulas of one alpha and one number of micro-batches."""
         readings = self.counted.readings(alpha, number)
@@ -155,19 +149,15 @@ class Formulas:
             seconds[PHASES[phase], "compute"][0] += times * alone
             if self.saved and self.workload.costs[unit].levels:
                 stack = stack_of(unit, self.stacks)
+                savable = self.workload.savable(self.stacks[stack])
                 for column, (level, _) in zip(self.saved_columns[stack], self.saved, strict=True):
                     more = code_seconds(unit, self.workload, self.profile, backward=is_backward, level=level) - alone
-                    seconds[PHASES[phase], "compute"][column] += times * more / self.savable(stack)
+                    seconds[PHASES[phase], "compute"][column] += times * more / savable
         lanes = ("ssd_read", "ssd_write", "h2d", "d2h")
         read, written, down, up = (moved[:, TIMED.index(lane)].sum(axis=0) for lane in lanes)
         points = self._points(anchors(alpha), several=number > 1)
         alive = {tier: self._alive(readings, tier)[points[tier]] for tier in self.tiers}
         return StepFormulas(seconds, alive, read + written, written, down + up)
-
-    def savable(self, stack: int) -> float:
-        """The part of a stack's layers that have levels."""
-        layers = self.stacks[stack]
-        return sum(bool(self.workload.costs[layer].levels) for layer in layers) / len(layers)
 
     def _formula(self, counted: Array) -> Array:
         """What was counted, `[..., stack, class, counted]`, as formulas."""

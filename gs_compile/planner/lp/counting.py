@@ -29,7 +29,7 @@ from gs_compile.options import Ratios
 from gs_compile.placement.boundaries import in_parts
 from gs_compile.placement.levels import Level, Share, Shares
 from gs_compile.placement.liveness import live_ranges
-from gs_compile.placement.placement import Decision, Placement
+from gs_compile.placement.placement import Decision, Layout, Placement
 from gs_compile.placement.stacks import stack_of
 from gs_compile.placement.workload import Workload
 from gs_compile.planner.builder import StepBuilder
@@ -59,6 +59,11 @@ ON_DEVICE = Ratios(device_checkpoint=1.0, device_parameter=1.0, optimizer=1.0, g
 ENDS = 4  # layers at either end that may differ from those between: as far as `pipeline` looks ahead, and one
 MOST_PERIOD = 4  # layers
 AFFINE_FROM = 3  # micro-batches
+
+
+def host_classes(layout: Layout) -> tuple[str, ...]:
+    """The classes that may live in host memory; gradient sums move between micro-batches or backwards."""
+    return (*CLASSES, "gradient") if layout.has_sums else CLASSES
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision
 from gs_compile.placement.stacks import part_of
 from gs_compile.planner.lp.coefficients import Formulas
-from gs_compile.planner.lp.counting import DEVICE_RATIOS, PHASES, RATIOS, TIMED, Array
+from gs_compile.planner.lp.counting import DEVICE_RATIOS, PHASES, RATIOS, TIMED, Array, host_classes
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.program.ir import TIERS
 
@@ -161,7 +161,7 @@ class System:
         for stack in range(len(self.formulas.stacks)):
             of_stack = point[self.formulas.columns(stack)].tolist()
             by_name = dict(zip(RATIOS, of_stack, strict=False))
-            names = (*self.formulas.classes, *DEVICE_RATIOS)
+            names = (*host_classes(self.formulas.counted.builder.layout), *DEVICE_RATIOS)
             ratios.append(Ratios(**{name: by_name[name] for name in names}))
             for (level, tier), part in zip(self.formulas.saved, of_stack[len(RATIOS) :], strict=True):
                 if (part := part * part_of(stack, self.formulas.stacks)) > LEAST_PART:
@@ -323,7 +323,7 @@ def _most_saved(formulas: Formulas, request: Request) -> Array:
         request.recompute != "all" and level in levels and (request.ratios.activation is None or tier == "host")
         for level, tier in formulas.saved
     ]
-    savable = [formulas.savable(stack) for stack in range(len(formulas.stacks))]
+    savable = list(map(formulas.workload.savable, formulas.stacks))
     return np.outer(savable, np.array(allowed, dtype=bool))
 
 
@@ -334,7 +334,7 @@ def _is_of_the_rest(formulas: Formulas, request: Request, name: str) -> bool:
 
 def demands(formulas: Formulas, request: Request) -> Iterator[tuple[Array, float]]:
     """Rows and limits of what is given: items that save activations, of those that can, and the inputs of others."""
-    saved, most = np.zeros(formulas.width), formulas.workload.savable
+    saved, most = np.zeros(formulas.width), formulas.workload.savable(range(formulas.workload.num_layers))
     for stack, columns in enumerate(formulas.saved_columns):
         saved[columns] = part_of(stack, formulas.stacks)
     asked = request.ratios.activation
