@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MORE = 1e-3  # of throughput: less is nothing
+MOST_SAMPLES = 1_000_000  # of a micro-batch: the bytes of its values are numbers of 64 bits
 
 T = TypeVar("T")
 
@@ -133,6 +134,8 @@ class Planner:
 
     def problem(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Problem:
         """The problem of micro-batches of `size` samples. masters, layer_tokens: those chosen."""
+        if size > MOST_SAMPLES:
+            raise PlanError(f"micro_batch_size is {size}; it is in samples, {MOST_SAMPLES:,} at most")
         workloads, request, profile = self.workloads, self.request, self.profile
         tokens = layer_tokens or request.layer_tokens
         workload = workloads.workload(size, masters, tokens)

@@ -250,6 +250,7 @@ def test_a_config_is_planned_in_bf16_like_a_name():
     [
         ({"batch_size": 0}, "batch_size is 0; it must be a whole number, 1 or more"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0; it must be a whole number, 1 or more"),
+        ({"micro_batch_size": 10**18}, f"micro_batch_size is {10**18}; it is in samples, 1,000,000 at most"),
         ({"num_micro_batches": -1}, "num_micro_batches is -1; it must be a whole number, 1 or more"),
         (
             {"batch_size": 10, "micro_batch_size": 2, "num_micro_batches": 3},
