@@ -22,11 +22,21 @@ from gs_compile.capture.graph import Captured, block_of, output_values
 from gs_compile.capture.in_place import mutated
 from gs_compile.capture.loss import refused
 from gs_compile.capture.shares import State
-from gs_compile.capture.specialize import CAPTURED, ENTER_AUTOCAST, ENTER_INFERENCE, GRAD_MODE, SYMBOLIC
+from gs_compile.capture.specialize import (
+    CAPTURED,
+    ENTER_AUTOCAST,
+    ENTER_INFERENCE,
+    EXIT_AUTOCAST,
+    EXIT_INFERENCE,
+    GRAD_MODE,
+    SYMBOLIC,
+)
 from gs_compile.capture.whole_batch import is_of_samples
 from gs_compile.machine import format_bytes
 
 log = logging.getLogger(__name__)
+
+_REGIONS = (GRAD_MODE, ENTER_AUTOCAST, EXIT_AUTOCAST, ENTER_INFERENCE, EXIT_INFERENCE)  # their beginnings and ends
 
 
 @dataclass(eq=False)
@@ -69,7 +79,7 @@ def cut_tail(captured: Captured, module: fx.GraphModule, kept: Sequence[bool]) -
     wanted = {each.meta[CAPTURED] for each in outputs if CAPTURED in each.meta}
     graph, given = captured.module.graph, output_values(captured.module)
     found = _nodes(wanted, classes, samples) if wanted and len(wanted) == len(outputs) else None
-    if found is None or not _runs_alone(graph, found[0]):
+    if found is None or not _runs_alone(graph, *found):
         return None
     nodes, others = found
     places = [place for place, value in enumerate(given) if kept[place] and value in wanted]
@@ -82,7 +92,7 @@ def cut_tail(captured: Captured, module: fx.GraphModule, kept: Sequence[bool]) -
         return None
     arguments = [at for at, (entry, node) in enumerate(entries) if entry.role != "parameter" and node in taken]
     given_first = [*(entries[at][1] for at in arguments), *read, *trained]
-    tail = _graph(captured.module, nodes, given_first, [given[place] for place in places])
+    tail = _graph(captured.module, nodes | _regions(graph), given_first, [given[place] for place in places])
     ahead = _graph(captured.module, set(graph.nodes), [], [*own, *read, *trained])
     return replace(captured, module=ahead), Tail(tail, arguments, places, len(given))
 
@@ -116,19 +126,24 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), (int, torch.Size, *SYMBOLIC))
 
 
-def _runs_alone(graph: fx.Graph, nodes: Set[fx.Node]) -> bool:
-    """Whether some nodes run as they are written behind all others: in the regions of the call, and neither changes
-    what is the other's in place.
+def _runs_alone(graph: fx.Graph, nodes: Set[fx.Node], read: Set[fx.Node]) -> bool:
+    """Whether some nodes run as they are written behind all others: neither changes what is the other's in place, and
+    what they read of the others is what these leave there.
     """
-    first = min(node for node in nodes if not _is_number(node))
-    regions = (GRAD_MODE, ENTER_AUTOCAST, ENTER_INFERENCE)
-    if any(first < node and node.target in regions for node in graph.nodes) or any(map(is_collective, nodes)):
+    if any(map(is_collective, nodes)):
         return False
     memory = {_memory(node) for node in nodes} - {None}
     changes = [(node, each) for node in graph.nodes for each in mutated(node)]
     checks = (node for node in graph.nodes if node.target is torch._assert_async)
     is_apart = all((node in nodes) == (_memory(each) in memory and each in nodes) for node, each in changes)
-    return is_apart and all(nodes.isdisjoint(check.all_input_nodes) for check in checks)
+    later = ((result, each) for node, each in changes for result in read if result < node)
+    is_left = all(_memory(result) != _memory(each) for result, each in later)
+    return is_apart and is_left and all(nodes.isdisjoint(check.all_input_nodes) for check in checks)
+
+
+def _regions(graph: fx.Graph) -> set[fx.Node]:
+    """Where regions of another mode begin and end: what is made in one of them is, behind the model, too."""
+    return {node for node in graph.nodes if node.target in _REGIONS}
 
 
 def _memory(node: fx.Node) -> int | None:

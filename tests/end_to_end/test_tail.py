@@ -63,12 +63,32 @@ def centred_in_place(model, x, others):
     return {"loss": functional.cross_entropy(rows.sub_(rows.mean(0)), torch.arange(len(rows)))}
 
 
+def in_bf16(model, x, others):
+    rows = functional.normalize(x.mean(1), dim=-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = rows.float() @ others.float().T
+    return {"loss": functional.cross_entropy(logits.double(), torch.arange(len(logits))), "logits": logits}
+
+
+def scaled_without_gradient(model, x, others):
+    with torch.no_grad():
+        scale = x.mean(1).std(0).mean()
+    return {"loss": x.square().mean() / scale}
+
+
+def changed_behind_it(model, x, others):
+    rows = x.mean(1)
+    loss = (rows - rows.mean(0)).abs().mean()
+    rows.mul_(2)
+    return {"loss": loss, "rows": rows}
+
+
 def batch(number=0):
     torch.manual_seed(number)
     return torch.randint(20, (SAMPLES, TOKENS)), torch.randn(SAMPLES, WIDTH, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("loss", [contrastive, masked, spread, centred_in_place])
+@pytest.mark.parametrize("loss", [contrastive, masked, spread, centred_in_place, in_bf16, scaled_without_gradient])
 @pytest.mark.parametrize("wanted", ["all", "loss"])
 def test_it_is_that_of_the_whole_batch(loss, wanted):
     model = Pairs(loss).double()
@@ -127,6 +147,13 @@ def test_clip_of_transformers():
 class Centring(nn.Linear):
     def forward(self, x):
         return super().forward(x - x.mean(0))
+
+
+def test_results_that_the_model_changes_behind_it_are_refused():
+    model = Pairs(changed_behind_it).double()
+    model.compile(backend="greedysnake", options=EAGER)
+    with pytest.raises(SeparationError, match="over the batch|over the samples"):
+        model(*batch())
 
 
 def test_what_a_block_makes_of_all_samples_is_refused():
