@@ -89,6 +89,24 @@ def _scattered(_: Any, layer: Any, name: str) -> Any:
     return values.new_zeros(layer.out_features, layer.in_features).index_put(tuple(indices.to(values.device)), values)
 
 
+def _with_labels(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """DeBERTa's classifier with labels and no `problem_type`: the loss is the mean over samples with a label, or 0.
+
+    transformers picks these samples out, so values decide sizes.
+    """
+    labels = kwargs.get("labels")
+    if labels is None or labels.dim() != 1 or model.num_labels == 1 or model.config.problem_type is not None:
+        return original(model, *args, **kwargs)
+    result = original(model, *args, **{**kwargs, "labels": None})
+    is_tuple, has_label = isinstance(result, tuple), labels >= 0
+    logits = result[0] if is_tuple else result.logits
+    targets = labels.long().masked_fill(has_label.logical_not(), -100)
+    loss = functional.cross_entropy(logits.float(), targets, reduction="sum") / has_label.sum().clamp(min=1)
+    if is_tuple:
+        return (loss, *result)
+    return type(result)(loss=loss, logits=logits, hidden_states=result.hidden_states, attentions=result.attentions)
+
+
 _OF_SPEECH = {  # models that mask spans of their hidden states, by the end of their module's name
     "data2vec.modeling_data2vec_audio": "Data2VecAudioModel",
     "hubert.modeling_hubert": "HubertModel",
@@ -102,11 +120,15 @@ _OF_SPEECH = {  # models that mask spans of their hidden states, by the end of t
     "wav2vec2_conformer.modeling_wav2vec2_conformer": "Wav2Vec2ConformerModel",
     "wavlm.modeling_wavlm": "WavLMModel",
 }
+_DEBERTA = "transformers.models.deberta.modeling_deberta"
+_DEBERTA_V2 = "transformers.models.deberta_v2.modeling_deberta_v2"
 METHODS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (  # by the module and the name of their class
     ("peft.tuners.loha.layer", "LoHaLayer", "forward", _with_delta),
     ("peft.tuners.lokr.layer", "LoKrLayer", "forward", _with_delta),
     ("peft.tuners.lora.layer", "ParamWrapper", "forward", _with_changed_parameter),
     ("peft.tuners.shira.layer", "Linear", "get_delta_weight", _scattered),
+    (_DEBERTA, "DebertaForSequenceClassification", "forward", _with_labels),
+    (_DEBERTA_V2, "DebertaV2ForSequenceClassification", "forward", _with_labels),
     *((f"transformers.models.{end}", kind, "_mask_hidden_states", masked_states) for end, kind in _OF_SPEECH.items()),
     ("transformers.models.whisper.modeling_whisper", "WhisperModel", "_mask_input_features", masked_inputs),
 )
@@ -187,7 +209,7 @@ FUNCTIONS: tuple[tuple[str, str, Callable[..., Any]], ...] = (  # by their modul
     ("transformers.utils.output_capturing", "maybe_install_capturing_hooks", _recorded),
     ("transformers.integrations.neftune", "neftune_post_forward_hook", _with_noise),
     ("transformers.loss.loss_ctc", "ForCTCLoss", of_ctc_model),
-    ("transformers.models.deberta.modeling_deberta", "compute_attention_span", _attention_span),
+    (_DEBERTA, "compute_attention_span", _attention_span),
     ("torch.nn.functional", "linear_cross_entropy", _in_one),
     ("torch.nn.modules.transformer", "_detect_is_causal_mask", _is_causal),
     ("liger_kernel.transformers.functional", "liger_cross_entropy", cross_entropy),  # without Liger's kernels

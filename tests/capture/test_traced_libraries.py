@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
-from zoo import GPT, assert_same_gradients, batch, compile_model, gradients, train
+import pytest
+import torch
+from transformers import (
+    DebertaConfig,
+    DebertaForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+)
+from zoo import GPT, WARNINGS, WIDTH, assert_same_gradients, batch, compile_model, gradients, train
 
 from gs_compile.capture import adapters
 from gs_compile.capture.frame_settings import set_from_the_start
 
+pytestmark = WARNINGS
 LOCK = threading.Lock()
+SIZES = {
+    "vocab_size": 70,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "relative_attention": True,
+    "pos_att_type": ["c2p", "p2c"],
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "num_labels": 3,
+}
+KINDS = [
+    (DebertaConfig, DebertaForSequenceClassification),
+    pytest.param(DebertaV2Config, DebertaV2ForSequenceClassification, marks=pytest.mark.slow),
+]
 
 
 def guarded(ids):
@@ -31,3 +58,39 @@ def test_what_a_library_does_that_is_imported_after_the_first_compile_is_traced(
     train(compile_model(model, 2), *batch())
     train(plain, *batch())
     assert_same_gradients(gradients(model), gradients(plain))
+
+
+def deberta(config, kind):
+    torch.manual_seed(0)
+    return kind(config(**SIZES)).double().train()
+
+
+def labelled(model, labels, **settings):
+    return model(input_ids=batch()[0], labels=torch.tensor(labels), **settings)
+
+
+@pytest.mark.parametrize(("config", "kind"), KINDS)
+def test_deberta_classifies_without_a_problem_type(config, kind):
+    """A sample without a label is left out."""
+    model = deberta(config, kind)
+    plain = copy.deepcopy(model)
+    compile_model(model, 2)
+    found, expected = (labelled(each, [2, 0, -1, 1, -100]) for each in (model, plain))
+    assert [*found] == [*expected] == ["loss", "logits"]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+    found.loss.backward()
+    expected.loss.backward()
+    assert_same_gradients(gradients(model), gradients(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "kind"), KINDS)
+def test_deberta_without_any_label_has_a_loss_of_0(config, kind):
+    model = deberta(config, kind)
+    plain = copy.deepcopy(model)
+    compile_model(model, 2)
+    with torch.no_grad():
+        found, expected = (labelled(each, [-1] * 5, return_dict=False) for each in (model, plain))
+    assert found[0] == expected[0] == 0
+    torch.testing.assert_close(found[1], expected[1])
