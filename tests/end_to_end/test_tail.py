@@ -152,7 +152,7 @@ class Centring(nn.Linear):
 def test_results_that_the_model_changes_behind_it_are_refused():
     model = Pairs(changed_behind_it).double()
     model.compile(backend="greedysnake", options=EAGER)
-    with pytest.raises(SeparationError, match="over the batch|over the samples"):
+    with pytest.raises(SeparationError, match=r"over the batch|over the samples"):
         model(*batch())
 
 
