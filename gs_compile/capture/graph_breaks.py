@@ -125,6 +125,8 @@ def remedy(reason: object, where: str) -> str:
         return _UNHOOK
     if "layerdrop" in where or "skip_the_layer" in where:
         return "layers are left out at random here: set layerdrop, encoder_layerdrop and decoder_layerdrop to 0"
+    if re.search(r"\.(backward|zero_grad)\(", where):
+        return "compile the model alone, and leave backward and the optimizer's step out of what is compiled"
     if any(sign in str(reason) for sign in _UNSIZED):
         return f"here the number of elements depends on values. {GROUPED[0].upper()}{GROUPED[1:]}"
     if any(sign in str(reason) for sign in _BRANCHES):

@@ -51,6 +51,22 @@ def without_modes() -> Iterator[None]:
             _push_mode(mode)
 
 
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """In the block no hook of the user's packs what autograd saves (`torch.autograd.graph.saved_tensors_hooks`): a step
+    saves inputs of layers its own way, and layers are differentiated with tensors that have no values.
+    """
+    autograd, hooks = torch._C._autograd, list[Any]()
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put `wrapper(call)` in the place of what `module.compile()` has made of the module's call."""
     assert module._compiled_call_impl is not None

@@ -28,7 +28,7 @@ from gs_compile.capture.given_up import frame_of, watch
 from gs_compile.capture.graph_breaks import is_last_compile, refuse, refuse_block
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.inductor import check_mode
-from gs_compile.capture.internals import without_overrides
+from gs_compile.capture.internals import without_overrides, without_packing
 from gs_compile.capture.tail import Tail
 from gs_compile.codegen.compiled import Compilation, SpecializedModel, compilations_of, is_float_scalar
 from gs_compile.codegen.layout import kept_dtype
@@ -126,7 +126,8 @@ class _Run:
         if self.is_as_written:
             return run_as_written(self.module, args)
         try:
-            call = self._begun(args, ranks)
+            with without_packing():
+                call = self._begun(args, ranks)
         except BaseException as error:
             if isinstance(error, CaptureError) and not torch.is_grad_enabled():
                 _warn_of_reads(error, args)
@@ -144,7 +145,8 @@ class _Run:
                 return run_until_it_raises(self.module, args, GraphBreakError(broken.message))
         if type(call) is Call:  # else a backward says so
             self._tell_if_last()
-        results = call.run()
+        with without_packing():
+            results = call.run()
         return results if self.tail is None else self.tail.run(results, args)
 
     def _begun(self, args: Sequence[Any], ranks: Ranks | None) -> Call:

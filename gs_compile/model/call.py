@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.exchange import first_exchange
-from gs_compile.capture.internals import without_modes, without_overrides
+from gs_compile.capture.internals import without_modes, without_overrides, without_packing
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import GreedySnakeError, OutputGradientError
 from gs_compile.model.in_memory import averaged_of_any
@@ -276,6 +276,7 @@ class _Step(torch.autograd.Function):
         with (
             call.turn,
             without_modes(),
+            without_packing(),
             failing_together(call.ranks),
             deterministic(call.compilation.options.deterministic),
         ):

@@ -415,3 +415,15 @@ def test_outputs_are_the_users_to_change():
         first = model(batch()[0])[0]
         first.zero_()
         assert model(batch()[0])[0].any()
+
+
+def test_hooks_that_pack_what_autograd_saves_get_nothing_of_a_step():
+    """A layer is differentiated with tensors that have no values, which these could not pack."""
+
+    def use(model):
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.numpy().copy(), torch.from_numpy):
+            _, loss = model(*batch())
+            loss.square().backward()
+        return loss.detach()
+
+    both_ways(GPT(), use)

@@ -10,6 +10,7 @@ from learner import distance
 from tiered import options
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from zoo import GPT
 
 import gs_compile
 from gs_compile.errors import GraphBreakError
@@ -92,3 +93,16 @@ def test_a_disabled_function_in_the_forward():
     model.compile(backend="greedysnake", options={"expert": {"compiler": "eager"}})
     with pytest.raises(GraphBreakError, match=re.escape("torch.compiler.disable")):
         model(torch.ones(2, 4))
+
+
+def test_a_step_that_is_compiled_as_a_whole_is_refused():
+    model, ids = GPT(), torch.ones(2, 3, dtype=torch.long)
+
+    @torch.compile(backend="greedysnake", options={"expert": {"compiler": "eager"}})
+    def step(ids):
+        _, loss = model(ids, ids)
+        loss.backward()
+        return loss
+
+    with pytest.raises(GraphBreakError, match="compile the model alone"):
+        step(ids)
