@@ -416,7 +416,7 @@ def block_of(node: fx.Node) -> Block | None:
 def module_path(path: str) -> str:
     """A path in Dynamo's `nn_module_stack`, ``L['self'].layers['3'].mlp``, as ``layers.3.mlp``.
 
-    Of a model whose class has a `__getattr__`, as those of diffusers, it is ``L['self'].__dict__['_modules']['layers']``.
+    Of a class with a `__getattr__`, as models of diffusers have, it is ``L['self'].__dict__['_modules']['layers']``.
     """
     name = re.sub(r"^L\['\w+'\]\.?", "", re.sub(r"\.(__dict__\['_modules'\]|_modules)(?=\[)", "", path))
     return re.sub(r"\.?\['(\w+)'\]", r".\1", name).lstrip(".")

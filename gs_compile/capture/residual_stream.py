@@ -19,7 +19,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 from torch import fx
 
@@ -29,6 +29,8 @@ from gs_compile.capture.stacks import Stack, stacks
 from gs_compile.errors import UniformityError
 
 log = logging.getLogger(__name__)
+
+LARGER = 10  # a stack is so many times another that cut as it is, so that this one is no layers: it embeds times, say
 
 Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with those of them that read it
 
@@ -80,6 +82,8 @@ def residual_streams(readers: Readers, batch: Set[str], *, one: bool) -> list[Re
             break
     if not (chosen or uncut):
         raise UniformityError(_no_stream(readers, found))
+    if uncut and LARGER * sum(map(search.size, chosen)) < search.size(uncut[0]) and search.is_exchanged(uncut[0]):
+        chosen = []
     return sorted(chosen or uncut[:1], key=lambda each: each.start(search.place))
 
 
@@ -110,6 +114,21 @@ class _Search:
             each for node in nodes for each in node.all_input_nodes if is_free(each) and each.name not in self.batch
         }
         return sum(each.meta["spec"].numel for each in read if isinstance(each.meta.get("spec"), TensorSpec))
+
+    def size(self, stream: ResidualStream) -> int:
+        """The elements of what its blocks read."""
+        return self.numel(chain.from_iterable(stream.blocks))
+
+    def is_exchanged(self, stream: ResidualStream) -> bool:
+        """Whether each block of a stream hands several tensors on that one can have (`packed`), to the next alone."""
+        for end, stop in pairwise(stream.boundaries):
+            alive = [node for node in stream.nodes if self.place[node] <= end < self.last[node]]
+            specs = [node.meta["spec"] for node in alive if self.last[node] <= stop]
+            sized = [spec for spec in specs if isinstance(spec, TensorSpec) and len(spec.shape) > 1]
+            rows = [spec.dtype for spec in sized if spec.batch_dims == (0,) and spec.dtype.is_floating_point]
+            if not 1 < len(rows) == len(alive) or len({*rows}) > 1:
+                return False
+        return True
 
     def is_even(self, stream: ResidualStream) -> bool:
         """Whether tensors of one shape and dtype are alive at all boundaries."""
