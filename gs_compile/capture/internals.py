@@ -56,7 +56,8 @@ def without_packing() -> Iterator[None]:
     """In the block no hook of the user's packs what autograd saves (`torch.autograd.graph.saved_tensors_hooks`): a step
     saves inputs of layers its own way, and layers are differentiated with tensors that have no values.
     """
-    autograd, hooks = torch._C._autograd, list[Any]()
+    autograd: Any = torch._C._autograd
+    hooks = list[Any]()
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         autograd._pop_saved_tensors_default_hooks()
         hooks.append(top)
