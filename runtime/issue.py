@@ -112,8 +112,15 @@ class TieredExecutor(Executor):
         """Let go of a step that will not be finished."""
         for value in list(self.env):
             self.values.free(value)
-        self._segment.waits = False
+        self._keep_memory(waits=False)
         self._segment = self.tiers.slab.empty
+
+    def _keep_memory(self, *, waits: bool) -> None:
+        """Keep the step's host memory for its backward, or give it up. An evaluation may have run in the memory of a
+        step that waits: that stays.
+        """
+        if self.program.trains:
+            self._segment.waits = waits
 
     # Issuing ---------------------------------------------------------------------------------------------------------
 
@@ -131,7 +138,7 @@ class TieredExecutor(Executor):
                     self._wait_for_memory(at)
                     self._issue_at(at)
                 self.tiers.pending = None  # late updates are issued with a program's first half
-            self._segment.waits = self.program.trains and stop == self._half
+            self._keep_memory(waits=stop == self._half)
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 error = self._out_of_memory(self.program.ops[at], error)

@@ -76,12 +76,32 @@ def test_batches_of_any_size_in_any_order(pair, separate, monkeypatch):
     assert len(both.optimizer.engine.planning._programs) == 4
 
 
+# A call of one sample has nothing in host memory between its forward and its backward.
+ON_DEVICE = {"parameter": 1.0, "optimizer": 1.0, "gradient": 0.0, "checkpoint": 0.3, "device_checkpoint": 0.7}
+
+
 def test_a_call_that_waits_with_nothing_in_host_memory_has_it_for_itself(pair):
     """Its checkpoints, and their gradient, are on the device. A larger call comes before its backward."""
-    ratios = {"parameter": 1.0, "optimizer": 1.0, "gradient": 0.0, "checkpoint": 0.3, "device_checkpoint": 0.7}
-    both = pair(separate_device=True, accumulate=True, alpha=1.0, ratios=ratios)
+    both = pair(separate_device=True, accumulate=True, alpha=1.0, ratios=ON_DEVICE)
     for model, optimizer in ((both.plain, both.plain_optimizer), (both.ours, both.optimizer)):
         for loss in [model(input_ids=ids, labels=ids).loss for ids in (tokens(0, 1), tokens(1, 4))]:
+            loss.backward()
+        optimizer.step()
+    assert distance(dict(both.ours.state_dict()), dict(both.plain.state_dict())) < 2e-6
+
+
+def test_an_evaluation_leaves_a_call_that_waits_its_memory(pair):
+    """Fault: the next call took it too, and the first one's backward wrote over what that had there."""
+    both = pair(separate_device=True, accumulate=True, alpha=1.0, ratios=ON_DEVICE)
+    both.step(4)  # all have memory for as many samples from now on
+    for model, optimizer in ((both.plain, both.plain_optimizer), (both.ours, both.optimizer)):
+        losses = []
+        for number, samples in enumerate((1, 4)):
+            ids = tokens(number, samples)
+            losses.append(model(input_ids=ids, labels=ids).loss)
+            with torch.no_grad():
+                model(input_ids=tokens(9, 1))
+        for loss in losses:
             loss.backward()
         optimizer.step()
     assert distance(dict(both.ours.state_dict()), dict(both.plain.state_dict())) < 2e-6
