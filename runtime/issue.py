@@ -173,10 +173,10 @@ class TieredExecutor(Executor):
         return budget_error
 
     def _give_up(self, at: int) -> None:
-        """End a forward that has failed: late updates still run, the rest is let go of."""
+        """End a forward that has failed: late updates still run, if there are any, and the rest is let go of."""
         for value in [value for value in self.env if not is_of_units(value)]:
             self.values.free(value)
-        for index in range(at, self._half):
+        for index in range(at, self._half) if self._before is not None else ():
             op = self.program.ops[index]
             values = (*op.reads, *op.into, *op.results)
             is_gone = op.verb == "free" and op.reads[0] not in self._table(op.reads[0]).contents

@@ -277,6 +277,26 @@ def test_an_interrupt_in_the_computation(harness, monkeypatch, tmp_path, verb, a
             whole_steps(harness.model, optimizer, 2)
 
 
+def test_a_forward_that_fails_with_no_late_updates_issues_nothing_more(harness, monkeypatch, tmp_path):
+    """Fault: all layers that were left were read from SSD, ahead of the error, and of the end by Ctrl-C."""
+    real, issued = TieredExecutor._issue_at, []
+
+    def issue(executor, at):
+        issued.append(executor.program.ops[at].verb)
+        real(executor, at)
+
+    with harness.fresh(adamw, options(tmp_path, alpha=0.0)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(TieredExecutor, "_issue_at", issue)
+            patched.setattr(CompiledUnits, "embed", broken)
+            for trains in (False, True):
+                with torch.set_grad_enabled(trains), pytest.raises(ZeroDivisionError):
+                    loss_of(harness.model, tokens(1))
+                assert issued[-1] == "embed"
+        whole_steps(harness.model, optimizer, 2)
+
+
 def test_an_interrupt_ahead_of_the_backward_half_ends_the_run(harness, monkeypatch, tmp_path):
     """Where updates wait, `step()` would make them of sums that have no gradient yet."""
 
