@@ -57,6 +57,7 @@ class Durable:
         assert tiers.commits is not None, "no step is durable"
         self.every = tiers.placement.durability
         self._random: Mapping[str, str] | None = None  # that the call under way has found
+        self._kept: Mapping[str, Any] = {}  # by the user, for the commit that is due
         self._captures: list[Captured] = []  # of the calls so far
         self._read: dict[str, torch.Tensor] = {}  # the buffers that these have read, as the latest of them had them
         self._optimizer = optimizer
@@ -141,7 +142,7 @@ class Durable:
         """
         self._num_steps = num_steps
         is_due = num_steps > max(0, self._num_committed - self._is_open) and num_steps % self.every == 0
-        return {"copies": (num_steps + 1) % self.every == 0, "seals": is_due}
+        return {"copies": (num_steps + 1) % self.every == 0, "seals": self._keeps(is_due=is_due)}
 
     def seals_between_calls(self, num_steps: int, *, always: bool) -> bool:
         """Whether a program between two calls commits what `num_steps` have left; `always`: it is asked for.
@@ -153,7 +154,18 @@ class Durable:
         self._num_steps, self._is_open = num_steps, self._is_open or always or is_alone
         is_due = is_alone and num_steps > self._num_committed and num_steps % self.every == 0
         first = -1 if self.goes_on else 0
-        return is_due or (always and num_steps > max(first, self._num_committed - self._is_open))
+        is_asked = always and num_steps > max(first, self._num_committed - self._is_open)
+        return self._keeps(is_due=is_due or is_asked)
+
+    def _keeps(self, *, is_due: bool) -> bool:
+        """Whether a commit that is due is made: not without the optimizer. What the user has it keep is taken now, as
+        what no commit can keep is to be refused before anything has run.
+        """
+        optimizer = self._optimizer()
+        if not is_due or optimizer is None:
+            return False
+        self._kept = optimizer.kept.snapshot(optimizer.param_groups)
+        return True
 
     @contextmanager
     def within(self, random: Mapping[str, str] | None) -> Iterator[None]:
@@ -172,7 +184,7 @@ class Durable:
         """All of a commit but its files, as it is now: it is issued."""
         self._num_committed = self._num_steps
         optimizer, store = self._optimizer(), self._tiers.setting.store
-        assert optimizer is not None, "an optimizer is there until its engine is closed"
+        assert optimizer is not None, "it was there as the call began"
         assert store is not None, "commits need storage"
         rest = {**rest_of(optimizer), **self._changed_buffers(optimizer)}
         step = optimizer.num_steps + optimizer.num_skipped
@@ -187,7 +199,7 @@ class Durable:
             "optimizer": type(optimizer).__name__,
             "components": optimizer.components,
             "random": dict(self._random or random_state()),
-            **optimizer.kept.snapshot(optimizer.param_groups),
+            **self._kept,
             "rest": laid_out(rest),
         }
         return lambda parts: Manifest(parts=parts, **facts), rest

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 import gs_compile
 from gs_compile.cli.stored.export import export
 from gs_compile.cli.stored.runs import found_in
-from gs_compile.errors import StepOrderError
+from gs_compile.errors import OptimizerError, StepOrderError
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.storage.manifest import read
 from gs_compile.runtime.storage.stored import FOLDER
@@ -116,3 +116,19 @@ def test_a_resumed_run_commits_the_position_of_its_step_and_not_of_the_batch_und
             loss_of(model, tokens(1))
         optimizer.commit()
     assert read(tmp_path / FOLDER).states["batches"] == {"taken": 1}
+
+
+def test_what_no_commit_can_keep_is_refused_before_anything_has_run(harness, tmp_path):
+    """Fault: it ended the run, which could not be gone on with in this process."""
+    model = harness.model
+    with harness.fresh(adamw, options(tmp_path, durability="step")) as optimizer:
+        step(model, optimizer, tokens(0))
+        optimizer.kept.user = {"best": torch.zeros(1)}
+        for use in (lambda: loss_of(model, tokens(1)), model.state_dict, optimizer.commit):
+            with pytest.raises(OptimizerError, match=r"a commit cannot keep this: user\.best: Tensor"):
+                use()
+        optimizer.kept.user = {"best": 0.5}
+        step(model, optimizer, tokens(1))
+        optimizer.commit()
+    made = read(tmp_path / FOLDER)
+    assert (made.step, made.user) == (2, {"best": 0.5})

@@ -9,9 +9,12 @@ from functools import partial
 
 import pytest
 import torch
+from learner import same_tensors
+from setups import SetUp, values
 from tiered import Harness, adamw, files_in, gpt2, options, our_threads, outcome, step, tokens, two_groups
 from torch.overrides import TorchFunctionMode
 
+from gs_compile.errors import OptimizerError
 from gs_compile.model.residency import is_offloaded
 
 SECONDS = 60  # what is garbage is gone at once; what is more is a loaded machine
@@ -38,6 +41,25 @@ def test_two_models_train_side_by_side(tmp_path):
     together = trained(made(1, tmp_path / "a"), made(2, tmp_path / "b"))
     assert [a.differences(b) for a, b in zip(alone, together, strict=True)] == [[], []]
     assert alone[0].losses != alone[1].losses
+
+
+def test_a_model_whose_optimizer_is_gone_is_read(tmp_path):
+    """As where a function returns it that has made the optimizer. Fault: an AssertionError ended durable runs."""
+    found = []
+    for durability in ("off", "step"):
+        setup = SetUp(tmp_path / durability, options={"durability": durability})
+        setup.call().backward()
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+        engine, setup.optimizer = setup.optimizer.engine, None
+        gc.collect()
+        assert engine.optimizer is None
+        found.append(values(setup.model))
+        with torch.no_grad():
+            setup.model(setup.batch)
+        with pytest.raises(OptimizerError, match="the optimizer of this model is gone"):
+            setup.model(setup.batch).backward()
+    same_tensors(*found)
 
 
 @pytest.mark.parametrize("when", ["idle", "busy", "between forward and backward"])
