@@ -284,7 +284,8 @@ def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:
     for number, (before, after) in enumerate(zip(record.groups, now.groups, strict=True)):
         pairs += [(f'"{key}" of param group {number}', value, after[key]) for key, value in before.items()]
     for name, value, set_since in pairs:
-        if set_since != value or (anew and set_since is not value):
+        is_assigned = set_since is not value and not isinstance(value, list)  # a record has copies of lists
+        if set_since != value or (anew and is_assigned):
             return f"{name} was set to {set_since!r} after the backward, and {value!r} before"
     return ""
 

@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from copy import copy
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -135,8 +136,9 @@ class Optimizer(torch.optim.Optimizer):
             check_groups(self.group_of, self.first_group_of)
             if self.components != self.engine.components:
                 raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
-        groups = [{key: group[key] for key in self.defaults} for group in self.param_groups]
-        hypers = list(map(self.settings, self.param_groups))
+        # Copied: a script may change a list in place, as of betas, while updates run or are still to come
+        groups = [{key: copy(group[key]) for key in self.defaults} for group in self.param_groups]
+        hypers = [self.settings({**group, **own}) for group, own in zip(self.param_groups, groups, strict=True)]
         record = StepRecord(self.steps.taken + 1, hypers, self.max_grad_norm, groups)
         record.loss_scale = self.loss_scale()
         with without_overrides():

@@ -138,6 +138,24 @@ def test_a_late_update_has_the_settings_of_its_own_step(scheduler, tmp_path):
     same_tensors(found, trained(0.0))
 
 
+def test_a_list_of_settings_that_is_changed_in_place_counts_for_the_next_step(tmp_path):
+    """As betas are a list where a file of settings has them. Fault: updates that were still to come had the new ones."""
+
+    def trained(*, in_place):
+        make = partial(gs_compile.AdamW, lr=1e-3, betas=[0.9, 0.99])
+        with learner(tmp_path, make, alpha=1.0) as one:
+            for number in range(3):
+                one.train(number)
+                for group in one.optimizer.param_groups:
+                    betas = group["betas"] if in_place else group["betas"].copy()
+                    betas[0] = 0.7 - number / 10
+                    group["betas"] = betas
+            assert not one.optimizer.loop.accumulates, "the first step has one backward"
+            return one.values()
+
+    same_tensors(trained(in_place=True), trained(in_place=False))
+
+
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
