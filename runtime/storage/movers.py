@@ -96,14 +96,17 @@ class Transfer:
         interrupted: it does not move blocks itself.
         """
         takes_part = threading.current_thread() is not threading.main_thread()
-        if not self._has_begun:
-            self._ask(all_but=int(takes_part))
         try:
+            if not self._has_begun:
+                self._ask(all_but=int(takes_part))
             if takes_part:
                 for moves in self.left.values():
                     self._take_part(moves)
             self._wait()
-        except BaseException:
+        except BaseException as error:
+            with self._changed:
+                if not self._has_begun:  # some drives may have been asked, and others not
+                    self._end(error)
             self._wait()
             raise
         if self._error is not None:
@@ -141,8 +144,12 @@ class Transfer:
         with self._changed:
             self._num_moving -= 1
             if error is not None:
-                self._error = self._error or error
-                for moves in self.left.values():
-                    moves.clear()  # a broken drive answers slowly: what has not begun need not
+                self._end(error)
             if self.is_over:
                 self._changed.notify_all()
+
+    def _end(self, error: BaseException) -> None:
+        """Leave out what has not begun: a broken drive answers slowly."""
+        self._error = self._error or error
+        for moves in self.left.values():
+            moves.clear()

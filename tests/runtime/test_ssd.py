@@ -157,6 +157,19 @@ def test_a_wait_that_is_interrupted_ends_when_nothing_moves_any_more(movers, mon
     assert transfer.is_over
 
 
+def test_a_wait_that_cannot_ask_all_drives_ends_when_nothing_moves_any_more(movers):
+    """As the system refuses a thread, or Ctrl-C comes, with one drive at work. Fault: that one went on behind the error."""
+    other, done = Movers(1, "other"), []
+    other.close()
+    moves = [partial(time.sleep, 0.1), partial(done.append, 1)]
+    transfer = Transfer([(movers, moves), (other, [partial(done.append, 2)])])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="after the end of its run"):
+            transfer.wait()
+        assert transfer.is_over
+    assert not done
+
+
 def test_a_lane_that_waits_moves_a_transfer_of_one_block_itself(movers):
     """To wake a thread takes longer than a small tensor; the main thread, which may be interrupted, only waits."""
     found = []
