@@ -150,12 +150,12 @@ class Engine(ParameterStore):
         Where there is no room beside calls that wait for their backward, these are given up.
         """
         self._refuse_unfinished()
+        self.open.let_lost_go()
         models, args, units, shape = call.models, call.read, call.units, call.shape
         spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()
             self.open.refuse_other_threads(has_gradients=self.record is not None)
-            self.open.let_lost_go()
             if not self.accumulates:
                 self.open.abandon(AGAIN, by_call=True)  # its loss was never differentiated
         else:

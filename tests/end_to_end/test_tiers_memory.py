@@ -248,6 +248,10 @@ def test_an_evaluation_between_forward_and_backward_has_memory_of_its_own(storag
             loss_of(harness.model, tokens(7))
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
+        loss_of(harness.model, tokens(1))  # dropped. Fault: an evaluation was told to call its backward first
+        with torch.no_grad():
+            loss_of(harness.model, tokens(7))
 
 
 @settings(deadline=None, max_examples=3)
