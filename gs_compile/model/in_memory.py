@@ -135,8 +135,10 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
         if (matrices := optimizer.matrices(parameter, group)) is not None:
             apply, components, hyper = partial(update_whole, matrices=matrices), STATES, hyper["matrices"]
         for name in components:
-            if not isinstance(state.get(name), Tensor) or state[name].is_meta:
-                state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            found = state.get(name)
+            if not isinstance(found, Tensor) or found.is_meta:
+                found = torch.zeros(parameter.shape)
+            state[name] = found.cpu().to(parameter.dtype).contiguous()  # one that was loaded may have another form
         values, gradient = (each.detach().cpu().reshape(-1) for each in (parameter, parameter.grad * factor))
         apply(values, gradient, [state[name].view(-1) for name in components], hyper, number)
         parameter.copy_(values.view(parameter.shape))

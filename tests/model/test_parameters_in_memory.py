@@ -113,6 +113,22 @@ def test_its_state_is_saved_and_loaded(tmp_path):
         assert trained(model, optimizer, range(2, 4)) == wanted
 
 
+@pytest.mark.parametrize("form", [torch.Tensor.double, lambda x: x.t().contiguous().t()], ids=["dtype", "strides"])
+def test_a_state_is_loaded_whatever_its_form(form, tmp_path):
+    """As by torch's optimizers. Fault: the next step() ended the run with a RuntimeError."""
+    make = partial(gs_compile.AdamW, lr=1e-2)
+    with tiered(tmp_path / "one", make) as (model, optimizer):
+        trained(model, optimizer, range(2))
+        saved, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        wanted = trained(model, optimizer, range(2, 4))
+    for state in states["state"].values():
+        state |= {name: form(each) for name, each in state.items() if name != "step"}
+    with tiered(tmp_path / "two", make) as (model, optimizer):
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(states)
+        assert trained(model, optimizer, range(2, 4)) == wanted
+
+
 def test_each_has_steps_of_its_own(tmp_path):
     """As with torch: steps of the body alone are none of the head, and the other way round."""
 
