@@ -40,7 +40,7 @@ Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hyper, int], None]
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's arithmetic on flat tensors. ADAMW, ADAM, SGD and LION are the ones there are."""
+    """An optimizer's arithmetic on flat tensors: ADAMW, ADAM, SGD and LION; of Muon (`muon.py`) what is elementwise."""
 
     name: str
     states: tuple[str, ...]  # as torch names them in an optimizer's state
