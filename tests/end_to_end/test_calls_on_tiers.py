@@ -78,6 +78,7 @@ def test_batches_of_any_size_in_any_order(pair, separate, monkeypatch):
 
 # A call of one sample has nothing in host memory between its forward and its backward.
 ON_DEVICE = {"parameter": 1.0, "optimizer": 1.0, "gradient": 0.0, "checkpoint": 0.3, "device_checkpoint": 0.7}
+HALF_ON_DEVICE = ON_DEVICE | {"checkpoint": 0.5, "device_checkpoint": 0.5}
 
 
 def test_a_call_that_waits_with_nothing_in_host_memory_has_it_for_itself(pair):
@@ -92,7 +93,7 @@ def test_a_call_that_waits_with_nothing_in_host_memory_has_it_for_itself(pair):
 
 def test_an_evaluation_leaves_a_call_that_waits_its_memory(pair):
     """Fault: the next call took it too, and the first one's backward wrote over what that had there."""
-    both = pair(separate_device=True, accumulate=True, alpha=1.0, ratios=ON_DEVICE)
+    both = pair(separate_device=True, accumulate=True, alpha=1.0, ratios=HALF_ON_DEVICE)
     both.step(4)  # all have memory for as many samples from now on
     for model, optimizer in ((both.plain, both.plain_optimizer), (both.ours, both.optimizer)):
         losses = []
