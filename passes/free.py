@@ -8,6 +8,7 @@ from gs_compile.placement.kinds import ends_in_step
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.slab import planned_memory
 from gs_compile.program.ir import Op, Program, Value
+from gs_compile.program.verbs import forward_end
 
 RESIDENT = Placement()  # of a program whose values are all on the device
 
@@ -35,13 +36,16 @@ def with_frees(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placem
     for index, op in enumerate(ops):
         freed.append(op)
         if ending := ends.get(index):
-            used = dict.fromkeys((*op.reads, *op.into, *op.results))
+            used = dict.fromkeys((*op.reads, *op.into, *op.results, *ending))
             freed += [Op("free", (value,), op.stage) for value in used if value in ending]
     return tuple(freed)
 
 
 def _ends(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:
-    """The values that end after each operation."""
+    """The values that end after each operation. What is at home ends in the backward half: there may be none, where the
+    loss is dropped, or an evaluation before it.
+    """
+    at_home, backward = placement.homes(late=False), forward_end(ops)
     last_use: dict[Value, int] = {}
     ends: dict[int, list[Value]] = {}
     for index, op in enumerate(ops):
@@ -52,5 +56,5 @@ def _ends(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) 
             last_use[value] = index
     for value, index in last_use.items():
         if value not in lasting and ends_in_step(placement, value):
-            ends.setdefault(index, []).append(value)
+            ends.setdefault(max(index, backward) if value in at_home else index, []).append(value)
     return ends

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 from learner import same_tensors
-from tiered import adamw, loss_of, options, outcome, step, tokens
+from tiered import adamw, loss_of, options, outcome, shared, step, tokens
 
 from gs_compile.errors import StorageFullError
 from gs_compile.model import engine
@@ -78,3 +79,22 @@ def test_a_first_step_that_cannot_begin_again_costs_no_values(harness, monkeypat
             loss_of(harness.model, tokens(number)).backward()
         optimizer.step()
         assert optimizer.num_steps == 1
+
+
+def test_parameters_that_are_stale_behind_a_step_are_there_until_its_backward(tmp_path):
+    """Fault: the last layer's went in the forward, so a loss that was dropped, or an evaluation, ended the run."""
+    given = options(tmp_path, separate_device=True, clip="delayed", masters="whole", ratios={"parameter": 1.0})
+    harness, found = shared("bf16"), {}
+    for between in ("nothing", "a loss that is dropped", "an evaluation"):
+        with harness.fresh(partial(adamw, max_grad_norm=1e3), given) as optimizer:
+            step(harness.model, optimizer, tokens(0))
+            loss = loss_of(harness.model, tokens(1))
+            if between == "a loss that is dropped":
+                loss = loss_of(harness.model, tokens(1))
+            if between == "an evaluation":
+                with torch.no_grad():
+                    loss_of(harness.model, tokens(2))
+            loss.backward()
+            optimizer.step()
+            found[between] = outcome(harness.model, optimizer, [], [])
+    assert not any(each.differences(found["nothing"]) for each in found.values())
