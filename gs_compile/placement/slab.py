@@ -38,7 +38,7 @@ from gs_compile.program.verbs import NORMS
 
 PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
-LONGEST_LAG = 3 / 10  # of what a step moves: with more, no step that was simulated waited clearly less, and some 1 % more
+LONGEST_LAG = 3 / 10  # of what a step moves: with more, no step that was simulated waited clearly less
 NUM_LAGS = 96  # that are tried: of a hundred layers the least is about what one of them moves
 
 Spans = tuple[tuple[int, int], ...]  # of time: from the first to before the second
