@@ -289,7 +289,10 @@ def _has_gradient(spec: Any) -> bool:
 
 def _is_tracked(value: torch.Tensor) -> bool:
     """Whether a gradient goes on from a tensor; torch says so of a view, too, that no_grad has made of one that has."""
-    return value.requires_grad and (value.grad_fn is not None or not value._is_view())
+    try:
+        return value.requires_grad and (value.grad_fn is not None or not value._is_view())
+    except RuntimeError:  # one of several views whose base was changed in place behind it: torch tells no more
+        return True
 
 
 def _of_one(squeeze: fx.Node) -> tuple[int, ...]:

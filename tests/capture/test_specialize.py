@@ -126,6 +126,24 @@ def test_changes_in_place_under_no_grad_have_no_gradient():
     torch.testing.assert_close(ours, plain)
 
 
+def test_several_views_whose_base_is_changed_behind_them_have_their_gradient():
+    """Of such a view torch refuses to say what has made it."""
+
+    def criterion(logits, labels):
+        whole = logits * 2
+        first, second = whole.split([5, 6], -1)
+        total = first.sum(-1) * 3 - second.sum(-1)
+        whole.add_(1)
+        return functional.mse_loss(whole.sum(-1), total)
+
+    torch.manual_seed(0)
+    model, args = Tiny(criterion), batch(4)
+    case = captured(model, *args)
+    found, expected = run(case.specialized(4), case.named())[0], model(*args)
+    ours, plain = (torch.autograd.grad(loss, list(model.parameters())) for loss in (found, expected))
+    torch.testing.assert_close(ours, plain)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_views_and_results_in_tuples_have_no_gradient_under_no_grad(mode):
     """Torch says of a view that it requires one; what is given back as it is has its own."""
