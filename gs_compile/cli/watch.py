@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
+from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Any
 
@@ -15,7 +17,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import rate_text, table
 from gs_compile.program.ir import TIERS
 from gs_compile.progress import bar
-from gs_compile.status.file import find, plain, read
+from gs_compile.status.file import find, is_alive, plain, read
 from gs_compile.status.form import Status
 from gs_compile.status.page import ON, count_text
 from gs_compile.status.runs import going_on
@@ -38,29 +40,43 @@ HIDE, SHOW, CLEAR = "\x1b[?25l", "\x1b[?25h", "\x1b[2J"
 
 
 def watch(directory: Path | None, show: Callable[[str], None], *, once: bool) -> None:
-    """Show the runs of a directory until all have ended, or once. Raises StatusError where there is none to show.
+    """Show the runs of a directory until none of them goes on, or once. Raises StatusError where there is none to show.
 
     directory: None: the runs of this user that go on on this machine.
     """
     if once:
-        show(screen(directory, time.time()))
+        show(screen(_found(directory), time.time()))
         return
     sys.stdout.write(HIDE + CLEAR)
     try:
-        text = screen(directory, time.time())
+        found = list(_found(directory))
         while True:
+            text = _fitted(screen(found, time.time()), *get_terminal_size())
             sys.stdout.write(HOME + text.replace("\n", f"{LINE_END}\n") + LINE_END + REST)
             sys.stdout.flush()
+            if not any(isinstance(it, Status) and is_alive(it) for _, it in found):
+                return
             time.sleep(SECONDS)
             try:
-                text = screen(directory, time.time())
-            except StatusError:  # nothing of the run stays
-                place = directory or "this machine"
-                sys.stdout.write(HOME + f"the run has ended, and has left nothing in {place}{LINE_END}\n{REST}")
+                found = list(_found(directory))
+            except StatusError:  # of what was shown last nothing stays
+                left = f"the run has ended, and has left nothing in {directory}"
+                sys.stdout.write(f"\n\n{left if directory else 'no run of this user goes on here any more'}")
                 return
     finally:
         sys.stdout.write(f"\n{SHOW}")
         sys.stdout.flush()
+
+
+def _fitted(text: str, columns: int, rows: int) -> str:
+    """As many lines as a terminal has room for: of more, it would show the last ones, moved up at each look."""
+    lines = text.splitlines()
+    ends = list(accumulate(max(1, -(-len(line) // columns)) for line in lines))
+    if ends[-1] <= rows:
+        return text
+    shown = sum(end < rows for end in ends)
+    more = f"{len(lines) - shown} lines more: make this terminal larger, or use --once"
+    return "\n".join([*lines[:shown], more[:columns]])
 
 
 def _found(directory: Path | None) -> Iterator[tuple[Path, Status | StatusError]]:
@@ -78,11 +94,11 @@ def statuses(directory: Path | None) -> dict[str, Any]:
     return {str(path): plain(it) if isinstance(it, Status) else {"problem": it.message} for path, it in found}
 
 
-def screen(directory: Path | None, now: float) -> str:
-    """All runs, one below the other. Raises StatusError where there is none."""
+def screen(found: Iterable[tuple[Path, Status | StatusError]], now: float) -> str:
+    """All runs that were found, one below the other."""
     texts = [
         f"{path.resolve()}\n{run_text(it, now)}" if isinstance(it, Status) else "\n".join(wrap(it.message, WIDTH))
-        for path, it in _found(directory)
+        for path, it in found
     ]
     text = "\n\n".join(texts)
     return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)  # no file moves the cursor

@@ -58,8 +58,8 @@ def going_on() -> list[Path]:
         raise StatusError(f"runs of this machine cannot be found: {error}") from error
     if not found:
         raise StatusError(
-            "no run of this user is active on this machine. To see one that has ended, give the directory of its "
-            "storage= if it is durable, or of its option status="
+            f"no run of this user is active on this machine, by the entries of {folder()}. To see one that has ended, "
+            "give the directory of its storage= if it is durable, or of its option status="
         )
     return found
 

@@ -22,7 +22,8 @@ from gs_compile.status import file, runs, words
 
 @pytest.fixture(autouse=True)
 def _goes_on(monkeypatch):
-    monkeypatch.setattr(words, "is_alive", lambda status: status.state == "running")
+    for module in (words, watch):
+        monkeypatch.setattr(module, "is_alive", lambda status: status.state == "running")
 
 
 class TestScreen(expecttest.TestCase):
@@ -111,8 +112,33 @@ def test_a_live_screen_ends_with_its_run(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith(watch.HIDE)
     assert shown.endswith(watch.SHOW)
-    assert shown.count(watch.HOME) == 2
-    assert "the run has ended, and has left nothing in" in shown
+    assert shown.count("pid 1 has run for") == 1, "what it last was stays on the screen"
+    assert f"the run has ended, and has left nothing in {tmp_path}" in shown
+
+
+def test_a_live_screen_ends_with_runs_whose_status_stays(tmp_path, monkeypatch, capsys):
+    """Fault: of a durable run, or with the option `status`, it went on for good."""
+    first, second = (tmp_path / f"greedysnake-run{end}.json" for end in ("", "-1"))
+    for path in (first, second):
+        file.write(path, told.status())
+    ends = iter((first, second))
+    monkeypatch.setattr(watch.time, "sleep", lambda _: file.write(next(ends), told.status(state="ended")))
+    watch.watch(tmp_path, print, once=False)
+    assert capsys.readouterr().out.count(watch.HOME) == 3
+
+
+def test_a_live_screen_is_no_longer_than_the_terminal(tmp_path, monkeypatch, capsys):
+    """Fault: of two runs the ends were shown, and all the rest was moved up once a second."""
+    for end in ("", "-1"):
+        file.write(tmp_path / f"greedysnake-run{end}.json", told.status(state="ended"))
+    monkeypatch.setattr(watch, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    watch.watch(tmp_path, print, once=False)
+    shown = capsys.readouterr().out.partition(watch.HOME)[2].partition(watch.REST)[0]
+    lines = shown.replace(watch.LINE_END, "").split("\n")
+    assert sum(1 + (len(line) - 1) // 80 for line in lines if line) + lines.count("") <= 24
+    assert lines[1].startswith("run       pid 1 ended")
+    left = len(printed("watch", tmp_path).splitlines()) - len(lines) + 1
+    assert lines[-1] == f"{left} lines more: make this terminal larger, or use --once"
 
 
 def test_a_terminal_of_few_letters(tmp_path):
