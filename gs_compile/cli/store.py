@@ -62,10 +62,12 @@ def verify(directory: Directory, as_json: Json = False) -> None:
 
     The exit code is 5 if a block is corrupt.
     """
+    from gs_compile.cli.plan import busy
     from gs_compile.cli.stored.verify import verify, words
 
-    reports = verify(directory)
-    told = "\n".join(map(words, reports)) or f"no runs in {directory}"
+    with busy(f"reading what is in {directory}"):
+        reports = verify(directory)
+    told = "\n".join(map(words, reports)) or f"no commits in {directory}"
     typer.echo(json.dumps({"runs": reports}, indent=2) if as_json else told)
     raise typer.Exit(5 if any(report["bad"] for report in reports) else 0)
 
@@ -79,9 +81,11 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the parameters of a run as safetensors, with an index."""
+    from gs_compile.cli.plan import busy
     from gs_compile.cli.stored.export import export
     from gs_compile.cli.stored.runs import found_in
 
-    done = export(found_in(directory), target, masters=masters, states=states)
+    with busy(f"writing to {target}"):
+        done = export(found_in(directory), target, masters=masters, states=states)
     words = f"step {done['step']} of run {done['run']} in {len(done['files'])} files in {target}"
     typer.echo(json.dumps(done, indent=2) if as_json else words)

@@ -58,8 +58,9 @@ class Drive:
                 for verb in get_args(Verb)
             }
             self.is_direct = True
-            self.is_direct = self._takes_direct()
-            if self.drawback:
+            self.is_read_only = system.is_read_only(self.own.fd)  # as of a former run's, which can still be read
+            self.is_direct = not self.is_read_only and self._takes_direct()
+            if self.drawback and not self.is_read_only:
                 warnings.warn(f"{directory} {self.drawback}", SlowStorageWarning, stacklevel=4)
             self._opened = opened.pop_all()
 
@@ -109,7 +110,8 @@ class Drive:
         return self._take(fd, name, Grid.of(nbytes, chunk), ssd.sums_of_text(sums))
 
     def _open(self, name: str, flags: int) -> int:
-        return system.open_file(name, os.O_RDWR | flags | (os.O_DIRECT if self.is_direct else 0), self.own.fd)
+        flags |= os.O_RDONLY if self.is_read_only else os.O_RDWR
+        return system.open_file(name, flags | (os.O_DIRECT if self.is_direct else 0), self.own.fd)
 
     def _take(self, fd: int, name: str, grid: Grid, sums: Sums) -> File:
         file = File(self.folder / name, fd, self.is_direct, grid, sums)

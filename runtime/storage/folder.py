@@ -53,9 +53,10 @@ class Folder:
         leave_in_children(self)
 
     @classmethod
-    def lock(cls, path: Path) -> Folder | None:
+    def lock(cls, path: Path, *, reads: bool = False) -> Folder | None:
         """Make the folder and lock it; None: another model of this process has it.
 
+        reads: also where nothing can be written, as to a drive after its errors.
         Raises StorageLockedError where another process has it, StorageError where others can get at it.
         """
         while True:
@@ -75,18 +76,23 @@ class Folder:
                         f"{path}, or choose another storage="
                     )
                     raise StorageError(errno.EPERM, what, str(path))
+                is_read_only = reads and system.is_read_only(fd)
                 try:
-                    lock_fd = system.open_file(LOCK, os.O_RDWR | os.O_CREAT, fd)
+                    lock_fd = system.open_file(LOCK, os.O_RDONLY if is_read_only else os.O_RDWR | os.O_CREAT, fd)
                 except FileNotFoundError:
-                    continue  # the run before removes its folder at this moment
+                    if not is_read_only:
+                        continue  # the run before removes its folder at this moment
+                    opened.pop_all()
+                    return cls(path, fd, os.dup(fd))  # who has it has made a lock
                 opened.callback(os.close, lock_fd)
                 if not _is_locked_now(path, lock_fd):
                     return None
                 if os.fstat(lock_fd).st_nlink == 0:
                     continue  # that was the lock of the run before, just removed
-                os.ftruncate(lock_fd, 0)
-                words = f"pid {os.getpid()}, started {date_of(time.time())}\n{_this_process()}"
-                os.pwrite(lock_fd, words.encode(), 0)
+                if not is_read_only:
+                    os.ftruncate(lock_fd, 0)
+                    words = f"pid {os.getpid()}, started {date_of(time.time())}\n{_this_process()}"
+                    os.pwrite(lock_fd, words.encode(), 0)
                 opened.pop_all()
                 return cls(path, fd, lock_fd)
 
@@ -109,7 +115,7 @@ class Folder:
         """One that is there, and that no model of this process has either."""
         if not path.is_dir():
             raise StorageError(errno.ENOENT, "this folder of the run to resume is missing", str(path))
-        if (found := cls.lock(path)) is None:
+        if (found := cls.lock(path, reads=True)) is None:
             raise StorageLockedError(errno.EAGAIN, "another model of this process uses this folder", str(path))
         return found
 

@@ -65,6 +65,11 @@ def open_folder(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
+def is_read_only(fd: int) -> bool:
+    """Whether nobody can write to the file system of a file, as after errors of its drive."""
+    return bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
+
+
 def fallocate(fd: int, nbytes: int) -> None:
     os.posix_fallocate(fd, 0, nbytes)
 

@@ -232,6 +232,15 @@ def test_a_directory_with_runs(tmp_path):
     assert f"chmod -R go= {folder}, or choose another" in check.found
 
 
+def test_a_directory_with_a_run_that_cannot_be_written(tmp_path, monkeypatch):
+    """Fault: a sandbox was suspected."""
+    (tmp_path / FOLDER).mkdir(mode=0o700)
+    monkeypatch.setattr(system, "open_file", fails(OSError(errno.EROFS, os.strerror(errno.EROFS))))
+    check = checked("runs", doctor.run_folder, tmp_path)
+    assert check.state == "bad"
+    assert "open failed: Read-only file system; after errors" in check.found
+
+
 def test_a_directory_with_durable_runs(tmp_path):
     assert doctor.durable_runs(tmp_path / "none") == doctor.durable_runs(tmp_path) == Check("none")
     (folder,) = stored_folders(tmp_path, "drive")

@@ -69,6 +69,14 @@ def test_ls_tells_of_every_run(folders, commit, tmp_path):
     assert "listing failed: No such file" in run("ls", tmp_path / "none").stderr
 
 
+def test_a_folder_of_a_run_by_other_names(folders, commit, tmp_path, monkeypatch):
+    """Fault: "." had no runs, and one that is not there none either, which `verify` took for well."""
+    monkeypatch.chdir(folders[0])
+    assert RUN in printed("ls", ".")
+    for command in ("ls", "verify", "gc"):
+        refused(5, "listing failed: No such file", command, tmp_path / "greedysnake-run")
+
+
 def test_ls_looks_at_a_run_in_use_and_changes_nothing(folders, used):
     before = names(*folders)
     assert "in use by pid 1, started just now" in printed("ls", folders[1].parent)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import resource
 from dataclasses import replace
 
@@ -14,8 +17,9 @@ from stored_run import RUN, name_of, save, stored_folders, stored_run, values
 from test_store_command import names, printed, refused, run
 
 from gs_compile.cli.stored import verify
-from gs_compile.errors import ManifestError
-from gs_compile.runtime.storage.folder import Folder
+from gs_compile.errors import ManifestError, StorageError
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.folder import LOCK, Folder
 from gs_compile.runtime.storage.manifest import NAME, NEXT, read
 from gs_compile.runtime.storage.store import Store
 
@@ -251,3 +255,38 @@ def test_a_run_in_use_or_damaged_is_refused(folders, used, command, tmp_path):
     refused(6, "another run uses this folder, pid 1", name, folders[0].parent, *[tmp_path / each for each in target])
     (folders[0] / NAME).write_bytes(b"[]")
     refused(5, ManifestError.__name__, name, folders[0].parent, *[tmp_path / each for each in target])
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_run_on_a_drive_that_cannot_be_written(folders, commit, tmp_path, monkeypatch, is_left):
+    """As after its errors, or from another container. Fault: it was refused, as its lock could not be written.
+
+    is_left: the lock of a run that was killed.
+    """
+    real, lock = system.open_file, folders[0] / LOCK
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def open_file(name, flags, folder_fd):
+        return refuse() if flags & (os.O_RDWR | os.O_CREAT) else real(name, flags, folder_fd)
+
+    if is_left:
+        lock.touch(0o600)
+    before = names(*folders)
+    with monkeypatch.context() as patch:
+        patch.setattr(system, "is_read_only", lambda fd: True, raising=False)
+        patch.setattr(system, "open_file", open_file)
+        for name in ("unlink", "remove_folder"):
+            patch.setattr(system, name, refuse)
+        (report,) = reports("verify", folders[0])
+        assert report["bad"] == []
+        printed("export", folders[0].parent, tmp_path / "out")
+        assert loaded(tmp_path / "out")["embedding.weight"].numpy().tobytes() == values()["wea"]
+        refused(5, "Read-only file system", "gc", folders[0].parent, "--all")
+        with pytest.raises(StorageError, match="open failed: Read-only file system"):
+            Store([folders[0].parent], resume=())
+        assert names(*folders) == before
+        with lock.open("a") as used:
+            fcntl.flock(used, fcntl.LOCK_EX)
+            refused(6, "another run uses this folder", "verify", folders[0].parent)

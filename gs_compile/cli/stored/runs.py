@@ -85,9 +85,11 @@ class Found:
 
 def found_in(directory: Path) -> list[Found]:
     """The folders of runs in a directory, or the one that it is; raises StorageError where there is no directory."""
+    directory = directory.absolute()  # "." has no name
     with as_storage_error("listing", directory):
-        paths = [directory] if FOLDERS.fullmatch(directory.name) else sorted(directory.iterdir())
-    return [look(path.absolute()) for path in paths if FOLDERS.fullmatch(path.name)]
+        inside = sorted(directory.iterdir())
+    paths = [directory] if FOLDERS.fullmatch(directory.name) else inside
+    return [look(path) for path in paths if FOLDERS.fullmatch(path.name)]
 
 
 def look(folder: Path) -> Found:
