@@ -418,7 +418,8 @@ def _budget(name: str, value: int | str | None) -> int | str | None:
 
 def interval(durability: Any) -> int:
     """The number of steps between two durable ones; 0: no step is."""
-    found = {"off": 0, "step": 1}.get(durability) if isinstance(durability, str) else durability
+    words = {"off": 0, "step": 1, False: 0}  # the last is how YAML reads the first
+    found = words.get(durability) if isinstance(durability, str | bool) else durability
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise OptionError(f'durability must be "off", "step" or a whole number of steps; got {durability!r}')
     return found

@@ -202,7 +202,7 @@ def test_budgets_become_bytes_and_percentages_wait():
 
 
 def test_durability_is_a_number_of_steps():
-    assert [Options(durability=x).durability for x in ("off", "step", 0, 1, 7)] == [0, 1, 0, 1, 7]
+    assert [Options(durability=x).durability for x in ("off", "step", 0, 1, 7, False)] == [0, 1, 0, 1, 7, 0]
     assert Options.of(Options(durability="step", resume="auto")).resume == "auto"
 
 

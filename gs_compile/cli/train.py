@@ -34,7 +34,7 @@ def train(file: Path, changes: Sequence[str]) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        given = _parsed(file.read_text(encoding="utf-8"))
+        given = _parsed(file.read_text(encoding="utf-8"), file)
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{file} cannot be read: {error}") from error
     if not isinstance(given, dict):
@@ -49,24 +49,38 @@ def _apply(given: dict[str, Any], change: str) -> None:
     if not equals or not last:
         raise OptionError(f"{change!r} is no change of the file: write it as args.max_steps=5")
     for each in above:
-        given = given.setdefault(each, {})
+        if given.get(each) is None:
+            given[each] = {}
+        given = given[each]
         if not isinstance(given, dict):
             raise OptionError(f"{change}: {each} is {given!r} in the file, and has no entries of its own")
-    given[last] = _parsed(text)
+    given[last] = _parsed(text, change)
 
 
-def _parsed(text: str) -> Any:
-    """YAML; 1e-4 is a number too, which YAML 1.1 takes for text."""
+def _parsed(text: str, where: object = "this") -> Any:
+    """YAML, in which 1e-4 is a number and 2026-11-30 is text, and no entry is there twice.
+
+    where: what names it in an OptionError, for what is no YAML.
+    """
     try:
         import yaml
     except ImportError as error:
         raise OptionError("train needs PyYAML: pip install 'greedysnake[hf]'") from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-        pass
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            names = [key.value for key, _ in node.value if key.value != "<<"]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise OptionError(f"{where} has {twice!r} twice, and only one of the two would count")
+            return node
 
+    Loader.yaml_implicit_resolvers = {
+        letter: [each for each in known if not each[0].endswith(":timestamp")]
+        for letter, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise OptionError(f"this is no YAML: {error}") from error
+        raise OptionError(f"{where} is no YAML: {error}") from error

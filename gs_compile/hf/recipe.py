@@ -40,12 +40,17 @@ class Recipe:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Recipe:
         """Raises OptionError for entries that are unknown, missing or of no use, and options that are wrong."""
+        given = {name: each for name, each in given.items() if each is not None or name not in ("options", "args")}
         for name in ("model", "data"):
             if not given.get(name):
                 raise OptionError(f"{name!r} is missing: name the model and the data")
         found = from_mapping(cls, given, "")
+        for name in ("data", "eval_data"):
+            files = getattr(found, name) or []
+            if not all(isinstance(each, str) for each in (files if isinstance(files, list) else [files])):
+                raise OptionError(f"{name} must be a file or a list of files; got {files!r}")
         for name in ("options", "args", "lora"):
-            if not isinstance(getattr(found, name) or {}, Mapping):
+            if not isinstance(getattr(found, name), Mapping | None):
                 raise OptionError(f"{name} must have entries; got {getattr(found, name)!r}")
         Options.of(found.options)
         if not found.tokenizer and not isinstance(found.model, str):
@@ -62,7 +67,7 @@ def trainer_of(recipe: Recipe) -> Any:
     except ImportError as error:
         raise OptionError(f"{error.name} is missing: pip install 'greedysnake[hf]'") from error
     with _named("args"):
-        args = from_mapping(trl.SFTConfig, recipe.args, "args.")
+        args = from_mapping(trl.SFTConfig, _with_words(recipe.args), "args.")
     with _named("lora"):
         lora = None if recipe.lora is None else from_mapping(peft.LoraConfig, recipe.lora, "lora.")
     data = {"train_dataset": _samples(recipe.data, args.dataset_text_field)}
@@ -80,6 +85,16 @@ def trainer_of(recipe: Recipe) -> Any:
     return trainer
 
 
+def _at_home(path: Any) -> Any:
+    """A path that begins with the user's home as it is without "~"; others, and ids of the hub, as they are."""
+    return str(Path(path).expanduser()) if str(path).startswith("~/") else path
+
+
+def _with_words(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Strategies of which YAML has read the word no as False."""
+    return {name: "no" if each is False and name.endswith("_strategy") else each for name, each in args.items()}
+
+
 @contextmanager
 def _named(section: str) -> Iterator[None]:
     """Say of which section of a recipe a library complains."""
@@ -95,7 +110,7 @@ def _samples(files: str | list[str], text: str) -> Any:
     """The samples of files. text: the name of the column that has the text."""
     import datasets
 
-    paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
+    paths = [Path(_at_home(file)) for file in ([files] if isinstance(files, str) else files)]
     for path in paths:
         if not path.is_file():
             raise OptionError(f"data: there is no file {path}")
@@ -122,7 +137,7 @@ def _model(recipe: Recipe) -> Any:
         if isinstance(recipe.model, str):
             names = {"storage", "host_memory", "frozen", "frozen_skip"} & recipe.options.keys()
             given = {name: recipe.options[name] for name in names}
-            return from_pretrained(AutoModelForCausalLM, recipe.model, **given)
+            return from_pretrained(AutoModelForCausalLM, _at_home(recipe.model), **given)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.model))
 
 
@@ -132,7 +147,7 @@ def _tokenizer(recipe: Recipe) -> Any:
 
     if recipe.tokenizer != BYTES:
         with _named("tokenizer"):
-            return AutoTokenizer.from_pretrained(recipe.tokenizer or recipe.model)
+            return AutoTokenizer.from_pretrained(_at_home(recipe.tokenizer or recipe.model))
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

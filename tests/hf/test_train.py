@@ -86,12 +86,20 @@ def test_the_run_of_the_page_has_known_entries():
         ({}, "data.x=1", "has no entries of its own"),
         ({"data": None}, "", "'data' is missing"),
         ({"options": 3}, "", "options must have entries; got 3"),
+        ({"args": []}, "", "args must have entries; got []"),
+        ({}, "data=7", "data must be a file or a list of files; got 7"),
+        ({"options": None, "args": None, "data": "none.txt"}, "args.use_cpu=true", "data: there is no file none.txt"),
+        ({"data": "none.txt"}, "args.save_strategy=no", "data: there is no file none.txt"),  # YAML reads no as False
+        ({"data": "none.txt"}, "options.durability=off", "data: there is no file none.txt"),
+        ({}, "args.max_steps=[", "args.max_steps=[ is no YAML: "),
         ({"tokenizer": None}, "", "a model from scratch has no tokenizer"),
         ({"data": "none.txt"}, "", "data: there is no file none.txt"),
+        ({"data": "~/none.txt"}, "", f"data: there is no file {Path.home()}/none.txt"),
         ({"data": __file__}, "", "test_train.py is not known; known: .txt"),
         ({}, "model.model_type=lama", "model: Unrecognized model identifier: lama"),
         ({}, "model.vocab_size=256", "the tokenizer has 257 tokens, more than the model's vocab_size of 256"),
         ({}, "model=./none", "model: "),
+        ({}, "model=~/none", f"{Path.home()}/none"),
         ({}, "args.eval_strategy=sometimes", "args: sometimes is not a valid IntervalStrategy"),
     ],
 )
@@ -137,7 +145,26 @@ def test_values_of_changes():
     assert given == {
         "args": {"lr": 1e-4, "layers": [0, 1]}, "options": {"storage": "/a=b"}, "model": {"tied": False}
     }  # fmt: skip
+    assert _parsed("2026-11-30") == "2026-11-30", "a date names a folder"
     with pytest.raises(OptionError, match="this is no YAML"):
         _parsed("[")
     with pytest.raises(OptionError, match="'model' is missing: name the model and the data"):
         Recipe.of({"data": "x.txt"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: gpt2\n  data: x.txt", "is no YAML: mapping values are not allowed here"),
+        ("args: {max_steps: 1}\nmodel: gpt2\nargs: {bf16: false}", "has 'args' twice, and only one of the two would"),
+    ],
+)
+def test_a_file_that_is_no_run_is_named(text, message, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    result = run(tmp_path / "run.yaml")
+    assert result.exit_code == 2
+    assert f"{tmp_path}/run.yaml {message}" in result.stderr
+
+
+def test_a_section_that_others_merge_may_be_changed_there():
+    assert _parsed("a: &a {x: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b}")["c"] == {"x": 2}
