@@ -90,9 +90,12 @@ def test_a_machine_that_ranks_have_measured_is_whole_for_a_process_alone(tmp_pat
 
 
 def test_a_file_here_comes_before_a_name(tmp_path, probe, monkeypatch):
+    """But not a folder, as of results of that machine."""
     monkeypatch.chdir(tmp_path)
     MEASURED.save("a100.json")
     assert profile("a100.json") == MEASURED
+    (tmp_path / "a100").mkdir()
+    assert profile("a100") != MEASURED
 
 
 def test_an_unknown_name_says_what_is_known_and_close():

@@ -38,7 +38,7 @@ def load(machine: str | Path | Profile) -> Profile:
 def _path(machine: str | Path) -> Path:
     """The file of a name, with or without its ending, or of a path."""
     path = Path(machine).expanduser()
-    if is_there(path):
+    if is_there(path) and not path.is_dir():  # of a machine's name may be a folder of results
         return path
     name = path.name.removesuffix(".json")
     if path.name == str(path) and name in known():
