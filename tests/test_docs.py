@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer
+from tiered import options
 from tiny import Tiny, tiny
 from zoo import VOCAB
 
 import gs_compile
+from gs_compile.cli.main import app
 from gs_compile.passes.vertical import vertical
 from gs_compile.program.ir import KINDS, VERBS
 
@@ -22,6 +26,8 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 ON_SSD = """"expert": {"compiler": "eager", "recompute": "all", "alpha": 0, "ratios":
     {"parameter": 0, "checkpoint": 0, "optimizer": 0}}, """  # so that nothing is planned
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md|json|html))`")
+COMMANDS: Any = typer.main.get_command(app)
+COMMAND = re.compile(r"(?:`|^    )greedysnake ([^`#\n]+)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)[^)]*\)")
 
 
@@ -33,6 +39,22 @@ def test_files_and_links_exist(path):
     ]
     missing += [link for link in LINK.findall(text) if not (path.parent / link).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_code_can_be_parsed_and_commands_have_their_flags(path):
+    """Fault: three dots stood for further options, which no Python takes there."""
+    text, unknown = path.read_text(), set()
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        ast.parse(code)
+    for words in map(str.split, COMMAND.findall(text)):
+        command = COMMANDS
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        unknown |= {words[0]} if hasattr(command, "commands") and words and words[0].isalpha() else set()
+        flags = {name for each in command.params for name in each.opts}
+        unknown |= {word for word in words if word.startswith("--") and word.partition("=")[0] not in flags}
+    assert unknown == set()
 
 
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("ARCHITECTURE.md", 140)])
@@ -58,6 +80,43 @@ def test_the_pass_that_contributing_writes_runs(capsys):
     orders = [[op.micro_batch for op in ops if op.micro_batch is not None] for _, ops in after.stages()]
     assert all(order in ([], [1, 0]) for order in orders)
     assert [1, 0] in orders
+
+
+def test_the_durable_run_of_its_page_ends_where_it_has_ended(tmp_path):
+    """Fault: the script that was started again after its last step trained another epoch."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "durable.md").read_text(), re.DOTALL)
+    code = code.replace('"/mnt/nvme0/me"', f'"{tmp_path}"').replace('"storage"', f'{ON_SSD}"storage"')
+    rows = torch.randint(VOCAB, (8, 8), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+
+    def run() -> tuple[int, int, bool]:
+        model = tiny()
+        optimizer = gs_compile.AdamW(model.parameters())
+        given = {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer)}
+        given |= {"gs_compile": gs_compile, "data": data, "num_steps": 4, "DataLoader": torch.utils.data.DataLoader}
+        exec(code.replace("batch_size=32", "batch_size=4"), given)
+        if optimizer.engine is not None:
+            optimizer.engine.tiers.close()
+        return given["run"].step, given["batches"].step, optimizer.engine is None
+
+    assert [run(), run()] == [(0, 4, False), (4, 4, True)]
+
+
+def test_parameters_are_read_and_changed_as_their_page_does(tmp_path, monkeypatch):
+    """Fault: the one that changes them ended with a RuntimeError, as torch changes no leaf in place."""
+    page = (ROOT / "docs" / "larger_than_memory.md").read_text()
+    (code,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "write=True" in each)
+    model, tokens = tiny(), torch.randint(VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
+    optimizer = gs_compile.AdamW(model.parameters())
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    before = model.state_dict()["head.weight"].clone()
+    monkeypatch.chdir(tmp_path)
+    model.generate = torch.no_grad()(model.forward)
+    given = {"gs_compile": gs_compile, "torch": torch, "model": model, "ids": tokens}
+    exec(code.replace("lm_head", "head"), given)
+    assert torch.equal(torch.load("masters.pt")["head.weight"], before * 0.5)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/start.md"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib import import_module
 
@@ -24,6 +25,15 @@ def found():
 
 def test_the_page_is_what_the_results_say(found):
     assert PAGE.read_text() == page(found), "python -m benchmarks.zoo --page writes it"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "docs/limits.md"])
+def test_what_others_say_of_it_is_what_it_says(name):
+    """Fault: the changelog had the number of models that trained before."""
+    ((every, trained),) = re.findall(r"Of (\d+) models (\d+) train", PAGE.read_text())
+    text = (ROOT / name).read_text()
+    assert set(re.findall(r"(\d+) \[?models\b", text)) == {every}
+    assert set(re.findall(r"(\d\d+) train\b", text)) <= {trained}
 
 
 def test_all_models_were_tried(found):
