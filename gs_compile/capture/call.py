@@ -46,8 +46,13 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
     trace_libraries()
     for tensor in filter(torch.is_tensor, inputs.values()):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
+    settings = {
+        "run_gc_after_compile": False,  # looking for circles takes longer than half the capture
+        "recompile_limit": 1 << 30,  # of a function in the forward: each capture compiles it anew, and once
+        "accumulated_recompile_limit": 1 << 30,
+    }
     try:
-        with dynamo_config.patch(run_gc_after_compile=False):  # looking for circles takes longer than half the capture
+        with dynamo_config.patch(settings):
             torch.compile(_with_own_code(model.forward), backend=record)(**inputs)
     except _CapturedError as ended:
         captured, sizes = ended.args
