@@ -132,6 +132,7 @@ class Figures:
         sizes = self.model.sizes[masters]
         if not named(self.model.options.machine):
             sizes = priced(sizes, self.profile, self.num_threads)
-        sizes = with_products(sizes, self.profile)
+        if any(size.products for size in sizes):  # else no figure of this machine is needed, and none is measured
+            sizes = with_products(sizes, self.profile)
         is_narrow = any(size.itemsize < size.gradient_itemsize for size in sizes)
         return replace(self.timed(layer_tokens), sizes=sizes, masters=masters if is_narrow else None)

@@ -42,11 +42,26 @@ def chooses(tmp_path):
 
 
 def test_a_call_that_reads_other_parameters(chooses):
-    chooses(ids())
+    _loss = chooses(ids())  # of a step that is under way
     with torch.no_grad():  # an evaluation may
         torch.testing.assert_close(chooses(ids(), 1), chooses.forward(ids(), 1))
     with pytest.raises(OptimizerError, match=r"in unit e that the first call did not: call the model the same way in"):
         chooses(ids(), 1)
+
+
+def test_a_first_step_whose_loss_was_dropped_begins_again_behind_an_evaluation(chooses):
+    plain = Chooses()
+    plain.load_state_dict(chooses.state_dict())
+    (optimizer,) = optimizers_of(chooses.words[:1])
+    for model, update in ((chooses, optimizer), (plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))):
+        model(ids())
+        with torch.no_grad():
+            model(ids(), 1)
+        for _ in range(2):
+            model(ids(), 1).backward()
+            update.step()
+            update.zero_grad()
+    assert distance(dict(chooses.state_dict()), dict(plain.state_dict())) < 1e-5
 
 
 @pytest.mark.parametrize(("evaluated", "trained"), [([None], [0, 0]), ([], [None, 0]), ([0], [1])])
