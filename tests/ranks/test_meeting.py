@@ -153,7 +153,8 @@ def differs(info, tmp_path):
 def differs_in(what, info, tmp_path):
     beside = [torch.nn.Parameter(torch.zeros(1))] if what == "a parameter" else []
     changes = {"durability": 2} if what == "a commit" else {"accumulate": True} if what in AMID else {}
-    with begun(tmp_path, groups=lambda model: [*model.parameters(), *beside], **changes) as (model, optimizer):
+    folder = tmp_path / what  # of its own: a commit may be prepared by the time that it is refused, and that stays
+    with begun(folder, groups=lambda model: [*model.parameters(), *beside], **changes) as (model, optimizer):
         step(model, optimizer, tokens(0, 4))
         ways = {
             "a call": partial(model, input_ids=tokens(0, 4), labels=tokens(0, 4)),
