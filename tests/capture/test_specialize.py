@@ -18,6 +18,17 @@ def node_of(module, name):
     return next(node for node in module.graph.nodes if node.name == name)
 
 
+def assert_as_in_torch(criterion):
+    """The loss and the gradients of a model with this criterion, specialized."""
+    torch.manual_seed(0)
+    model, args = Tiny(criterion), batch(4)
+    case = captured(model, *args)
+    found, expected = run(case.specialized(4), case.named())[0], model(*args)
+    torch.testing.assert_close(found, expected)
+    ours, plain = (torch.autograd.grad(loss, list(model.parameters())) for loss in (found, expected))
+    torch.testing.assert_close(ours, plain)
+
+
 def test_specs():
     def criterion(logits, labels):
         return (
@@ -117,13 +128,7 @@ def test_changes_in_place_under_no_grad_have_no_gradient():
             scores += logits
         return functional.mse_loss(scores, logits)
 
-    torch.manual_seed(0)
-    model, args = Tiny(criterion), batch(4)
-    case = captured(model, *args)
-    found, expected = run(case.specialized(4), case.named())[0], model(*args)
-    torch.testing.assert_close(found, expected)
-    ours, plain = (torch.autograd.grad(loss, list(model.parameters())) for loss in (found, expected))
-    torch.testing.assert_close(ours, plain)
+    assert_as_in_torch(criterion)
 
 
 def test_several_views_whose_base_is_changed_behind_them_have_their_gradient():
@@ -136,12 +141,7 @@ def test_several_views_whose_base_is_changed_behind_them_have_their_gradient():
         whole.add_(1)
         return functional.mse_loss(whole.sum(-1), total)
 
-    torch.manual_seed(0)
-    model, args = Tiny(criterion), batch(4)
-    case = captured(model, *args)
-    found, expected = run(case.specialized(4), case.named())[0], model(*args)
-    ours, plain = (torch.autograd.grad(loss, list(model.parameters())) for loss in (found, expected))
-    torch.testing.assert_close(ours, plain)
+    assert_as_in_torch(criterion)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -156,12 +156,7 @@ def test_views_and_results_in_tuples_have_no_gradient_under_no_grad(mode):
         loss = (logits[..., :5] + first).square().sum() + second.sum() + (logits[..., 0] + most).sum()
         return loss + (turned[..., 0] + exact[..., 1].T).sum()
 
-    torch.manual_seed(0)
-    model, args = Tiny(criterion), batch(4)
-    case = captured(model, *args)
-    found, expected = run(case.specialized(4), case.named())[0], model(*args)
-    ours, plain = (torch.autograd.grad(loss, list(model.parameters())) for loss in (found, expected))
-    torch.testing.assert_close(ours, plain)
+    assert_as_in_torch(criterion)
 
 
 def test_autocast_regions_are_recorded():
