@@ -36,7 +36,7 @@ class Case:
         """The arguments by name, with the batch cut to samples start ... start + length."""
         stop = None if length is None else start + length
         return {
-            entry.name: arg[start:stop] if entry.role == "batch" else arg
+            entry.name: arg[(*[slice(None)] * entry.dim, slice(start, stop))] if entry.role == "batch" else arg
             for entry, arg in zip(self.captured.inputs, self.args, strict=True)
         }
 

@@ -13,7 +13,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from traceback import walk_stack
 from types import CodeType
 from typing import Any
@@ -25,7 +24,7 @@ from torch import fx
 from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.clamped import check_clamps
 from gs_compile.capture.floats import as_tensors
-from gs_compile.capture.graph import Captured, Input, Role, hint, output_values
+from gs_compile.capture.graph import Captured, Input, Role, output_values
 from gs_compile.errors import CaptureError, MixedDeviceError, NoBatchInputError, VersionError
 
 OLDEST_TORCH = (2, 11)
@@ -57,13 +56,13 @@ try:
     from torch._guards import CompileContext
 
     from gs_compile.capture.frame_settings import (
+        batch_dims,
         enter_settings,
         free,
         has_batch,
         is_freed,
         is_ours,
         modules_in,
-        of_batch,
     )
     from gs_compile.capture.graph_breaks import graph_break_of
     from gs_compile.capture.operations import place_first
@@ -106,29 +105,23 @@ def capture(
     check_clamps(module, {node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "parameter"})
     _refuse_graph_break(module)
     _refuse_mixed_devices(inputs, example_inputs)
-    batch = _batch_inputs(inputs, nodes)
+    dims = _batch_dims(inputs, nodes)
     shapes = {node: _example(node).shape for node in nodes if isinstance(_example(node), torch.Tensor)}
-    symbols = _symbols(shapes[node][0] for node in batch)
-    others = _symbols(chain.from_iterable(shape[1:] for shape in shapes.values()))
+    symbols, others = _own_and_others(shapes, dims)
     is_another = detach([each for entry, each in zip(inputs, example_inputs, strict=True) if entry.role == "parameter"])
     complete_guards()
-    sources = [_source(node) for node in batch]
+    sources = {_source(node): dim for node, dim in dims.items()}
     if not is_freed(sources, map(_source, nodes)):
-        fixed = not symbols and any(int(shapes[node][0]) > 1 for node in batch)
+        fixed = not symbols and any(int(shapes[node][dim]) > 1 for node, dim in dims.items())
         if fixed or symbols & others or _has_float_symbols(module):
             free(sources)
             raise _TraceAgain(restart_reason="greedysnake: symbolic batch dimension")
     if is_another:
         raise _TraceAgain(restart_reason="greedysnake: parameters have another dtype on the tiers")
-    if any(has_batch(_example(node))[0] and not _symbols(shapes[node][:1]) for node in batch):
-        symbols = set()  # what has a row for each sample is of a fixed size
-    if symbols:  # Dynamo has shown which sizes were the batch's only by coincidence: they are fixed, or another's
-        symbols -= others
-        if not symbols:
-            raise CaptureError(_TIED)
-        batch = [node for node in batch if _symbols(shapes[node][:1]) & symbols]
-    where = "" if symbols else _fixed_at(batch, int(shapes[batch[0]][0]))
-    inputs = [replace(e, role="batch") if node in batch else e for e, node in zip(inputs, nodes, strict=True)]
+    dims, symbols = _shown(shapes, dims)
+    where = "" if symbols else _fixed_at(dims, next(int(shapes[node][dim]) for node, dim in dims.items()))
+    pairs = zip(inputs, nodes, strict=True)
+    inputs = [replace(e, role="batch", dim=dims[node]) if node in dims else e for e, node in pairs]
     inputs = list(_named(inputs, example_inputs, models := _models()))
     as_tensors(module)
     devices = {example.device.type for example in example_inputs if isinstance(example, torch.Tensor)}
@@ -137,12 +130,12 @@ def capture(
     return Captured(module, tuple(inputs), frozenset(symbols), autocast, models, where, root, stored)
 
 
-def _fixed_at(batch: Sequence[fx.Node], size: int) -> str:
+def _fixed_at(batch: Mapping[fx.Node, int], size: int) -> str:
     """The user's line at which the batch size has become a number, as `` (file:line in function: text)``; or empty."""
     if current_compile_id() is None:
         return ""
     found = InstructionTranslator.current_tx().output.shape_env
-    symbols = filter(None, (found.source_to_var.get(f"{_source(node)}.size()[0]") for node in batch))
+    symbols = filter(None, (found.source_to_var.get(f"{_source(node)}.size()[{dim}]") for node, dim in batch.items()))
     twice = dict.fromkeys(symbols, 2 * size)
     for guard in found.guards:
         is_of_size = isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols <= twice.keys()
@@ -341,12 +334,8 @@ def _path(source: str) -> str:
     return path.removeprefix(".") or source
 
 
-def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The placeholders that have the batch dimension.
-
-    The batch size is dimension 0 of the tensor that `of_batch` finds among those that the user passed; every tensor
-    passed with that size in dimension 0 has the batch there.
-    """
+def _batch_dims(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The placeholders that may have the samples, and the dimension where: `batch_dims` of what the user passed."""
     tensors = [node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "constant"]
     passed = [node for node in tensors if _example(node).dim() > 0 and _is_passed_by_user(_source(node))]
     if not passed:
@@ -355,8 +344,35 @@ def _batch_inputs(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> list[fx.
             f"the model was called without a tensor that has a batch dimension (inputs found: {found}); pass tensors "
             "with the batch along dimension 0, such as input_ids of shape (batch, tokens)"
         )
-    first = of_batch(list(map(_example, passed)))
-    return [node for node in passed if hint(_example(node).shape[0]) == hint(first.shape[0])]
+    pairs = zip(passed, batch_dims(list(map(_example, passed))), strict=True)
+    return {node: dim for node, dim in pairs if dim is not None}
+
+
+def _own_and_others(
+    shapes: Mapping[fx.Node, Sequence[Any]], dims: Mapping[fx.Node, int]
+) -> tuple[set[sympy.Symbol], set[sympy.Symbol]]:
+    """The symbols of the dimensions that have samples, and of those behind the first that do not."""
+    own = _symbols(shapes[node][dim] for node, dim in dims.items())
+    sizes = ((dim == dims.get(node, 0), size) for node, shape in shapes.items() for dim, size in enumerate(shape))
+    return own, _symbols(size for is_first, size in sizes if not is_first)
+
+
+def _shown(
+    shapes: Mapping[fx.Node, Sequence[Any]], dims: Mapping[fx.Node, int]
+) -> tuple[dict[fx.Node, int], set[sympy.Symbol]]:
+    """The inputs with samples, and the symbols of the batch size, as the trace has shown them; none: it is fixed.
+
+    It shows which sizes were the batch's only by coincidence: they are fixed, or another's.
+    """
+    first = _symbols(shapes[node][0] for node, dim in dims.items() if dim == 0)
+    dims = {node: dim for node, dim in dims.items() if dim == 0 or _symbols([shapes[node][dim]]) & first}
+    symbols, others = _own_and_others(shapes, dims)
+    are_fixed = (has_batch(_example(node))[0] and not _symbols([shapes[node][dim]]) for node, dim in dims.items())
+    if not symbols or any(are_fixed):  # what has a row for each sample is of a fixed size
+        return dims, set()
+    if not (symbols := symbols - others):
+        raise CaptureError(_TIED)
+    return {node: dim for node, dim in dims.items() if _symbols([shapes[node][dim]]) & symbols}, symbols
 
 
 def _is_passed_by_user(source: str) -> bool:

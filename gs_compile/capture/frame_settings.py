@@ -1,11 +1,11 @@
 """frame_settings: the settings under which Dynamo compiles a frame for this backend.
 
-By itself Dynamo traces a frame with static shapes first. To run micro-batches of any size from one capture, dimension 0
-of every batch input has to be symbolic. So as Dynamo begins to compile a frame for this backend, the tensors that the
-frame was called with are looked at, and those of the batch are named in ``torch.compiler.config.dynamic_sources``: the
-first trace is the only one. Inputs that are not found so, in an object for example, or that turn out to be no batch,
-are known after the first trace, and Dynamo is asked for another one. Tensors whose size depends on values are captured,
-and `tracing` has more of what Dynamo does otherwise.
+By itself Dynamo traces a frame with static shapes first. To run micro-batches of any size from one capture, the
+dimension of the samples has to be symbolic in every batch input, which is dimension 0 of most. So as Dynamo begins to
+compile a frame for this backend, the tensors that the frame was called with are looked at, and those of the batch are
+named in ``torch.compiler.config.dynamic_sources``: the first trace is the only one. Inputs that are not found so, in an
+object for example, or that turn out to be no batch, are known after the first trace, and Dynamo is asked for another
+one. Tensors whose size depends on values are captured, and `tracing` has more of what Dynamo does otherwise.
 
 The settings are global, so they are put back when Dynamo's compile of the frame ends, however it ends. Facts of Dynamo
 that this file rests on are each under a test in ``tests/capture/test_capture.py``, and for a model in a
@@ -49,14 +49,14 @@ def set_from_the_start() -> None:
         callback_handler.register_start_callback(_begin)
 
 
-def is_freed(batch: Sequence[str], sources: Iterable[str]) -> bool:
-    """Whether this trace has had dimension 0 of `batch` symbolic, and of none of the other `sources`."""
-    current = _current()
-    return current is not None and current.sources.intersection(sources) == set(batch)
+def is_freed(batch: Mapping[str, int], sources: Iterable[str]) -> bool:
+    """Whether this trace has had these dimensions of `batch` symbolic, and none of the other `sources`."""
+    current, known = _current(), {*sources}
+    return current is not None and {each: dim for each, dim in current.sources.items() if each in known} == batch
 
 
-def free(batch: Sequence[str]) -> None:
-    """Have the next trace of this frame treat dimension 0 of these sources as symbolic."""
+def free(batch: Mapping[str, int]) -> None:
+    """Have the next trace of this frame treat a dimension of each of these sources as symbolic."""
     (_current() or _Settings()).name(batch)
 
 
@@ -137,11 +137,11 @@ def _begin(begun: CallbackArgs) -> None:
         trace_libraries()  # those that were imported since the last one, too
         _keep_whole(compiled["compiler_fn"])
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
-        first = of_batch(list(given.values())) if given else None
-        size = 1 if first is None else first.shape[0]
-        free([source for source, each in given.items() if each.shape[0] == size > 1])
-        if first is not None and options is not None:
-            toolchain.ask_for(first.device, options)
+        dims = batch_dims(list(given.values()))
+        named = zip(given.items(), dims, strict=True)
+        free({source: dim for (source, each), dim in named if dim is not None and each.shape[dim] > 1})
+        if given and options is not None:
+            toolchain.ask_for(of_batch(list(given.values())).device, options)
 
 
 def _checked(backend: Any) -> Options | None:
@@ -167,12 +167,47 @@ def has_batch(tensor: torch.Tensor) -> tuple[bool, bool]:
 def of_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The first of those whose first dimension is most likely the batch's.
 
-    A row that all samples share, as the places of tokens often are, is passed over.
+    A row that all samples share, as the places of tokens often are, is passed over, and so is what `_is_stacked`.
     """
-    shapes = [tuple(map(hint, each.shape)) for each in tensors]
+    shapes = [_hints(each) for each in tensors]
     several = {shape[1:] for shape in shapes if len(shape) > 1 and shape[0] > 1}
-    own = [each for each, (size, *rest) in zip(tensors, shapes, strict=True) if size > 1 or tuple(rest) not in several]
-    return max(own, key=has_batch)
+    own = [
+        each
+        for each, shape in zip(tensors, shapes, strict=True)
+        if (shape[0] > 1 or shape[1:] not in several) and not _is_stacked(each, shapes)
+    ]
+    return max(own or tensors, key=has_batch)
+
+
+def batch_dims(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """The dimension of each tensor that may be the samples': one of the batch's size. None: it has none.
+
+    It is the first, or the second of three and more, as in positions of shape (3, samples, tokens). That is a guess by
+    sizes, which may be equal by coincidence: the trace shows whether such a second one has to be the batch's size.
+    """
+    shapes, found = [_hints(each) for each in tensors], list[int | None]()
+    first = of_batch(tensors) if tensors else None
+    for each, shape in zip(tensors, shapes, strict=True):
+        assert first is not None
+        dims = [dim for dim in range(2 if len(shape) > 2 else 1) if shape[dim] == hint(first.shape[0])]
+        is_second = each is not first and _is_stacked(each, shapes)
+        found.append(next(iter(dims[::-1] if is_second else dims), None))
+    return found
+
+
+def _is_stacked(tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether a tensor is several of the batch: another begins as it does behind its first dimension.
+
+    Of floats that has as many dimensions: one that has fewer is a table for all samples.
+    """
+    shape = _hints(tensor)
+    fewest = len(shape) - (not tensor.is_floating_point())
+    begins = (each[: len(shape) - 1] for each in shapes if len(each) >= fewest and len(shape) > 2)
+    return any(each == shape[1:] != shape[:-1] for each in begins)
+
+
+def _hints(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(map(hint, tensor.shape))
 
 
 def _tensors(source: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -206,7 +241,7 @@ class _Settings(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sources: set[str] = set()
+        self.sources: dict[str, int] = {}  # of batch inputs, and their dimensions of samples
         self.numbers: list[str] = []  # patterns of the sources of whole numbers that are symbols
         self._before = compiler_config.dynamic_sources
         # Floats that have changed are inputs; with ``dynamic=True`` all would be.
@@ -226,11 +261,11 @@ class _Settings(ExitStack):
         self.enter_context(stage("tracing the model"))
         callback_handler.register_end_callback(self.end)
 
-    def name(self, sources: Sequence[str]) -> None:
-        """Have dimension 0 of these sources, and of no others of ours, symbolic from now on."""
-        self.sources = set(sources)
+    def name(self, sources: Mapping[str, int]) -> None:
+        """Have a dimension of each of these sources, and none of others of ours, symbolic from now on."""
+        self.sources = dict(sources)
         per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # else the whole source becomes symbolic
-        entries = [f"{re.escape(source)}:0" if per_dimension else source for source in sources]
+        entries = [f"{re.escape(source)}:{dim}" if per_dimension else source for source, dim in sources.items()]
         named = ",".join(filter(None, [self._before, *entries, *self.numbers]))
         self.enter_context(compiler_config.patch(dynamic_sources=named))
 
@@ -240,7 +275,7 @@ class _Settings(ExitStack):
         if pattern in self.numbers:
             return True
         self.numbers.append(pattern)
-        self.name([*self.sources])
+        self.name(self.sources)
         return False
 
     def end(self, _: object) -> None:

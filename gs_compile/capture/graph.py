@@ -26,8 +26,8 @@ from torch.utils._sympy.value_ranges import bound_sympy
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.program.ir import EPILOGUE, Unit
 
-# What a graph input is. "batch" has the batch along dimension 0; "constant" is shared by all micro-batches; "size"
-# is a number that stands for a symbolic dimension.
+# What a graph input is. "batch" has the samples along a dimension; "constant" is shared by all micro-batches; "size" is
+# a number that stands for a symbolic dimension.
 Role = Literal["parameter", "buffer", "batch", "constant", "size"]
 
 Block = tuple[str, int]  # a repeated block of the model: its stack's path, "model.layers", and the number in it
@@ -40,6 +40,8 @@ class Input:
     name: str  # of the placeholder
     role: Role
     path: str  # as the user would write it: "transformer.h.0.attn.weight", "input_ids"
+    dim: int = 0  # of the samples of a batch; 1 in positions of shape (3, samples, tokens), as of Qwen2-VL
+    is_made: bool = False  # of others, ahead of the model (`ahead`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and 
 class SpecializedModel:
     """A captured model at one micro-batch size: its graph, its units and their code.
 
-    batch: the inputs of the captured graph that have a row for each sample, by index.
+    batch: the inputs of the captured graph that have the samples along a dimension, by index, and this dimension.
     costs: what is known of its units at all micro-batch sizes.
     loss_alone: of all that the model returns it makes the loss alone, also in an evaluation.
     """
@@ -68,7 +68,7 @@ class SpecializedModel:
     split: Split
     uniform: Uniform
     options: Options
-    batch: frozenset[int]
+    batch: Mapping[int, int]
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
     alone: bool = False  # the micro-batch is the whole batch
     costs: dict[Unit, AllSizes] = field(default_factory=dict, compare=False, repr=False)
@@ -319,7 +319,7 @@ class Compilation:
         alike = uniform(cut, captured)
         self._warn(alike)
         costs = self.costs.setdefault((*self._key(sizes, 0), alone, loss_alone), {})
-        batch = frozenset(index for index, entry in enumerate(captured.inputs) if entry.role == "batch")
+        batch = {index: entry.dim for index, entry in enumerate(captured.inputs) if entry.role == "batch"}
         return SpecializedModel(
             micro_batch_size, separated, cut, alike, self.options, batch, sizes, alone, costs, loss_alone
         )

@@ -17,20 +17,33 @@ from gs_compile.runtime.units import MicroBatch
 
 
 def cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[SpecializedModel], list[MicroBatch]]:
-    """The micro-batches: inputs with a batch dimension cut along dimension 0, views of the user's tensors."""
+    """The micro-batches: inputs with samples cut along the dimension of these, views of the user's tensors."""
     inputs = compilation.captured.inputs
-    batch = {index: args[index] for index, entry in enumerate(inputs) if entry.role == "batch"}
-    first = next(iter(batch.values()))
-    lengths = _lengths(compilation, first.shape[0])
+    batch = {index: (args[index], entry.dim) for index, entry in enumerate(inputs) if entry.role == "batch"}
+    first, dim = next(iter(batch.values()))
+    _refuse_other_numbers({inputs[index].path: arg.shape[own] for index, (arg, own) in batch.items()})
+    lengths = _lengths(compilation, first.shape[dim])
     models = _models(compilation, lengths, sizes_of(compilation, args))
     parts, start = [], 0
     for length, model in zip(lengths, models, strict=True):
-        own = {index: arg.narrow(0, start, length) for index, arg in batch.items()}
+        own = {index: arg.narrow(dim, start, length) for index, (arg, dim) in batch.items()}
         fraction = torch.full((), length / max(sum(lengths), 1), dtype=torch.float64, device=first.device)
         counted = {index: args[index] for index in model.split.count.arguments} if model.split.count else {}
         parts.append(MicroBatch(model.split, model.codes, own, fraction, counted))
         start += length
     return models, parts
+
+
+def _refuse_other_numbers(rows: Mapping[str, int]) -> None:
+    """Raise `CaptureError` for inputs of which one has other numbers of rows than the first."""
+    first, *others = rows
+    for other in others:
+        if rows[other] != rows[first]:
+            raise CaptureError(
+                f"{first} has {rows[first]} rows and {other} has {rows[other]}, but as many in the call that this "
+                f"model was captured in, so both are taken for the batch: let the first call have another number of "
+                f"samples than {other} has rows"
+            )
 
 
 def sizes_of(compilation: Compilation, args: Sequence[Any]) -> dict[str, int]:

@@ -160,9 +160,9 @@ class Outputs:
                 assert isinstance(content, Accumulator)
                 for key, gradient in content.sums.items():
                     sums[key] = sums[key].add_(gradient) if key in sums else gradient
-        gradients, batch = list[Tensor | None](), units.micro_batches[0].inputs
+        gradients, batch = list[Tensor | None](), self.models[0].batch
         for index in trained:
-            whole = _of_batch(index, self.args[index], units) if index in batch else sums.get(index)
+            whole = _of_batch(index, self.args[index], units, batch[index]) if index in batch else sums.get(index)
             gradients.append(None if whole is None or index not in reached else whole.to(self.args[index].dtype))
         return gradients
 
@@ -214,10 +214,10 @@ def _for_head(model: SpecializedModel, slices: Mapping[Any, Tensor]) -> tuple[Te
     return tuple(gradients)
 
 
-def _of_batch(index: int, arg: Tensor, units: CompiledUnits) -> Tensor | None:
-    """The gradient of an input of the batch, from those of its micro-batches."""
+def _of_batch(index: int, arg: Tensor, units: CompiledUnits, dim: int) -> Tensor | None:
+    """The gradient of an input of the batch, from those of its micro-batches, along the dimension of the samples."""
     parts = [units.of_batch.sums.get((index, j)) for j in range(len(units.micro_batches))]
     if all(part is None for part in parts):
         return None
     sizes = [part.inputs[index].shape for part in units.micro_batches]
-    return torch.cat([p if p is not None else arg.new_zeros(s) for p, s in zip(parts, sizes, strict=True)])
+    return torch.cat([p if p is not None else arg.new_zeros(s) for p, s in zip(parts, sizes, strict=True)], dim)
