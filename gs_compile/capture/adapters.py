@@ -107,6 +107,23 @@ def _with_labels(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(result)(loss=loss, logits=logits, hidden_states=result.hidden_states, attentions=result.attentions)
 
 
+def _with_images(_: Any, model: Any, hidden: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Qwen3-VL adds features of images to the places of these, behind its first layers.
+
+    It picks the places out and has their features in a row, so values decide sizes; here each stays where it is.
+    """
+    places, rows = places.to(hidden.device)[..., None], rows.to(hidden.device, hidden.dtype)
+    torch._check_tensor_all(places.sum() == rows.shape[0])
+    return torch.where(places, hidden + torch.zeros_like(hidden).masked_scatter(places, rows), hidden)
+
+
+_OF_IMAGES = {  # models that add features of images to what their first layers make, by the end of their module's name
+    "cohere_compass.modeling_cohere_compass": ("CohereCompassTextModel",),
+    "granite_docling.modeling_granite_docling": ("GraniteDoclingTextModel",),
+    "qwen3_omni_moe.modeling_qwen3_omni_moe": ("Qwen3OmniMoeThinkerTextModel", "Qwen3OmniMoeTalkerModel"),
+    "qwen3_vl.modeling_qwen3_vl": ("Qwen3VLTextModel",),
+    "qwen3_vl_moe.modeling_qwen3_vl_moe": ("Qwen3VLMoeTextModel",),
+}
 _OF_SPEECH = {  # models that mask spans of their hidden states, by the end of their module's name
     "data2vec.modeling_data2vec_audio": "Data2VecAudioModel",
     "hubert.modeling_hubert": "HubertModel",
@@ -130,6 +147,11 @@ METHODS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (  # by the modu
     (_DEBERTA, "DebertaForSequenceClassification", "forward", _with_labels),
     (_DEBERTA_V2, "DebertaV2ForSequenceClassification", "forward", _with_labels),
     *((f"transformers.models.{end}", kind, "_mask_hidden_states", masked_states) for end, kind in _OF_SPEECH.items()),
+    *(
+        (f"transformers.models.{end}", kind, "_deepstack_process", _with_images)
+        for end, kinds in _OF_IMAGES.items()
+        for kind in kinds
+    ),
     ("transformers.models.whisper.modeling_whisper", "WhisperModel", "_mask_input_features", masked_inputs),
 )
 

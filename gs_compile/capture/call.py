@@ -13,6 +13,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
 from gs_compile.capture.adapters import trace_libraries
+from gs_compile.capture.ahead import cut_ahead
 from gs_compile.capture.dynamo import capture
 from gs_compile.capture.graph import Captured, hint
 from gs_compile.capture.internals import copy_of
@@ -34,8 +35,8 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
     """
 
     def record(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., NoReturn]:
-        found = capture(module, example_inputs)
-        entries = zip(found.inputs, example_inputs, strict=True)
+        found, _ = cut_ahead(capture(module, example_inputs))
+        entries = zip(found.inputs, example_inputs, strict=False)  # without what is made ahead of the model
         sizes = {entry.name: hint(value) for entry, value in entries if entry.role == "size"}
 
         def end(*_: Any) -> NoReturn:

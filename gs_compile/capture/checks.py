@@ -3,7 +3,7 @@
 ``assert``, ``if ...: raise`` and others come from Dynamo as ``torch._assert_async`` (`tracing`), which no node reads,
 so a graph that is cut by what its outputs need has no place for it. So what follows a check reads one of its values
 through it. A check is made for each micro-batch: what it looks at is of that micro-batch alone, where a loss reads
-totals of the batch in its place.
+totals of the batch in its place. Those that look at inputs alone are made before, of all samples (`ahead`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,8 @@ OF_A_CHECK = "of_a_check"  # in the meta of nodes that nothing else needs
 
 @torch.library.custom_op("greedysnake::checked", mutates_args=())
 def _checked(value: torch.Tensor, condition: torch.Tensor, fraction: torch.Tensor, words: str) -> torch.Tensor:
-    """A copy of `value`; raises `CheckError` where an element of `condition` is false.
-
-    `fraction`: the micro-batch's part of the samples. `words`: the model's, and the line. On an accelerator the host
-    waits for the condition.
-    """
-    if not bool(condition.all()) and float(fraction) <= 1:
-        found, do = "the batch", ""
-        if float(fraction) < 1:
-            found, do = "a micro-batch", "; where it does for the whole batch alone, set micro_batch_size to that"
-        raise CheckError(f"what the model checks does not hold for {found}{words}: look at the inputs of this call{do}")
+    """A copy of `value`; as `require`."""
+    require(condition, fraction, words)
     return value.clone(memory_format=torch.contiguous_format)
 
 
@@ -48,6 +40,19 @@ def _(value: torch.Tensor, *_: Any) -> torch.Tensor:
 _checked.register_autograd(lambda _, gradient: (gradient, None, None, None))
 
 CHECKED = torch.ops.greedysnake.checked.default
+
+
+def require(condition: torch.Tensor, fraction: torch.Tensor | float, words: str) -> None:
+    """Raise `CheckError` where an element of `condition` is false.
+
+    `fraction`: the micro-batch's part of the samples. `words`: the model's, and the line. On an accelerator the host
+    waits for the condition.
+    """
+    if not bool(condition.all()) and float(fraction) <= 1:
+        found, do = "the batch", ""
+        if float(fraction) < 1:
+            found, do = "a micro-batch", "; where it does for the whole batch alone, set micro_batch_size to that"
+        raise CheckError(f"what the model checks does not hold for {found}{words}: look at the inputs of this call{do}")
 
 
 def place_checks(shares: ShareEditor, outputs: Sequence[Any]) -> None:
@@ -64,7 +69,7 @@ def place_checks(shares: ShareEditor, outputs: Sequence[Any]) -> None:
     for check in checks:
         if isinstance(check.args[0], fx.Node):
             value, readers = _place(check, live)
-            checked = shares.checked(value, CHECKED, check, _words(check))
+            checked = shares.checked(value, CHECKED, check, words_of(check))
             for reader in readers:
                 reader.replace_input_with(value, checked)
             live.add(checked)
@@ -87,8 +92,8 @@ def _place(check: fx.Node, live: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
             value = max(values, key=lambda each: (block_of(each) == block_of(check), _requires_grad(each)))
             return value, [user for user in value.users if check < user]
     raise CaptureError(
-        f"no output of the model comes after its check{_words(check)}: move the check before an output, or out of the "
-        "model"
+        f"no output of the model comes after its check{words_of(check)}: move the check before an output, or out of "
+        "the model"
     )
 
 
@@ -101,7 +106,7 @@ def _requires_grad(node: fx.Node) -> bool:
     return bool(node.meta["spec"].requires_grad)
 
 
-def _words(check: fx.Node) -> str:
+def words_of(check: fx.Node) -> str:
     """The model's own, and its line; where a file of helpers has that line, the one that calls it too."""
     own = check.args[1] if len(check.args) > 1 else ""
     caller, line = ["", "", *source_lines(check)][-2:]

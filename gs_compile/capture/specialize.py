@@ -221,7 +221,7 @@ class _Copy:
             "spec": self.fold.spec(example),
             "batch_numbers": {size.number: size.is_proportional for size in read if size.is_of_batch},
             "uneven": self.fold.is_uneven(example),
-            "storage": _storage(example),
+            "storage": storage_number(example),
             "is_filled_with_batch": self._is_filled_with_batch(node),
             CAPTURED: node,
         }
@@ -303,7 +303,7 @@ def _of_one(squeeze: fx.Node) -> tuple[int, ...]:
     return tuple(dim for dim in dims if not isinstance(shape[dim], torch.SymInt) and shape[dim] == 1)
 
 
-def _storage(example: Any) -> int | None:
+def storage_number(example: Any) -> int | None:
     """Which memory a value lives in, to tell views and in-place results of one tensor."""
     if not isinstance(example, torch.Tensor) or example.layout != torch.strided:
         return None

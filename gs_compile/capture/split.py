@@ -148,7 +148,7 @@ class _Cut:
         below = [each for each in asked if isinstance(each, fx.Node) and self.at[each] <= self.num_layers]
         self._return_copies(below)
         if not torch.is_grad_enabled():
-            self._refuse_a_cache()
+            self._refuse_a_cache({entry.name for entry in captured.inputs if entry.is_made})
         self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor
         self.carried = self._carried()
         if block_cut:
@@ -172,9 +172,10 @@ class _Cut:
         taps = tuple(self._name(self.at[node]) for node in self.taps)
         return Split(units, outputs, sides, taps, count, self.block_cut, self.whole)
 
-    def _refuse_a_cache(self) -> None:
-        """Layers that read an input each have kept it from earlier tokens, and such a call has one token more."""
-        read = [{self.at[reader] for reader in self.readers[node]} for node in self.readers if node.name in self.batch]
+    def _refuse_a_cache(self, made: Set[str]) -> None:
+        """Layers that are given an input each have kept it from earlier tokens, and such a call has one token more."""
+        given = [node for node in self.readers if node.name in self.batch - made]
+        read = [{self.at[reader] for reader in self.readers[node]} for node in given]
         alone = {unit for units in read if len(units) == 1 for unit in units}
         layers = {unit for unit in alone if unit <= self.num_layers and unit not in self.origins}
         if len(layers) > 1:

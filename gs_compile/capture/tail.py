@@ -30,6 +30,7 @@ from gs_compile.capture.specialize import (
     EXIT_INFERENCE,
     GRAD_MODE,
     SYMBOLIC,
+    storage_number,
 )
 from gs_compile.capture.whole_batch import is_of_samples
 from gs_compile.machine import format_bytes
@@ -92,8 +93,8 @@ def cut_tail(captured: Captured, module: fx.GraphModule, kept: Sequence[bool]) -
         return None
     arguments = [at for at, (entry, node) in enumerate(entries) if entry.role != "parameter" and node in taken]
     given_first = [*(entries[at][1] for at in arguments), *read, *trained]
-    tail = _graph(captured.module, nodes | _regions(graph), given_first, [given[place] for place in places])
-    ahead = _graph(captured.module, set(graph.nodes), [], [*own, *read, *trained])
+    tail = graph_of(captured.module, nodes | regions(graph), given_first, [given[place] for place in places])
+    ahead = graph_of(captured.module, set(graph.nodes), [], [*own, *read, *trained])
     return replace(captured, module=ahead), Tail(tail, arguments, places, len(given))
 
 
@@ -132,26 +133,26 @@ def _runs_alone(graph: fx.Graph, nodes: Set[fx.Node], read: Set[fx.Node]) -> boo
     """
     if any(map(is_collective, nodes)):
         return False
-    memory = {_memory(node) for node in nodes} - {None}
+    memory = {memory_of(node) for node in nodes} - {None}
     changes = [(node, each) for node in graph.nodes for each in mutated(node)]
     checks = (node for node in graph.nodes if node.target is torch._assert_async)
-    is_apart = all((node in nodes) == (_memory(each) in memory and each in nodes) for node, each in changes)
+    is_apart = all((node in nodes) == (memory_of(each) in memory and each in nodes) for node, each in changes)
     later = ((result, each) for node, each in changes for result in read if result < node)
-    is_left = all(_memory(result) != _memory(each) for result, each in later)
+    is_left = all(memory_of(result) != memory_of(each) for result, each in later)
     return is_apart and is_left and all(nodes.isdisjoint(check.all_input_nodes) for check in checks)
 
 
-def _regions(graph: fx.Graph) -> set[fx.Node]:
-    """Where regions of another mode begin and end: what is made in one of them is, behind the model, too."""
+def regions(graph: fx.Graph) -> set[fx.Node]:
+    """Where regions of another mode begin and end: what is made in one of them is so in another graph, too."""
     return {node for node in graph.nodes if node.target in _REGIONS}
 
 
-def _memory(node: fx.Node) -> int | None:
-    example = node.meta.get("example_value")
-    return int(example.untyped_storage()._cdata) if isinstance(example, torch.Tensor) else None
+def memory_of(node: fx.Node) -> int | None:
+    """Which memory a value of a captured graph lives in."""
+    return storage_number(node.meta.get("example_value"))
 
 
-def _graph(
+def graph_of(
     module: fx.GraphModule, nodes: Set[fx.Node], given: Sequence[fx.Node], made: Sequence[Any]
 ) -> fx.GraphModule:
     """The graph of some nodes of a module, which takes values and gives others."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from gs_compile.capture.ahead import Ahead, cut_ahead
 from gs_compile.capture.dynamo import (
     SkipFrame,
     capture,
@@ -89,19 +90,29 @@ def greedysnake(
     checked = Options.of({"storage": "/"})  # of what is refused: it stores nothing, and the default is not everybody's
     try:
         checked = check(mode=mode, options=options)
-        compilation = Compilation(capture(module, example_inputs, partial(_detach, options=checked)), checked)
+        captured, ahead = cut_ahead(capture(module, example_inputs, partial(_detach, options=checked)))
     except GreedySnakeError as error:
         return _Run(module, checked, None, _refusing(error)).run
-    return _Run(module, checked, compilation, partial(_begin, compilation)).run
+    compilation = Compilation(captured, checked)
+    return _Run(module, checked, compilation, partial(_begin, compilation), ahead).run
 
 
 class _Run:
-    """What runs in the place of a captured graph. compilation: None where that is refused; begin: makes a call."""
+    """What runs in the place of a captured graph. compilation: None where that is refused; begin: makes a call.
+
+    ahead: what runs ahead of the model, of all samples at once.
+    """
 
     def __init__(
-        self, module: fx.GraphModule, options: Options, compilation: Compilation | None, begin: Callable[..., Any]
+        self,
+        module: fx.GraphModule,
+        options: Options,
+        compilation: Compilation | None,
+        begin: Callable[..., Any],
+        ahead: Ahead | None = None,
     ) -> None:
         self.module, self.options, self.compilation, self.begin = module, options, compilation, begin
+        self.ahead = ahead
         self.is_new = True  # no call of it has succeeded
         self.is_as_written = False  # an evaluation of what is no model in layers
         self.tail: Tail | None = None  # what runs behind the model, of all samples at once
@@ -126,8 +137,9 @@ class _Run:
         if self.is_as_written:
             return run_as_written(self.module, args)
         try:
+            given = args if self.ahead is None else self.ahead.run(args)
             with without_packing():
-                call = self._begun(args, ranks)
+                call = self._begun(given, ranks)
         except BaseException as error:
             if isinstance(error, CaptureError) and not torch.is_grad_enabled():
                 _warn_of_reads(error, args)
@@ -147,7 +159,7 @@ class _Run:
             self._tell_if_last()
         with without_packing():
             results = call.run()
-        return results if self.tail is None else self.tail.run(results, args)
+        return results if self.tail is None else self.tail.run(results, given)
 
     def _begun(self, args: Sequence[Any], ranks: Ranks | None) -> Call:
         """The call, before anything has run; of a model without its tail, if that is what does not separate."""

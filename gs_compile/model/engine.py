@@ -164,7 +164,8 @@ class Engine(ParameterStore):
         tied = tied_units(models[0].split, spans)
         shape = replace(self.planning.shape(models[0], tied, training=shape.training), outside=shape.outside)
         if shape.training:
-            refuse_inputs(args, units.micro_batches[0].inputs)
+            read = (index for unit in models[0].split.units for index in unit.arguments)
+            refuse_inputs(args, read, units.micro_batches[0].inputs)
             if self.reporter is not None:
                 self.reporter.begin(self.optimizer.num_steps + 1 if self.optimizer is not None else 1)
         placement = self.planning.sized(models, shape)

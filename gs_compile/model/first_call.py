@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -235,9 +235,10 @@ def _param_groups(call: Call, optimizer: Optimizer) -> dict[int, tuple[int, int,
     return {i: (group_of[args[i]], optimizer.steps.missed.get(args[i], 0), i in split.idle) for i in read}
 
 
-def refuse_inputs(args: Sequence[Any], batch: Container[int]) -> None:
-    """Raise `OptimizerError` for inputs that require a gradient, but those of the batch: by their index, in `batch`."""
-    for index, arg in enumerate(args):
+def refuse_inputs(args: Sequence[Any], read: Iterable[int], batch: Container[int]) -> None:
+    """Raise `OptimizerError` for inputs that require a gradient, of those `read`, by index, that are not in `batch`."""
+    for index in read:
+        arg = args[index]
         if isinstance(arg, Tensor) and not is_offloaded(arg) and arg.requires_grad and index not in batch:
             raise OptimizerError(
                 f"an input of shape {tuple(arg.shape)} requires a gradient, and has no row for each sample of the "

@@ -65,7 +65,8 @@ def meet(args: Sequence[Any], options: Options, compilation: Compilation | None)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or not torch.is_grad_enabled() or any(map(is_offloaded, parameters)):
         return None
-    named = zip(compilation.captured.inputs, args, strict=True) if compilation else ()  # none: all ranks are to end
+    # Without what is made ahead of the model; none: all ranks are to end
+    named = zip(compilation.captured.inputs, args, strict=False) if compilation else ()
     read = [(entry.path, arg) for entry, arg in named if entry.role in ("parameter", "buffer")]
     return ranks_that_average(trained[0], read, options)
 

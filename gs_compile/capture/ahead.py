@@ -1,0 +1,148 @@
+"""ahead: what a model makes of its inputs alone, and needs all samples for.
+
+    inputs --ahead--> rows of images, each at its place: (samples, tokens, ...) --> model, in micro-batches
+
+``x.masked_scatter(mask, rows)`` gives the places of all samples the rows of one tensor, one after another, so nothing
+in a micro-batch says where its own begin. Where mask and rows are made of inputs alone, as of images that were encoded
+before the call, they are dealt out to a tensor of all samples ahead of the model, for which that is one more input of
+the batch. This runs as it is written, in memory, and its gradients are those of that input. Checks of inputs alone are
+made there too: of the whole batch, as the user has written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from gs_compile.capture.checks import require, words_of
+from gs_compile.capture.dealing import operands
+from gs_compile.capture.exchange import is_collective
+from gs_compile.capture.graph import Captured, Input, graph_module
+from gs_compile.capture.in_place import mutated
+from gs_compile.capture.operations import draws, operation
+from gs_compile.capture.reached import made_of
+from gs_compile.capture.tail import graph_of, memory_of, regions
+
+_WIDENING = ("expand", "expand_as", "to")  # of a mask, which masked_scatter widens itself
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """module: takes arguments of the model, by index, and gives its further ones. used: those that it alone reads."""
+
+    module: fx.GraphModule
+    arguments: Sequence[int]
+    used: frozenset[int]
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments of the model that is left, given those of a call."""
+        made = self.module(*(args[index] for index in self.arguments))
+        return [*(arg.detach() if index in self.used else arg for index, arg in enumerate(args)), *made]
+
+
+def cut_ahead(captured: Captured) -> tuple[Captured, Ahead | None]:
+    """The model without what is made ahead of it, and what makes that; None: nothing is."""
+    if not any(map(_may_be_ahead, captured.module.graph.nodes)):
+        return captured, None
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(captured.module.graph, {}))
+    alone = _made_of_inputs(graph, captured)
+    dealt = {found: node for node in list(graph.nodes) if (found := _deal(node, alone)) is not None}
+    asserts = graph.find_nodes(op="call_function", target=torch._assert_async)
+    checks = [_require(node) for node in asserts if node.args[0] in alone]
+    if not dealt and not checks:
+        return captured, None
+    entries, nodes = graph.find_nodes(op="placeholder"), made_of([*dealt, *checks])
+    arguments = [index for index, entry in enumerate(entries) if entry in nodes]
+    own, module = nodes.difference(entries), graph_module(captured.module, graph)
+    ahead = graph_of(module, own | regions(graph), [entries[index] for index in arguments], [*dealt])
+    made = [_put_in(scatter, found) for found, scatter in dealt.items()]
+    for node in reversed([node for node in graph.nodes if node in own]):
+        if not node.users:
+            graph.erase_node(node)
+    read = [bool(entry.users) or given.role == "size" for entry, given in zip(entries, captured.inputs, strict=True)]
+    used = frozenset(index for index in arguments if not read[index])
+    inputs = [replace(each, role="constant") if index in used else each for index, each in enumerate(captured.inputs)]
+    inputs += [Input(node.name, "batch", node.name, is_made=True) for node in made]
+    left = replace(captured, module=graph_module(module, graph), inputs=tuple(inputs))
+    return left, Ahead(ahead, arguments, used)
+
+
+def dealt_out(mask: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The entries of rows at the places of a mask that is widened to these sizes, and zeros elsewhere."""
+    places = mask.expand(sizes)
+    return rows.new_zeros(places.shape).masked_scatter(places, rows)
+
+
+def _may_be_ahead(node: fx.Node) -> bool:
+    return node.target is torch._assert_async or operation(node) == "masked_scatter"
+
+
+def _made_of_inputs(graph: fx.Graph, captured: Captured) -> set[fx.Node]:
+    """The inputs that are no parameters or buffers, and what is made of them alone, each time the same."""
+    inputs, found = captured.names("batch", "constant", "size"), set[fx.Node]()
+    changed = {memory_of(each) for node in graph.nodes for each in mutated(node)} - {None}
+    for node in graph.nodes:
+        read, is_call = node.all_input_nodes, node.op in ("call_function", "call_method")
+        is_made = is_call and bool(read) and found.issuperset(read) and not draws(node) and not is_collective(node)
+        if (is_made or (node.op == "placeholder" and node.name in inputs)) and memory_of(node) not in changed:
+            found.add(node)
+    return found
+
+
+def _deal(scatter: fx.Node, alone: Set[fx.Node]) -> fx.Node | None:
+    """What a ``masked_scatter`` deals out, ahead of the model; None: it is another operation, or reads other values."""
+    if operation(scatter) != "masked_scatter" or mutated(scatter):
+        return None
+    target, mask, source = operands(scatter)
+    while operation(mask) in _WIDENING and mask.all_input_nodes[0].meta["example_value"].dtype is torch.bool:
+        mask = mask.all_input_nodes[0]
+    sizes = _sizes(mask.meta["example_value"].shape, target.meta["example_value"].shape)
+    if sizes is None or mask not in alone or source not in alone:
+        return None
+    with scatter.graph.inserting_before(scatter):
+        return scatter.graph.call_function(dealt_out, (mask, source, sizes))
+
+
+def _sizes(mask: Sequence[Any], wanted: Sequence[Any]) -> list[int] | None:
+    """What a mask is to be expanded to, -1 where it has the size; None: that is only known of the tensor it is for."""
+    given: list[Any] = [1] * (len(wanted) - len(mask)) + list(mask)
+    pairs = zip(map(_expression, given), map(_expression, wanted), strict=False)
+    sizes: list[Any] = [
+        -1 if size == own else own if size == 1 and isinstance(own, int) else None for size, own in pairs
+    ]
+    return sizes if len(given) == len(wanted) and None not in sizes else None
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+
+
+def _put_in(scatter: fx.Node, dealt: fx.Node) -> fx.Node:
+    """Have a graph take what is dealt out as an input, in the place of what does it; returns the input."""
+    graph, (target, *_), (mask, rows) = scatter.graph, operands(scatter), dealt.all_input_nodes
+    example = target.meta["example_value"]
+    with example.fake_mode:
+        found = torch.empty_like(example, memory_format=torch.contiguous_format)
+        found.requires_grad_(rows.meta["example_value"].requires_grad)
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        entry = graph.placeholder(f"{scatter.name}_dealt")
+    entry.meta = {"example_value": found}
+    with graph.inserting_before(scatter):
+        chosen = graph.call_function(torch.where, (mask, entry, target))
+    chosen.meta = dict(scatter.meta)
+    scatter.replace_all_uses_with(chosen)
+    graph.erase_node(scatter)
+    return entry
+
+
+def _require(check: fx.Node) -> fx.Node:
+    """The check of a whole batch, in the place of one in a graph."""
+    with check.graph.inserting_before(check):
+        found = check.graph.call_function(require, (check.args[0], 1.0, words_of(check)))
+    check.graph.erase_node(check)
+    return found
