@@ -187,6 +187,9 @@ LIMITS: dict[str, list[Case]] = {
         ("end_to_end/test_compiled_in_part.py", "test_its_language_model_learns_what_it_learns_in_plain_pytorch", ""),
     ],
     "Batches along another dimension than 0": [("capture/test_loss_refusals.py", "", "pairs the samples of the batch")],
+    "Inputs with as many rows as the batch in the first call": [
+        ("capture/test_batch_dims.py", "test_an_input_that_had_as_many_rows_as_the_batch_once", "but as many in the")
+    ],
     "Embeddings with `sparse=True`": [
         ("faults/test_setups.py", "sparse_gradients", "leave sparse=True out"),
         ("capture/test_loss_refusals.py", "", "leave scale_grad_by_freq=True out"),

@@ -42,6 +42,11 @@ _LIGER = (
     "leave the kernels of Liger out that stand in layers (rope=False, rms_norm=False, swiglu=False and their like), as "
     "inductor fuses these operations itself; its losses may stay"
 )
+_SIZES_OF_IMAGES = r"transformers/.*(vision_utils\.py|grid_thw|real_images)"  # a line that reads them as numbers
+_ENCODE = (
+    "sizes of images are read as numbers here: have them encoded ahead of each call, by gs_compile.hf.attach(trainer), "
+    "or in a loop of your own by gs_compile.hf.encode_ahead(model) before model.compile"
+)
 _UNHOOK = (
     "remove the hook (its handle's .remove()), which would never be called, because layers run their backward without "
     "their modules. Hooks on forwards are part of the model"
@@ -123,6 +128,8 @@ def remedy(reason: object, where: str) -> str:
         return _LIGER
     if _BACKWARD_HOOKS in str(reason):
         return _UNHOOK
+    if re.search(_SIZES_OF_IMAGES, where):
+        return _ENCODE
     if "layerdrop" in where or "skip_the_layer" in where:
         return "layers are left out at random here: set layerdrop, encoder_layerdrop and decoder_layerdrop to 0"
     if re.search(r"\.(backward|zero_grad)\(", where):

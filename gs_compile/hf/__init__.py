@@ -5,7 +5,8 @@ gs_compile.hf.attach(trainer, storage="/mnt/nvme0/me", host_memory="48GiB")
 trainer.train()
 """
 
+from gs_compile.hf.images import encode_ahead
 from gs_compile.hf.loop import prepare
 from gs_compile.hf.trainer import TrainerMixin, attach
 
-__all__ = ["TrainerMixin", "attach", "prepare"]
+__all__ = ["TrainerMixin", "attach", "encode_ahead", "prepare"]

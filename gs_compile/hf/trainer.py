@@ -21,6 +21,7 @@ from gs_compile.hf import strands
 from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import Padding, gathered, padding_of
+from gs_compile.hf.images import encode_ahead, reads_sizes
 from gs_compile.hf.together import AskedModel, ReadsMore, answered, stored_reference
 from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
@@ -105,6 +106,8 @@ class TrainerMixin(DurableTrainer):
         self._batches = []
         overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None
+        if reads_sizes(self.model):
+            encode_ahead(self.model, around=self.accelerator.autocast)
         self._compiled = [AskedModel(self.model, chosen)]
         if chosen["outputs"] == "all":
             self._asked["outputs"] = "all"

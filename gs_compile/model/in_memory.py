@@ -110,7 +110,7 @@ def refuse(groups: Sequence[Mapping[str, Any]], record: StepRecord) -> None:
             raise OptimizerError(
                 "gradients of parameters outside of the compiled model came after that model's backward, so they are "
                 "not in the norm that its updates were clipped by: also compile the part of the model that has these "
-                "parameters"
+                "parameters, or freeze them, or leave max_grad_norm out"
             )
     for parameter in parameters:
         if parameter.dtype not in (torch.float32, torch.float64):

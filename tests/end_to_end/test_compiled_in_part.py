@@ -1,4 +1,5 @@
-"""Models of which the part that has the layers is compiled, as Qwen2.5-VL, which reads sizes of images as numbers."""
+"""Models of which not all can be captured, as Qwen2.5-VL, which reads sizes of images as numbers: the part that has the
+layers is compiled, or images are encoded ahead of the call."""
 
 from __future__ import annotations
 
@@ -7,69 +8,72 @@ import re
 import pytest
 import torch
 from learner import distance
+from pictures import collated, qwen, samples
 from tiered import options
 from torch import nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from zoo import GPT
 
 import gs_compile
 from gs_compile.errors import GraphBreakError
+from gs_compile.hf import encode_ahead
 
-BEGIN, IMAGE, VOCABULARY = 2, 3, 48
-SIZES, SETTINGS = {"hidden_size": 32, "intermediate_size": 64}, {"lr": 1e-2, "eps": 1e-3}
-
-
-def qwen():
-    torch.manual_seed(0)
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    places = {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [0]}
-    config = Qwen2_5_VLConfig(
-        text_config={**SIZES, **heads, "vocab_size": VOCABULARY, "rope_parameters": rope, "pad_token_id": 0},
-        vision_config={**SIZES, **places, "depth": 1, "num_heads": 4, "out_hidden_size": 32},
-        image_token_id=IMAGE,
-        vision_start_token_id=BEGIN,
-    )
-    return Qwen2_5_VLForConditionalGeneration(config).train()
-
-
-def batch(step):
-    """Four images of 16 patches, of which four are one place each."""
-    draw = torch.Generator().manual_seed(step)
-    tokens = torch.randint(IMAGE + 1, VOCABULARY, (4, 10), generator=draw)
-    tokens[:, 0], tokens[:, 1:5] = BEGIN, IMAGE
-    return {
-        "input_ids": tokens,
-        "labels": tokens,
-        "mm_token_type_ids": (tokens == IMAGE).int(),
-        "pixel_values": torch.randn(64, 96, generator=draw),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * 4),
-    }
+# Qwen3-VL's first layers get features of images, the others none
+pytestmark = pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")
+SETTINGS = {"lr": 1e-2, "eps": 1e-3}
+KINDS = ["qwen2_5", pytest.param("qwen3", marks=pytest.mark.slow)]  # of which the first layers get features of images
 
 
 def learned(model, optimizer):
     losses = []
     for step in range(2):
-        losses.append(model(**batch(step)).loss)
+        losses.append(model(**collated(samples(step))).loss)
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
     return {**model.state_dict(), "losses": torch.stack(losses).detach()}
 
 
+def learned_plainly(kind, *, trains_images=True):
+    model = qwen(kind)
+    model.model.visual.requires_grad_(trains_images)
+    return learned(model, torch.optim.AdamW(model.parameters(), **SETTINGS))
+
+
 def test_a_model_that_reads_sizes_of_images_is_refused(tmp_path):
     model = qwen()
     model.compile(backend="greedysnake", options=options(tmp_path))
-    with pytest.raises(GraphBreakError, match="is not one graph"):
-        model(**batch(0))
+    with pytest.raises(GraphBreakError, match=r"(?s)is not one graph.*encode_ahead\(model\)"):
+        model(**collated(samples(0)))
 
 
-def test_its_language_model_learns_what_it_learns_in_plain_pytorch(tmp_path):
-    model, plain = qwen(), qwen()
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_language_model_learns_what_it_learns_in_plain_pytorch(tmp_path, kind):
+    model = qwen(kind)
     optimizer = gs_compile.AdamW(model.parameters(), **SETTINGS)
-    model.model.language_model.compile(backend="greedysnake", options=options(tmp_path, micro_batch_size=4))
+    model.model.language_model.compile(backend="greedysnake", options=options(tmp_path, micro_batch_size=1))
+    assert distance(learned(model, optimizer), learned_plainly(kind)) < 1e-5
+    optimizer.engine.tiers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5", "qwen3"])
+@pytest.mark.parametrize("trains_images", [False, True])
+def test_it_is_one_graph_where_images_are_encoded_ahead(tmp_path, kind, trains_images):
+    model = qwen(kind)
+    model.model.visual.requires_grad_(trains_images)
+    handle = encode_ahead(model)
+    optimizer = gs_compile.AdamW(model.parameters(), **SETTINGS)
+    model.compile(backend="greedysnake", options=options(tmp_path))
     found = learned(model, optimizer)
-    assert distance(found, learned(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS))) < 1e-5
+    assert distance(found, learned_plainly(kind, trains_images=trains_images)) < 1e-5
+    with torch.no_grad():
+        own = float(model(**collated(samples(2))).loss)
+        plain = qwen(kind)
+        plain.load_state_dict(model.state_dict())
+        assert own == pytest.approx(float(plain(**collated(samples(2))).loss), abs=1e-5)
+    handle.remove()
+    with pytest.raises(GraphBreakError, match="is not one graph"):
+        model(**collated(samples(0)))
     optimizer.engine.tiers.close()
 
 

@@ -1,0 +1,53 @@
+"""transformers.Trainer with models of images and texts that read sizes of images, against Trainer as it comes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from learner import distance, values
+from pictures import collated, qwen, samples
+from test_trainer import EAGER
+from transformers import Trainer, TrainingArguments
+
+import gs_compile.hf
+
+# Qwen3-VL's first layers get features of images, the others none
+pytestmark = pytest.mark.filterwarnings("ignore::gs_compile.errors.UniformityWarning")
+
+
+def trained(folder, kind, steps, *, is_mine):
+    """Losses and norms, and what was learned, of steps of four samples: one batch, or two of which the loss is one mean."""
+    torch._dynamo.reset()
+    number = 2 if is_mine else 1
+    model = qwen(kind)
+    model.model.visual.requires_grad_(False)
+    args = TrainingArguments(
+        str(folder / "out"),
+        per_device_train_batch_size=4 // number,
+        gradient_accumulation_steps=number,
+        max_steps=steps,
+        learning_rate=1e-2,
+        adam_epsilon=1e-3,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        remove_unused_columns=False,
+    )
+    data = [each for step in range(steps) for each in samples(step)]
+    trainer = Trainer(model, args, train_dataset=data, eval_dataset=data[:2], data_collator=collated)
+    if is_mine:
+        gs_compile.hf.attach(trainer, storage=folder, host_memory="100MiB", expert=EAGER)
+    trainer.train()
+    found = trainer.evaluate()["eval_loss"]
+    curve = [each[name] for each in trainer.state.log_history for name in ("loss", "grad_norm") if name in each]
+    return [*curve, found], values(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5", "qwen3"])
+def test_the_curve_is_that_of_trainer(tmp_path, kind):
+    curve, learned = trained(tmp_path / "theirs", kind, 2, is_mine=False)
+    own, found = trained(tmp_path / "mine", kind, 2, is_mine=True)
+    assert own == pytest.approx(curve, rel=1e-4)
+    assert distance(found, learned) < 1e-5
