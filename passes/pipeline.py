@@ -10,6 +10,7 @@ What would come before the first stage stands in `fill`, what would come after t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -188,7 +189,8 @@ class _StageAssigner:
         if name.startswith("prefetch sums"):
             return self._within_backward(stage)
         if name == "offload dw host>ssd":  # has to have left before the stage that needs it again
-            stage = min(stage, next(at for at in self.fetches[op.results[0]] if at > here))
+            fetches = self.fetches[op.results[0]]
+            stage = min(stage, fetches[bisect_right(fetches, here)])
         if op.lane != "ssd_read":
             return IssuePoint(stage)
         return IssuePoint(self._ahead(stage), rank=READS_FIRST[op.reads[0].kind])

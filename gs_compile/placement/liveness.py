@@ -19,6 +19,7 @@ from gs_compile.placement.kinds import Slot, slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import Op, Tier, Value
 
+Numbers = NDArray[np.int64]
 BEFORE = -1  # in place of an operation: there before the first
 
 
@@ -96,14 +97,25 @@ def live_ranges(ops: Sequence[Op], placement: Placement) -> list[LiveRange]:
     return ranges
 
 
-def nbytes_alive(ranges: Iterable[LiveRange], tier: Tier, num_ops: int) -> NDArray[np.int64]:
+def nbytes_alive(ranges: Iterable[LiveRange], tier: Tier, num_ops: int) -> Numbers:
     """The bytes alive on a tier after each operation."""
+    return summed(*spans_of([live for live in ranges if live.slot.tier == tier], num_ops), num_ops)
+
+
+def spans_of(ranges: Sequence[LiveRange], num_ops: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Where each begins and ends, and its bytes."""
+    rows = [(live.first, num_ops if live.last is None else live.last, live.slot.nbytes) for live in ranges]
+    first, last, nbytes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    return first, last, nbytes
+
+
+def summed(first: Numbers, last: Numbers, nbytes: Numbers, num_ops: int) -> Numbers:
+    """The bytes alive after each operation, of what begins and ends there."""
     changes = np.zeros(num_ops + 1, dtype=np.int64)
-    for live in ranges:
-        if live.slot.tier == tier:
-            changes[max(live.first, 0)] += live.slot.nbytes
-            changes[num_ops if live.last is None else live.last] -= live.slot.nbytes
-    return np.cumsum(changes)[:-1]
+    np.add.at(changes, first.clip(0), nbytes)
+    np.subtract.at(changes, last, nbytes)
+    alive: Numbers = np.cumsum(changes)[:-1]
+    return alive
 
 
 def peak(ranges: Iterable[LiveRange], tier: Tier, num_ops: int) -> int:

@@ -24,12 +24,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gs_compile.placement.cut import turn
 from gs_compile.placement.device_memory import bounded
 from gs_compile.placement.kinds import Slot, slot_of
-from gs_compile.placement.liveness import LiveRange, live_ranges, peak
+from gs_compile.placement.liveness import LiveRange, Numbers, live_ranges, peak, spans_of, summed
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import Occupants
 from gs_compile.placement.traffic import op_nbytes
@@ -39,9 +38,10 @@ from gs_compile.program.verbs import NORMS
 PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
 LONGEST_LAG = 3 / 10  # of what a step moves: with more, no step that was simulated waited clearly less
+BLOCK = 1 << 15  # operations: in a longer program, what is alive at other times need not be looked through
 NUM_LAGS = 96  # that are tried: of a hundred layers the least is about what one of them moves
 
-Spans = tuple[tuple[int, int], ...]  # of time: from the first to before the second
+Spans = Sequence[tuple[int, int]]  # of time: from the first to before the second
 
 
 class FixedOffsets(NamedTuple):
@@ -114,13 +114,13 @@ def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Plac
     updates = any(op.verb in NORMS or op.verb == "update" for op in ops)
     carried = {slot_of(placement, value).key for value in placement.carried_values if not updates}
     shared = {key: offset for key, offset in fixed.shared.items() if key not in carried}
-    wanted: dict[object, tuple[int, Spans]] = {}
+    wanted: dict[object, tuple[int, list[tuple[int, int]]]] = {}
     for live in ranges:
         key = live.slot.key
         if live.slot.is_in_slab and key not in fixed.always:
             span = live.first, len(ops) if live.last is None else live.last
-            wanted[key] = rounded(live.slot.nbytes), (*wanted.get(key, (0, ()))[1], span)
-    packing = _Packing(fixed.always_nbytes if updates else fixed.nbytes)
+            wanted.setdefault(key, (rounded(live.slot.nbytes), []))[1].append(span)
+    packing = _Packing(fixed.always_nbytes if updates else fixed.nbytes, len(ops))
     packing.put((EVER,), fixed.nbytes, 0)
     for key in wanted.keys() & shared.keys():
         nbytes, spans = wanted.pop(key)
@@ -149,17 +149,10 @@ def packed(
     if device_nbytes is not None:
         program = replace(program, device=bounded(ranges, program, device_nbytes))
     most = math.inf if host_nbytes is None else host_nbytes
-    moved = np.cumsum([0, *(op_nbytes(op, placement) if _is_on_a_lane(op) else 0 for op in ops)])
-
-    def prolonged(number: int) -> list[LiveRange]:
-        return _prolonged(ranges, ops, moved, int(moved[-1] * LONGEST_LAG) * number // NUM_LAGS)
-
-    def nbytes_with(number: int) -> int:
-        return peak(prolonged(number), "host", len(ops))
-
-    number = bisect_right(range(1, NUM_LAGS + 1), most, key=nbytes_with)
+    lagging = _Lagging(ranges, ops, placement)
+    number = bisect_right(range(1, NUM_LAGS + 1), most, key=lagging.peak)
     while number:
-        offsets, nbytes = plan_offsets(prolonged(number), ops, placement)
+        offsets, nbytes = plan_offsets(list(lagging.ranges(number)), ops, placement)
         if nbytes <= most:
             return replace(program, offsets=offsets, slab_nbytes=nbytes)
         number -= number // 4 or 1
@@ -175,25 +168,44 @@ def placed_as(program: Program, other: Program, placement: Placement) -> Program
     return replace(program, offsets=other.offsets, slab_nbytes=other.slab_nbytes)
 
 
-def _prolonged(ranges: Sequence[LiveRange], ops: Sequence[Op], moved: NDArray[np.int64], lag: int) -> list[LiveRange]:
-    """Ranges whose last user is a transfer or an update last until others have moved `lag` bytes after it.
-
-    That may be in the next step: then the start of this one is theirs as well. moved: bytes before each operation.
+class _Lagging:
+    """What is in the slab, where all that a transfer or an update has used last lasts until others have moved a number
+    of lags after it. That may be in the next step: then the start of this one is its as well.
     """
-    prolonged = []
-    for live in ranges:
-        user = live.last
-        while user is not None and user > 0 and ops[user].verb == "free":
-            user -= 1
-        if live.last is None or user is None or not _is_on_a_lane(ops[user]) or not lag:
-            prolonged.append(live)
-            continue
-        until = moved[live.last] + lag
-        prolonged.append(replace(live, last=max(live.last, min(int(moved.searchsorted(until)), len(ops)))))
-        into_next = min(int(moved.searchsorted(until - moved[-1])), live.first)
-        if into_next > 0:
-            prolonged.append(replace(live, first=0, last=into_next))
-    return prolonged
+
+    def __init__(self, ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Placement) -> None:
+        self.all, self.num_ops = [live for live in ranges if live.slot.is_in_slab], len(ops)
+        self.first, self.last, self.nbytes = spans_of(self.all, self.num_ops)
+        self.lags = np.array([_is_left_by_a_lane(live, ops) for live in self.all], dtype=bool)
+        self.moved = np.cumsum([0, *(op_nbytes(op, placement) if _is_on_a_lane(op) else 0 for op in ops)])
+
+    def peak(self, number: int) -> int:
+        """The most bytes alive at a time."""
+        ends, again = self._ends(number)
+        first, last = np.hstack((self.first, np.zeros_like(again))), np.hstack((ends, again))
+        return int(summed(first, last, np.tile(self.nbytes, 2), self.num_ops).max(initial=0))
+
+    def ranges(self, number: int) -> Iterator[LiveRange]:
+        """Each, and what it takes of the start of the step."""
+        for live, last, again in zip(self.all, *(each.tolist() for each in self._ends(number)), strict=True):
+            yield live if live.last is None else replace(live, last=last)
+            if again:
+                yield replace(live, first=0, last=again)
+
+    def _ends(self, number: int) -> tuple[Numbers, Numbers]:
+        """Where each ends, in this step and in the next one."""
+        until = self.moved[self.last] + int(self.moved[-1] * LONGEST_LAG) * number // NUM_LAGS
+        ends = np.maximum(self.last, self.moved.searchsorted(until).clip(max=self.num_ops))
+        again = np.minimum(self.moved.searchsorted(until - self.moved[-1]), self.first).clip(0)
+        return np.where(self.lags, ends, self.last), np.where(self.lags, again, 0)
+
+
+def _is_left_by_a_lane(live: LiveRange, ops: Sequence[Op]) -> bool:
+    """Whether the last user of a range is a transfer or an update."""
+    user = live.last
+    while user and ops[user].verb == "free":
+        user -= 1
+    return user is not None and _is_on_a_lane(ops[user])
 
 
 def _is_on_a_lane(op: Op) -> bool:
@@ -214,13 +226,11 @@ def conflicts(ops: Sequence[Op], placement: Placement, offsets: Mapping[object, 
 
 
 class _Packing:
-    """Rectangles of time and offset that do not overlap, from the offset `base` on."""
+    """Rectangles of time and offset that do not overlap, from the offset `base` on, by blocks of time."""
 
-    def __init__(self, base: int) -> None:
+    def __init__(self, base: int, num_ops: int = 0) -> None:
         self.base = self.end = base
-        self.number = 0
-        # First, last, offset, stop, by offset; more columns than are in use.
-        self.taken = np.zeros((4, 64), dtype=np.int64)
+        self.blocks = [_Block() for _ in range(num_ops // BLOCK + 1)]
 
     def fill(self, wanted: Mapping[object, tuple[int, Spans]]) -> dict[object, int]:
         """The offset of each of these bytes, in their order: the lowest that is free for as long as it is alive."""
@@ -232,24 +242,50 @@ class _Packing:
 
     def put(self, spans: Spans, offset: int, nbytes: int) -> None:
         for first, last in spans:
-            if self.number == self.taken.shape[1]:
-                self.taken = np.hstack((self.taken, np.zeros_like(self.taken)))
-            at = self.taken[2, : self.number].searchsorted(offset)
-            self.taken[:, at + 1 : self.number + 1] = self.taken[:, at : self.number]
-            self.taken[:, at] = first, last, offset, offset + nbytes
-            self.number += 1
+            for block in self._blocks(first, last):
+                block.put(first, last, offset, offset + nbytes)
         self.end = max(self.end, offset + nbytes)
+
+    def _blocks(self, first: int, last: int) -> list[_Block]:
+        low, high = (min(max(at, 0) // BLOCK, len(self.blocks) - 1) for at in (first, last))
+        return self.blocks[low : high + 1]
 
     def _lowest(self, spans: Spans, nbytes: int) -> int:
         """The lowest offset from which so many bytes are free in all of these spans."""
-        first, last, offsets, stops = self.taken[:, : self.number]
-        (begin, end), *others = spans
-        overlaps = (first < end) & (last > begin)
-        for begin, end in others:
-            overlaps |= (first < end) & (last > begin)
+        blocks = dict.fromkeys(block for span in spans for block in self._blocks(*span))
+        first, last, offsets, stops = _together([block.taken[:, : block.number] for block in blocks])
+        begins, ends = np.sort(np.transpose(spans))
+        if len(spans) == 1:
+            overlaps = (first < ends) & (last > begins)
+        else:  # more of them begin before its end than end before its begin
+            overlaps = begins.searchsorted(last) > ends.searchsorted(first, side="right")
         there = overlaps.nonzero()[0]
-        begins = np.full(len(there) + 1, self.base)
-        np.maximum.accumulate(stops[there], out=begins[1:])
-        np.maximum(begins, self.base, out=begins)
-        large = (offsets[there] - begins[:-1] >= nbytes).nonzero()[0]
-        return int(begins[large[0] if large.size else -1])
+        free = np.full(len(there) + 1, self.base)  # from where on
+        np.maximum.accumulate(stops[there], out=free[1:])
+        np.maximum(free, self.base, out=free)
+        large = (offsets[there] - free[:-1] >= nbytes).nonzero()[0]
+        return int(free[large[0] if large.size else -1])
+
+
+class _Block:
+    """The rectangles of some time, by offset: first, last, offset, stop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.taken = np.zeros((4, 64), dtype=np.int64)  # more columns than are in use
+
+    def put(self, *rectangle: int) -> None:
+        if self.number == self.taken.shape[1]:
+            self.taken = np.hstack((self.taken, np.zeros_like(self.taken)))
+        at = self.taken[2, : self.number].searchsorted(rectangle[2])
+        self.taken[:, at + 1 : self.number + 1] = self.taken[:, at : self.number]
+        self.taken[:, at] = rectangle
+        self.number += 1
+
+
+def _together(taken: Sequence[Numbers]) -> Numbers:
+    """The rectangles of several blocks, by offset; those of more than one are there more than once."""
+    if len(taken) == 1:
+        return taken[0]
+    every = np.hstack(taken)
+    return every[:, every[2].argsort()]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import PLAIN, Options, options, place, tiered_steps
 
 from gs_compile.passes.lower import StepSpec, flush, lower
+from gs_compile.placement import slab
 from gs_compile.placement.kinds import slot_of
 from gs_compile.placement.placement import StepContext
 from gs_compile.placement.slab import PAGE_NBYTES, conflicts, fixed_offsets, packed
@@ -35,6 +37,27 @@ def test_programs_of_a_run_agree_and_nothing_overlaps(step, chosen, speculative,
         assert common.items() <= program.offsets.items()
         assert all(program.offsets[key] >= fixed.nbytes for key in apart & program.offsets.keys())
         assert all(offset % PAGE_NBYTES == 0 for offset in program.offsets.values())
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 8)), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(SPANS, st.integers(1, 5)), max_size=12), st.sampled_from((1, 8, 100)))
+def test_each_stands_at_the_lowest_offset_that_is_free_for_as_long_as_it_is_alive(wanted, block):
+    """Of one that is alive several times, in all of them; whatever the blocks that time is looked through in."""
+    spans = [tuple((first, first + length) for first, length in each) for each, _ in wanted]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(slab, "BLOCK", block)
+        offsets = slab._Packing(3, 30).fill({at: (nbytes, spans[at]) for at, (_, nbytes) in enumerate(wanted)})
+    for at, (_, nbytes) in enumerate(wanted):
+        taken = {
+            byte
+            for other in range(at)
+            if any(a < d and c < b for a, b in spans[at] for c, d in spans[other])
+            for byte in range(offsets[other], offsets[other] + wanted[other][1])
+        }
+        free = (start for start in range(3, 1000) if taken.isdisjoint(range(start, start + nbytes)))
+        assert offsets[at] == next(free)
 
 
 def test_late_updates_alone_are_as_far_apart_as_in_a_step_where_layers_between_have_none():
