@@ -214,28 +214,28 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
 
     Raises `MemoryBudgetError` where none does.
     """
-    trial = problem.bundled
     by_alpha: dict[float, Candidate] = {}
-    for bundled in sorted(_tries(trial, best), key=lambda each: each.seconds):
-        alpha, candidate = bundled.solution.alpha, None
-        if alpha in by_alpha:
-            continue
-        if trial is problem or (not problem.will_run and problem.solved(problem.number, alpha)):
-            candidate = bundled
-        elif problem.will_run:
-            candidate = _fitting(problem, alpha, bundled.spare, bundled.less)
-        if candidate and not is_small_step(problem):
-            return [candidate]
-        by_alpha |= {alpha: candidate} if candidate else {}
-    if by_alpha:
-        return list(by_alpha.values())
-    scarce = _of_any_alpha(problem)
-    if scarce is None:
+    for tried in sorted(_tries(problem.trial, best), key=lambda each: each.seconds):
+        if candidate := _whole(problem, tried):
+            by_alpha.setdefault(candidate.solution.alpha, candidate)
+        if by_alpha and not is_small_step(problem):
+            break
+    if not by_alpha and (scarce := _of_any_alpha(problem)):
+        return [scarce]
+    if not by_alpha:
         raise MemoryBudgetError(
             "no program of a plan by the linear program keeps the budgets: give more host_memory or device_memory, or "
             "a smaller micro_batch_size"
         )
-    return [scarce]
+    return list(by_alpha.values())
+
+
+def _whole(problem: Problem, tried: Candidate) -> Candidate | None:
+    """A candidate of a problem's trial as one of its steps; None where these do not fit so."""
+    alpha, steps = tried.solution.alpha, problem.steps
+    if steps is not problem.trial:
+        return _fitting(steps, alpha, tried.spare, tried.less)
+    return tried if steps is problem or problem.solved(problem.number, alpha) else None
 
 
 def _tries(problem: Problem, best: Solution) -> list[Candidate]:

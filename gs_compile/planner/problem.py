@@ -178,18 +178,18 @@ class Problem:
 
     @property
     def steps(self) -> Problem:
-        """The problem of the steps that a plan looks at: what is going to run as it is, else as `bundled`."""
-        return self if self.will_run else self.bundled
+        """The problem of the steps that a plan looks at: what is going to run as it is, else as `trial` bundles it."""
+        return self if self.will_run or self.request.schedule in BY_MICRO_BATCH else self.trial
 
     @cached_property
-    def bundled(self) -> Problem:
-        """The problem with a large step's micro-batches in a few bundles, each of which stands for several.
-
-        Not where each micro-batch brings in the whole model: a few would bring it in a few times.
+    def trial(self) -> Problem:
+        """The problem with a few micro-batches for a large step's, by which placements are compared: in bundles, each
+        of which stands for several. Where each brings in the whole model, as it is: then the others do as these.
         """
-        is_small = self.number <= NUM_BUNDLES or self.number * self.workload.num_layers <= LARGE
-        if is_small or self.request.schedule in BY_MICRO_BATCH:
+        if self.number <= NUM_BUNDLES or self.number * self.workload.num_layers <= LARGE:
             return self
+        if self.request.schedule in BY_MICRO_BATCH:
+            return self.at(NUM_BUNDLES)
         times = self.number / NUM_BUNDLES
         return self.of(self.workload.scaled(code=times, activations=times)).at(NUM_BUNDLES)
 

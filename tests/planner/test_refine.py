@@ -32,7 +32,7 @@ class Faked:
     workload = WORKLOAD
     beyond = 0
     will_run = True
-    trial = None  # what a large step is looked at with; itself
+    few = None  # what a large step is looked at with; itself
     number = 3
     unsolved = ()  # alphas with which nothing fits
     seconds_on_device = staticmethod(lambda nbytes: 1.0)
@@ -58,8 +58,8 @@ class Faked:
         return SimpleNamespace(seconds=self.bound, num_micro_batches=number, decision=decision, **names)
 
     @property
-    def bundled(self):
-        return self.trial or self
+    def trial(self):
+        return self.few or self
 
     def placement(self, decision):
         return decision
@@ -146,7 +146,7 @@ def test_nothing_is_late_where_that_is_faster_or_fits_alone(settings, asked, alp
 def test_a_large_step_has_an_alpha_with_which_all_of_it_fits():
     """A few bundles of micro-batches may take less memory than all of these."""
     faked, bundles = Faked(), Faked()
-    faked.will_run, faked.trial, faked.unsolved = False, bundles, (0.0,)
+    faked.will_run, faked.few, faked.unsolved = False, bundles, (0.0,)
     bundles.budgets, bundles.request, bundles.best = BUDGETS, Request(), 0.0
     assert faked.refined(best=0.25).solution.alpha == 0.25
     faked.unsolved = ()
@@ -212,13 +212,21 @@ def test_a_large_step_is_simulated_in_bundles(machine, hidden, monkeypatch):
 
 
 def test_a_large_step_that_brings_the_model_in_for_each_micro_batch_is_not_bundled(monkeypatch):
-    """Its time grows with the number of micro-batches, as the linear program says."""
+    """Its time grows with the number of micro-batches, as the linear program says. Placements are compared by a few of
+    these: a thousand took minutes.
+    """
     request = Request(schedule="horizontal", host_memory=300 * 10**6)
     given = problem(gpt(6, 512, sequence=64, vocabulary=2000), CPU, 16, request=request)
+    monkeypatch.setattr("gs_compile.planner.choose.GOOD_ENOUGH", 0.5)  # so that several are compared
+    placed = choose(given, given.search()).placement
     monkeypatch.setattr("gs_compile.planner.problem.LARGE", 60)
+    numbers, predicted = [], Problem.predicted
+    monkeypatch.setattr(Problem, "predicted", lambda each, *args: numbers.append(each.number) or predicted(each, *args))
     chosen = choose(replace(given, will_run=False), given.search())
+    assert numbers.count(16) == 2 < numbers.count(8)  # with and without data in memory
     assert chosen.program.num_micro_batches == 16
     assert chosen.seconds == pytest.approx(chosen.solved.seconds, rel=0.1)
+    assert chosen.placement == placed
 
 
 def test_alpha_is_that_of_the_faster_step_with_all_that_stays_in_memory():
