@@ -29,7 +29,7 @@ def plan_stacks(problem: Problem, search: Search) -> StepPlan:
     """
     alike = _alike(problem)
     try:
-        apart = with_saved(problem, choose(problem, search))
+        apart = with_saved(choose(problem, search))
     except MemoryBudgetError:
         if alike is None:
             raise
@@ -47,7 +47,7 @@ def _alike(problem: Problem) -> StepPlan | None:
         return None
     alike = replace(problem, apart=False)
     with suppress(MemoryBudgetError):
-        return with_saved(alike, choose(alike, alike.search()))
+        return with_saved(choose(alike, alike.search()))
     return None
 
 

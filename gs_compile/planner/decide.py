@@ -7,8 +7,16 @@
                                 (`saved`), with delayed updates and speculative ones
     nothing fits by that        but the program of the least does: host memory keeps the least it can
 
-Updates are whole, or in pieces, which take less memory; layers run on all tokens at a time, or on some of them: where
-there is no room for whole ones, or better use for it (`in_pieces`).
+What is tried beside the linear program's solution, each within the one above it, and taken where the simulator finds
+a step faster:
+
+    masters         whole ones in the place of split ones                                   `_faster_masters`
+    pieces          updates or layers in pieces; where whole ones do not fit, too           `in_pieces`
+    clipping        speculative updates in the place of delayed ones                        `_best_clipping`
+    stacks          ratios of their own in the place of the same                            `apart`
+    activations     saved ones in the place of computing them again                         `saved`
+    homes           another alpha, some memory left free, nothing in host memory            `choose.refined`
+    boundary        what stays in memory between two uses, what is read earlier             `boundary`
 """
 
 from __future__ import annotations

@@ -46,12 +46,12 @@ def is_open(request: Request) -> bool:
     return not is_given and not request.spec.fills_memory
 
 
-def with_saved(problem: Problem, plan: StepPlan) -> StepPlan:
+def with_saved(plan: StepPlan) -> StepPlan:
     """The plan with saved activations, where that is faster than `plan`, which is without."""
-    if not is_open(problem.request) or not _may_pay(problem, plan):
+    if not is_open(plan.problem.request) or not _may_pay(plan):
         return plan
-    wider = problem.wider
-    if wider is problem or not wider.workload.worthwhile:
+    wider = plan.problem.wider
+    if wider is plan.problem or not wider.workload.worthwhile:
         return plan
     plans = [plan, *_by_program(wider, plan)]
     best = min([*plans, *(_at_the_turn(wider, each) for each in plans)], key=lambda each: each.seconds)
@@ -118,14 +118,14 @@ def computed(workload: Workload, shares: Shares) -> float:
     return none + more / (workload.savable(range(workload.num_layers)) or 1.0)
 
 
-def _may_pay(problem: Problem, plan: StepPlan) -> bool:
+def _may_pay(plan: StepPlan) -> bool:
     """Whether the step would be faster if nothing were computed again, and nothing saved for that."""
     if plan.simulation.busy["compute"] > MOST_COMPUTED:
         return True
-    workload = problem.workload
+    workload = plan.workload
     layers = range(workload.num_layers)
     costs = {unit: cost.without_recomputation() if unit in layers else cost for unit, cost in workload.costs.items()}
-    without = problem.of(replace(workload, costs=costs)).solved(plan.num_micro_batches)
+    without = plan.problem.of(replace(workload, costs=costs)).solved(plan.num_micro_batches)
     return without is not None and without.seconds * WORTH < plan.bound_seconds
 
 

@@ -87,7 +87,7 @@ def test_a_step_is_never_slower_for_what_it_saves(alpha, number_of_machines):
         if not given.solved(number):
             continue
         without = choose(given, given.search())
-        found = with_saved(given, without)
+        found = with_saved(without)
         assert found.seconds <= without.seconds
         assert bool(found.placement.decision.shares) == (found.seconds < without.seconds)
         assert bool(found.placement.decision.shares) == any("keep their activations" in note for note in found.notes)
@@ -169,7 +169,7 @@ def test_the_topmost_layers_save_what_has_room_at_the_turn():
     machine = replace(CPU, matmul_flops_per_second={"bf16": 5e11}, **slow)
     given = problem(workload, machine, 4, request=Request(alpha=0.0), bare=True, host_nbytes=host_nbytes)
     without = choose(given, given.search())
-    found = with_saved(given, without)
+    found = with_saved(without)
     assert {(share.tier, share.is_topmost) for share in found.placement.decision.shares} == {
         ("host", True),
         ("ssd", False),
@@ -204,11 +204,11 @@ def test_a_step_that_computes_nearly_all_the_time_saves_however_slow_the_linear_
     given = problem(workload, slow, 4, request=request, bare=True, host_nbytes=GB)
     without = choose(given, given.search())
     assert without.simulation.busy["compute"] > 0.9
-    found = with_saved(given, without)
+    found = with_saved(without)
     assert without.seconds / found.seconds > 1.05
     assert found.placement.decision.shares
     monkeypatch.setattr(saved, "MOST_COMPUTED", 1.0)
-    assert with_saved(given, without) is without
+    assert with_saved(without) is without
 
 
 def test_where_all_but_activations_fits_in_memory_drives_may_take_some():
