@@ -120,15 +120,24 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
         for key, each in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"{where}: the key {key!r} is not a string")
+            _check_text(key, f"a key of {where}")
             check_plain(each, f"{where}.{key}", depth + 1)
     elif isinstance(value, list | tuple):
         if depth == MAX_DEPTH or not _are_plain(value):
             for each in value:
                 check_plain(each, where, depth + 1)
     elif isinstance(value, str):
-        value.encode()  # half of a pair of surrogates is no letter
+        _check_text(value, where)
     elif not (value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST)):
         raise ValueError(f"{where}: {type(value).__name__}: not of JSON, or too large")
+
+
+def _check_text(text: str, where: str) -> None:
+    """Raise a ValueError for what is no text: a JSON parser refuses half of a pair of surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: surrogates, as in a file's name that is not in UTF-8, are no text") from None
 
 
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:

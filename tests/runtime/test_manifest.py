@@ -99,7 +99,8 @@ def test_what_is_renamed_has_been_synced_and_the_folder_after_it(folder, manifes
     [
         ({"a": [object()]}, "user.a: object: not of JSON"),
         ({"a": {3: 1}}, "user.a: the key 3 is not a string"),
-        ("\ud800", "surrogates"),
+        ("\ud800", "user: surrogates"),
+        ({"a": {"\ud800": 1}}, "a key of user.a: surrogates"),
         (reduce(lambda inner, _: [inner], range(200), 0), "user: deeper than 100"),
         (reduce(lambda inner, _: {"a": inner}, range(200), 0), "deeper than 100"),
         ("x" * (64 << 20), r"64\.0 MiB at most"),
