@@ -63,7 +63,9 @@ class Store(contextlib.AbstractContextManager["Store"]):
         agree: Agree | None = None,
     ) -> None:
         self.pid = os.getpid()
-        self._folders = threading.Lock()  # whoever commits or ends has it: the end removes what no commit names
+        # Whoever commits or ends has it: the end removes what no commit names. Garbage may be collected within the end,
+        # and end it once more.
+        self._folders = threading.RLock()
         self._closed = False
         self.counts = threading.Lock()
         self.moved_nbytes: Counter[tuple[ssd.Verb, str]] = Counter()  # by direction and extent, asked for so far

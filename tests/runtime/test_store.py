@@ -148,6 +148,17 @@ def test_a_file_that_fails_as_it_is_closed_leaves_no_other_open(tmp_path, monkey
     assert not second.files[0].path.exists()
 
 
+def test_a_store_that_is_closed_within_its_own_end_is_closed(tmp_path, monkeypatch):
+    """As by garbage that is collected while the interpreter ends. Fault: the process waited for itself."""
+    store, close = Store([tmp_path]), drive.Drive.close
+    monkeypatch.setattr(drive.Drive, "close", lambda each: (store.close(), close(each)))
+    ending = threading.Thread(target=store.close, daemon=True)
+    ending.start()
+    ending.join(10)
+    assert not ending.is_alive()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_store_closes_when_the_interpreter_ends(tmp_path):
     script = f"""
 import torch
