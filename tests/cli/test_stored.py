@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import resource
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from stored_run import RUN, name_of, save, stored_folders, stored_run, values
 from test_store_command import names, printed, refused, run
 
 from gs_compile.cli.stored import verify
+from gs_compile.cli.stored.values import Values
 from gs_compile.errors import ManifestError, StorageError
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.folder import LOCK, Folder
@@ -172,6 +174,37 @@ def test_export_puts_the_shares_of_ranks_together(folders, commit, tmp_path):
     found = loaded(tmp_path / "out")
     assert torch.equal(found["layers.0.weight"].flatten(), whole[:6400])
     assert torch.equal(found["layers.0.bias"], whole[12800:12864])
+
+
+def test_export_takes_one_of_ranks_that_have_the_same_shard(folders, commit, tmp_path):
+    """As of a mesh with replicas. Fault: these were taken for ranks of two runs, and no directory has those of one."""
+    for rank in range(2):
+        folder = folders[0].with_name(f"greedysnake-run-{rank}" if rank else folders[0].name)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        save(folder, stored_run(folder, run=f"89abcde{rank}", together="0123abcd"))
+    printed("export", folders[0].parent, tmp_path / "out", "--masters")
+    assert torch.equal(loaded(tmp_path / "out")["layers.0.weight"], of_layer()[0, :6400].view(64, 100))
+
+
+def test_export_reads_the_shares_of_ranks_one_after_the_other(folders, commit, tmp_path, monkeypatch):
+    """Fault: it held as many times the largest tensor as there were ranks."""
+    parameters = tuple(replace(each, offset=each.offset and 12800) for each in commit.parameters)
+    for rank in range(4):
+        folder = folders[0].with_name(f"greedysnake-run-{rank}" if rank else folders[0].name)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        of_rank = {"run": f"89abcde{rank}", "world": 4, "rank": rank, "parameters": parameters}
+        save(folder, stored_run(folder, seed=rank, **of_rank))
+    read_one, made, most = Values.read, [], []
+
+    def read_and_count(*args, **kwargs):
+        made.append(weakref.ref(found := read_one(*args, **kwargs)))
+        most.append(sum(each() is not None for each in made))
+        return found
+
+    monkeypatch.setattr(Values, "read", read_and_count)
+    printed("export", folders[0].parent, tmp_path / "out", "--masters")
+    assert len(made) == 3 * 4
+    assert max(most) == 3  # a bias is put together in the shard of its weight
 
 
 def test_export_takes_the_step_that_all_ranks_have(folders, commit, tmp_path):

@@ -1,7 +1,7 @@
 """export: the values of a commit as safetensors, one shard after the other.
 
-A shard is no larger than the largest tensor, so memory holds about one. Ranks' shares are put together from the commits
-of all ranks.
+A shard is no larger than the largest tensor, so memory holds about one, or two where ranks' shares are put together,
+from the commits of all ranks.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ def export(runs: Sequence[Found], target: Path, *, masters: bool = False, states
 
 
 def _one_run(runs: Sequence[Found]) -> list[Manifest]:
-    """The commits of all ranks of the one run there is."""
+    """The commits of all ranks of the one run there is; of ranks that have the same shard one."""
     for each in runs:
         if each.problem is not None:
             raise each.problem
-    ranks = sorted(
-        {each.known[0].run: each for each in runs if each.known}.values(), key=lambda each: each.known[0].rank
-    )
+    shards = {(each.known[0].together or each.known[0].run, each.known[0].rank): each for each in runs if each.known}
+    ranks = sorted(shards.values(), key=lambda each: each.known[0].rank)
     words = ", ".join(
         f"run {each.run} of rank {each.rank} of {each.world} at step {each.step}"
         for found in ranks
@@ -89,8 +88,8 @@ def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Entry]:
 
         def read(span: Any = span, dtype: torch.dtype = dtype) -> Tensor:
             if span.codec:  # of which no rank's share is decoded alone
-                return dense(span.view(_whole([each.read_any(span.elements, None) for each in ranks])))
-            found = _whole([each.read(span, master=True) for each in ranks])
+                return dense(span.view(_whole(each.read_any(span.elements, None) for each in ranks)))
+            found = _whole(each.read(span, master=True) for each in ranks)
             return found if found.dtype == dtype else narrow(found, dtype)
 
         yield Entry(name, nbytes, read)
@@ -108,16 +107,17 @@ def _states(ranks: Sequence[Values]) -> Iterator[Entry]:
         for number, component in enumerate(span.components or first.commit.components):
 
             def read(span: Any = span, number: int = number) -> Tensor:
-                return _whole([each.component(span, number) for each in ranks])
+                return _whole(each.component(span, number) for each in ranks)
 
             yield Entry(f"{name}.{component}", nbytes, read)
 
 
-def _whole(shares: list[Tensor]) -> Tensor:
-    """A tensor of which each rank has some elements, and zeros in the places of the others."""
-    whole = shares.pop()
+def _whole(shares: Iterator[Tensor]) -> Tensor:
+    """A tensor of which each rank has some elements, and zeros in the places of the others; two are read at a time."""
+    whole = next(shares)
     for each in shares:
         whole.view(torch.uint8).bitwise_or_(each.view(torch.uint8))
+        del each  # before the next one is read
     return whole
 
 
