@@ -310,5 +310,7 @@ def train(
     do_with_all()
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Trainer prints what it logs
         done = train(file, changes or ())
+    if done is None:
+        return
     loss = "" if done["loss"] is None else f", loss {done['loss']:.4g}"
     typer.echo(json.dumps(plain(done)) if as_json else f"{done['steps']} steps{loss}; saved in {done['saved']}")

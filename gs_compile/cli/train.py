@@ -13,8 +13,9 @@ from gs_compile.hf.recipe import Recipe, trainer_of
 EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 
 
-def train(file: Path, changes: Sequence[str]) -> dict[str, Any]:
-    """Train and save: where, steps and the last loss. changes: as ``args.max_steps=5``, over what the file says.
+def train(file: Path, changes: Sequence[str]) -> dict[str, Any] | None:
+    """Train and save: where, steps and the last loss; None: another rank tells of it. changes: as
+    ``args.max_steps=5``, over what the file says.
 
     Raises OptionError for a file or a change that is no such thing, and what `Recipe.of` and `trainer_of` raise.
     """
@@ -24,6 +25,8 @@ def train(file: Path, changes: Sequence[str]) -> dict[str, Any]:
     trainer = trainer_of(Recipe.of(given))
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
+    if not trainer.is_world_process_zero():
+        return None
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "saved": trainer.args.output_dir,
@@ -82,5 +85,5 @@ def _parsed(text: str, where: object = "this") -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise OptionError(f"{where} is no YAML: {error}") from error

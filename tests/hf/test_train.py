@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import command_line
 import pytest
@@ -13,6 +14,7 @@ import trl
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gs_compile.cli import train
 from gs_compile.cli.train import _apply, _parsed
 from gs_compile.errors import OptionError
 from gs_compile.hf.recipe import Recipe
@@ -138,6 +140,16 @@ def test_data_that_are_damaged_or_empty(name, content, message, written, tmp_pat
     assert message in told
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_rank_tells_of_a_run(is_first, written, monkeypatch):
+    """Fault: each rank printed an object, and all of them together were no JSON."""
+    trainer = Mock(is_world_process_zero=lambda: is_first)
+    trainer.args.output_dir, trainer.state = "here", Mock(global_step=3, log_history=[{"loss": 0.5}])
+    monkeypatch.setattr(train, "trainer_of", lambda _: trainer)
+    result = run(written())
+    assert (result.exit_code, result.stdout) == (0, '{"saved": "here", "steps": 3, "loss": 0.5}\n' * is_first)
+
+
 def test_values_of_changes():
     given = {"args": {"lr": 1}}
     for change in ("args.lr=1e-4", "args.layers=[0, 1]", "options.storage=/a=b", "model.tied=false"):
@@ -146,8 +158,9 @@ def test_values_of_changes():
         "args": {"lr": 1e-4, "layers": [0, 1]}, "options": {"storage": "/a=b"}, "model": {"tied": False}
     }  # fmt: skip
     assert _parsed("2026-11-30") == "2026-11-30", "a date names a folder"
-    with pytest.raises(OptionError, match="this is no YAML"):
-        _parsed("[")
+    for text in ("[", "[" * 100_000):
+        with pytest.raises(OptionError, match="this is no YAML"):
+            _parsed(text)
     with pytest.raises(OptionError, match="'model' is missing: name the model and the data"):
         Recipe.of({"data": "x.txt"})
 

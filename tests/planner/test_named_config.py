@@ -86,9 +86,10 @@ def test_a_name_that_nothing_has(name, message):
 
 def test_a_file_that_is_no_config(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text("{")
-    with pytest.raises(PlanError, match="no config can be read there"):
-        named_config(str(path))
+    for text in ("{", "[" * 100_000):  # fault: the second was a traceback
+        path.write_text(text)
+        with pytest.raises(PlanError, match="no config can be read there"):
+            named_config(str(path))
     path.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 0}))
     with pytest.raises(PlanError, match="llama: integer division"):  # fault: a traceback
         named_config(str(path))

@@ -138,7 +138,7 @@ def test_an_error_names_the_file(tmp_path):
         Profile.load(path)
 
 
-@pytest.mark.parametrize("content", ["{", "", b"\xff\xfe\x00"])
+@pytest.mark.parametrize("content", ["{", "", b"\xff\xfe\x00", "[" * 100_000])
 def test_what_is_not_json_is_refused(tmp_path, content):
     path = tmp_path / "machine.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -122,7 +122,7 @@ def _read(model: str) -> dict[str, Any]:
         path = _downloaded(model)
     try:
         fields = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(
             f"{path}: no config can be read there ({error}): give a config.json, or the folder of a model"
         ) from error

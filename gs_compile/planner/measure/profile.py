@@ -147,7 +147,7 @@ class Profile:
         """The profile in a file; raises `ProfileError` where it is not one, or is of a newer format."""
         try:
             values = json.loads(Path(path).read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"{path}: no machine profile can be read there: {error}") from error
         try:
             return cls.of(values)
