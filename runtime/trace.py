@@ -70,7 +70,7 @@ class Trace:
 
     def __init__(self, *, events: bool = False) -> None:
         self.enabled = events
-        self.at: tuple[Program, int] | None = None  # the operation that is issued
+        self.at: tuple[Program, int] | None = None  # the operation of a step that was issued last
         self.number = -1  # of its `Issue`, where operations are recorded
         self._lock = threading.Lock()
         self.reset()
@@ -85,7 +85,8 @@ class Trace:
 
     def issue(self, program: Program, index: int) -> None:
         """An operation is issued now; labels of what it does have its number."""
-        self.at = program, index
+        if program.trains:
+            self.at = program, index
         if self.enabled:
             self.number += 1
             self._issues.append(Issue(self.number, time.perf_counter(), program, index))

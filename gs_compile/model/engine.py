@@ -41,6 +41,7 @@ from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.issue import TieredExecutor
+from gs_compile.runtime.ranks import failing_together
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.sums import Sums
@@ -83,6 +84,7 @@ class Engine(ParameterStore):
         begun_with = prepared or plan_tiers(optimizer, call)
         layout, stored, self.planning = begun_with
         self.latest = self.planning.placement, self.planning.builder.shape  # of the latest call
+        self.stepped = self.planning.planned_step, self.planning.placement  # the program of the latest backward
         tiers = open_tiers(begun_with, optimizer)
         try:
             super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
@@ -187,14 +189,11 @@ class Engine(ParameterStore):
 
     def forward(self, executor: TieredExecutor, call: Call) -> None:
         """The forward half, and all late updates with it, also where the model's own code fails."""
-        _, shape = self.latest
         try:
-            executor.forward()
+            self.open.begin(executor, call)
         finally:
             if self.durable is not None:
-                self.durable.end_call(training=shape.training)
-        if shape.training:
-            self.open.add(executor, call)
+                self.durable.end_call(training=call.training)
         self.first_step.let_go()
 
     def refuse_given_up(self, executor: Executor) -> None:
@@ -254,6 +253,7 @@ class Engine(ParameterStore):
     def end_backward(self, executor: TieredExecutor, call: Call, repeat: Callable[[Engine], None]) -> None:
         """The backward of a call has run; repeat: runs the call and its backward on another engine."""
         self.open.end(executor, call)
+        self.stepped = executor.program, executor.placement
         self.sums.counted()
         if self.record is not None:
             self.record.num_tokens += call.num_tokens
@@ -321,7 +321,7 @@ class Engine(ParameterStore):
         self.sums.end_step(record)
         self.num_steps += 1
         if self.num_steps == 1:
-            tell_what_calls_cost(self.num_backwards, self.snapshots[-1], self.latest[0])
+            tell_what_calls_cost(self.num_backwards, *self.stepped)
         self.num_backwards = 0
         self.first_step.close()
         self.open.abandon("optimizer.step() was called")
@@ -331,7 +331,7 @@ class Engine(ParameterStore):
     @property
     def _predicted_seconds(self) -> float:
         """Seconds of the step under way, if it is one that was planned and simulated; else nan."""
-        plan, is_planned = self.planning.planned.plan, self.latest[0] is self.placement
+        plan, is_planned = self.planning.planned.plan, self.stepped[1] is self.placement
         return plan.seconds if plan and plan.is_solved and is_planned and self.num_backwards == 1 else math.nan
 
     def flush(self, *, commit: bool = False) -> None:
@@ -355,9 +355,10 @@ class Engine(ParameterStore):
         """Return when the last step is durable, with all that belongs to it by now."""
         self._refuse_unfinished()
         self.announce("a commit")
-        self.open.abandon("optimizer.commit() was called")
-        self.flush(commit=True)
-        super().synchronize()
+        with failing_together(self.ranks):  # the others wait on their lanes for this one's part in it
+            self.open.abandon("optimizer.commit() was called")
+            self.flush(commit=True)
+            super().synchronize()
         self.is_changed = False
 
     @in_turn
@@ -409,7 +410,7 @@ class Engine(ParameterStore):
         if self.record is None or self.accumulates:
             return
         if self.num_steps and self.optimizer is not None and is_zeroed(self.optimizer.group_of):
-            self.optimizer.close_step()  # without its gradients
+            self.optimizer.close_step(is_late=True)  # without its gradients
             return
         early = self.placement.has_early and not self.placement.speculative
         if early and (self.record.updated or not self.record.skipped):

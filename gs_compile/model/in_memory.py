@@ -36,9 +36,13 @@ BUCKET_NBYTES = 25 << 20  # that are exchanged at once, as DistributedDataParall
 
 
 def parameters_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
-    """The parameters of an optimizer that are in memory, and their places in it."""
+    """The parameters of an optimizer that are in memory, and their places in it; not those that are materialized."""
     parameters = [parameter for group in groups for parameter in group["params"]]
-    return ((place, each) for place, each in enumerate(parameters) if not is_offloaded(each))
+    return (
+        (place, each)
+        for place, each in enumerate(parameters)
+        if not (is_offloaded(each) or residency_of(each).is_materialized)
+    )
 
 
 def by_name(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:

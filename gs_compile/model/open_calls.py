@@ -36,7 +36,19 @@ class OpenCalls:
     def __contains__(self, executor: Executor) -> bool:
         return executor in self._calls
 
-    def add(self, executor: TieredExecutor, call: Call) -> None:
+    def begin(self, executor: TieredExecutor, call: Call) -> None:
+        """Run the forward of a call; one that trains is open from then on. Where it ends early, also by the user, it
+        leaves no memory taken.
+        """
+        try:
+            executor.forward()
+            if call.training:
+                self._add(executor, call)
+        except BaseException:
+            executor.close()
+            raise
+
+    def _add(self, executor: TieredExecutor, call: Call) -> None:
         self._calls[executor] = weakref.ref(call)
         self._undone.add(call)
         self.most_undone = max(self.most_undone, len(self._undone))

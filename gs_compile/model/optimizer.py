@@ -145,8 +145,8 @@ class Optimizer(torch.optim.Optimizer):
             record.dtype = reduce(torch.promote_types, {each.dtype for each in self._parameters}, record.dtype)
         return record
 
-    def close_step(self) -> None:
-        """Close the step whose backward has run."""
+    def close_step(self, *, is_late: bool = False) -> None:
+        """Close the step whose backward has run. is_late: the next batch may be taken, so samplers are as after it."""
         raise NotImplementedError
 
     @property

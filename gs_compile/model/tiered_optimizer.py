@@ -75,7 +75,7 @@ class TieredOptimizer(Optimizer):
         return loss
 
     @in_turn
-    def close_step(self) -> None:
+    def close_step(self, *, is_late: bool = False) -> None:
         """Another thread that reads or commits finds all of a step, or nothing."""
         assert self.engine is not None, "there was a call"
         take_given(self._parameters)
@@ -85,6 +85,8 @@ class TieredOptimizer(Optimizer):
         if (record := finished or self._step_in_memory()) is None:
             return
         in_memory.refuse(self.param_groups, record)
+        if finished is not None and self.engine.durable is not None and not is_late:
+            self.kept.end_step()  # ahead of all that changes: objects of the user's may raise
         with self.engine.tiers.whole():
             if finished is not None:
                 self.engine.finish(record)
@@ -96,8 +98,6 @@ class TieredOptimizer(Optimizer):
                 self.num_skipped += record.skipped
                 self._count_missed(record)
                 self.steps.become(self.steps.taken + (not record.skipped))
-                if self.engine.durable is not None:
-                    self.kept.end_step()
         self._note(self.engine, record)
         is_bad = record.skipped and not record.is_dropped
         if is_bad and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
@@ -194,7 +194,8 @@ class TieredOptimizer(Optimizer):
         engine = self._recorded()
         engine.tiers.synchronize()
         inline = engine.tiers.setting.device.current_stream() is None
-        return mean_bubbles(list(measured(engine.tiers.trace, engine.latest[0], engine.snapshots[-1], inline=inline)))
+        program, placement = engine.stepped
+        return mean_bubbles(list(measured(engine.tiers.trace, placement, program, inline=inline)))
 
     def _recorded(self) -> Engine:
         if self.engine is None or not self.engine.tiers.trace.enabled:

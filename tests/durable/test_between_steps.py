@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from killed import resumed
@@ -116,6 +118,50 @@ def test_a_resumed_run_commits_the_position_of_its_step_and_not_of_the_batch_und
             loss_of(model, tokens(1))
         optimizer.commit()
     assert read(tmp_path / FOLDER).states["batches"] == {"taken": 1}
+
+
+def test_a_sampler_that_cannot_tell_its_state_leaves_the_step_as_it_is(harness, tmp_path):
+    """Fault: it ended the run, and the values were lost."""
+    batches, model = Batches(), harness.model
+    with harness.fresh(adamw, options(tmp_path, durability="step")) as optimizer:
+        gs_compile.resume(model, optimizer, storage=tmp_path, batches=batches)
+        loss_of(model, tokens(next(iter(batches)))).backward()
+        batches.state_dict = Mock(side_effect=RuntimeError("a worker has died"))
+        with pytest.raises(RuntimeError, match="a worker has died"):
+            optimizer.step()
+        del batches.state_dict
+        optimizer.step()
+        optimizer.commit()
+    made = read(tmp_path / FOLDER)
+    assert (made.step, made.states["batches"]) == (1, {"taken": 1})
+
+
+def test_a_batch_that_is_taken_before_a_dropped_step_is_closed_is_not_left_out(harness, tmp_path):
+    """Fault: the next call closed that step, and its commit had its own batch as one of those that were trained."""
+    batches, model = Batches(), harness.model
+    with harness.fresh(adamw, options(tmp_path, alpha=1.0, durability="step")) as optimizer:
+        gs_compile.resume(model, optimizer, storage=tmp_path, batches=batches)
+        numbers = iter(batches)
+        step(model, optimizer, tokens(next(numbers)))
+        loss_of(model, tokens(next(numbers))).backward()
+        optimizer.zero_grad()
+        loss_of(model, tokens(next(numbers)))
+        optimizer.engine.tiers.synchronize()
+        made = read(tmp_path / FOLDER)
+    assert (made.step, made.num_skipped, made.states["batches"]) == (2, 1, {"taken": 1})
+
+
+def test_a_commit_inside_materialize_is_one_that_a_run_goes_on_from(harness, tmp_path):
+    """Fault: it had all values once more, as those of parameters beside the model, and was of another model then."""
+    given, model = options(tmp_path, durability="step"), harness.model
+    with harness.fresh(adamw, given) as optimizer:
+        step(model, optimizer, tokens(0))
+        with gs_compile.materialize(model):
+            optimizer.commit()
+    assert read(tmp_path / FOLDER).rest == ()
+    with resumed(harness, adamw, given) as optimizer, torch.no_grad():
+        loss_of(model, tokens(1))
+        assert optimizer.num_steps == 1
 
 
 def test_what_no_commit_can_keep_is_refused_before_anything_has_run(harness, tmp_path):

@@ -234,6 +234,9 @@ def test_a_trace_says_what_the_computation_waited_for(pair):
     assert waits.keys() >= {"issue", "fill"}
     lanes = {cause.split()[0] for cause in waits.keys() - {"issue", "fill", "turn"}}
     assert lanes <= set(LANES)
+    with torch.no_grad():
+        loss_of(both.ours, tokens(2))
+    assert both.optimizer.waits() == waits, "an evaluation is no step"
 
 
 def test_a_commit_is_measured_with_its_step(pair):

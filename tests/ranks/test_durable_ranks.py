@@ -21,7 +21,7 @@ from tiered import gpt2, options, step, tokens
 import gs_compile
 from gs_compile.cli.stored.export import export
 from gs_compile.cli.stored.runs import found_in
-from gs_compile.errors import LeftoverError, OptionError, RankError
+from gs_compile.errors import LeftoverError, OptimizerError, OptionError, RankError
 from gs_compile.model.resume import last_of
 from gs_compile.options import Options
 from gs_compile.placement.levels import Share
@@ -169,6 +169,24 @@ def test_a_step_is_committed_again_with_what_has_changed_since(pair, tmp_path):
     for found in pair.run(commits_again, tmp_path):
         first, again = (0, None, 1), (1, [0, 1], 1)
         assert found == [(*first, [0, 0]), (*first, [0, 1]), (*again, [1, 0]), (*again, [1, 1])]
+
+
+def keeps_what_no_commit_can(info, tmp_path, how):
+    learner = Learner(info, tmp_path / "storage", durability="step")
+    learner.train(0)
+    if info.rank:
+        learner.optimizer.kept.user = {"best": torch.zeros(1)}
+    with pytest.raises(OptimizerError if info.rank else RankError) as caught:
+        learner.optimizer.commit() if how == "commit()" else learner.train(1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["commit()", "the next call"])
+def test_what_one_rank_alone_cannot_commit_ends_all(how, pair, tmp_path):
+    """Fault: in `commit()` the others waited for it, and it for them if it went on."""
+    told, own = pair.run(keeps_what_no_commit_can, tmp_path, timeout=60, how=how)
+    assert own.startswith("a commit cannot keep this: user.best: Tensor")
+    assert "rank 1 has failed: OptimizerError: a commit cannot keep this: user.best: Tensor" in told
 
 
 def saves(info, tmp_path, dies_at=None):

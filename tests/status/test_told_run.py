@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from learner import learner
 from tiered import adamw, gpt2, options, step, tokens, two_groups
 from told import ABOUT, LAST
@@ -121,6 +122,17 @@ def test_a_step_of_several_backwards_has_all_their_tokens_and_the_mean_of_their_
         assert info.num_tokens == 3 * tokens(0).numel()
         assert info.loss == pytest.approx(sum(float(loss.detach()) for loss in losses) / 3, rel=1e-6)
         assert math.isnan(info.predicted_seconds)
+
+
+def test_an_evaluation_is_no_part_of_the_step_that_it_comes_into(tmp_path):
+    """Fault: the step was shown to be at the end of its forward."""
+    with learner(tmp_path, accumulate=True) as one:
+        one.loss(0).backward()
+        before = one.optimizer.engine.reporter.record.under_way()
+        with torch.no_grad():
+            one.loss(1)
+        found = one.optimizer.engine.reporter.record.under_way()
+        assert (found.stage, found.done, found.total) == (before.stage, before.done, before.total)
 
 
 def test_a_step_under_way_is_shown_with_its_stage(tmp_path):
@@ -282,7 +294,7 @@ def test_a_short_step_has_no_bar_and_nothing_is_written_off_a_terminal(tmp_path,
 
 def test_a_step_that_has_begun_is_not_where_the_last_one_ended():
     record = RunRecord(ABOUT, trace := Trace(), lambda: ({}, {}))
-    program = SimpleNamespace(ops=[SimpleNamespace(stage=FILL), SimpleNamespace(stage=DRAIN)])
+    program = SimpleNamespace(ops=[SimpleNamespace(stage=FILL), SimpleNamespace(stage=DRAIN)], trains=True)
     for index in range(2):
         record.begin(number=index + 41)  # of a run that was resumed
         assert record.under_way() is None
