@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.capture.internals import without_modes
-from gs_compile.errors import OptimizerError, RankError
+from gs_compile.errors import GreedySnakeError, OptimizerError, RankError
 from gs_compile.model.files import CHUNK_NBYTES, copied, directory, leave_memory, mapped_rows, own_rows, whole
 from gs_compile.model.stand_in import shares_memory
 from gs_compile.runtime.codecs import Encoded
@@ -37,6 +37,16 @@ def in_turn(method: Method) -> Method:
             return method(store, *args, **kwargs)
 
     return cast(Method, run)
+
+
+def in_full(action: Callable[[], None]) -> None:
+    """Do all of something that may be done twice: a signal that comes in between is raised once it is done."""
+    try:
+        action()
+    except (KeyboardInterrupt, SystemExit):
+        with suppress(GreedySnakeError):  # of a run that has ended
+            action()
+        raise
 
 
 @dataclass
@@ -132,7 +142,7 @@ class ParameterStore:
             if own != wide and new.dtype == own:
                 master = self.tiers.read(piece, master=True) if early is None else _part(early, span, piece).to(wide)
                 new = torch.where(rounds_to(master, new), master, new.to(wide))
-            self.tiers.fill(piece, new)
+            in_full(partial(self.tiers.fill, piece, new))  # half of it would make another `new`
             leave_memory(values.untyped_storage())
         if early is not None and self._rounds_to_value(early, span):
             del self._masters[span]

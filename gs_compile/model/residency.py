@@ -30,7 +30,7 @@ from gs_compile.capture.internals import changes
 from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError
 from gs_compile.model import files
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder
-from gs_compile.model.parameter_store import ParameterStore, Reader
+from gs_compile.model.parameter_store import ParameterStore, Reader, in_full
 from gs_compile.model.stand_in import shares_memory
 from gs_compile.runtime.codecs import CODECS, Encoded, dense
 from gs_compile.runtime.ranks import Ranks
@@ -190,14 +190,21 @@ class Residency:
     def write(self, parameter: Tensor, values: Tensor) -> None:
         """Give an offloaded parameter another value; `values` of `shown_value` that have changed stay true.
 
-        What is encoded takes values that are not its own in its codec, with a `RuntimeWarning`.
+        What is encoded takes values that are not its own in its codec, with a `RuntimeWarning`. All is written, as by
+        torch, also where a signal comes; but on ranks, which would have to write together.
         """
+        if self.tiered is not None and self.tiered.store.tiers.setting.ranks is not None:
+            self._write(parameter, values)
+        else:
+            in_full(partial(self._write, parameter, values))
+
+    def _write(self, parameter: Tensor, values: Tensor) -> None:
         self.check()
         home = self.tiered
         if codec := home.span.codec if home is not None else self.codec:
             if torch.equal(files.whole(values), self.value(parameter)):
                 return
-            warnings.warn(ROUNDED.format(tuple(parameter.shape), codec), RuntimeWarning, stacklevel=3)
+            warnings.warn(ROUNDED.format(tuple(parameter.shape), codec), RuntimeWarning, stacklevel=5)
         if home is not None:
             home.store.write(home.span, values)
         if home is None or self.stash is not None:  # until the first step has ended

@@ -9,34 +9,79 @@ import torch
 from learner import same_tensors
 from tiered import adamw, loss_of, options, outcome, shared, step, tokens
 
-from gs_compile.errors import StorageFullError
+import gs_compile
+from gs_compile.errors import ReleasedParameterError, StorageFullError
 from gs_compile.model import engine
 from gs_compile.runtime.issue import TieredExecutor
+from gs_compile.runtime.tiers import Tiers
 
 KEEPS_CAPTURES = True
+
+
+def interrupted_behind(real):
+    def interrupted(executor):
+        real(executor)
+        raise KeyboardInterrupt
+
+    return interrupted
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])  # "backward": late updates alone, as reading has them made
 def test_an_interrupt_behind_late_updates_does_not_have_them_made_again(harness, monkeypatch, tmp_path, half):
     """Fault: where sums stay, as those of several backwards do, the next call made them once more."""
-    real = getattr(TieredExecutor, half)
-
-    def interrupted(executor):
-        real(executor)
-        raise KeyboardInterrupt
-
     given = options(tmp_path, accumulate=True)
     with harness.fresh(adamw, given) as optimizer:
         step(harness.model, optimizer, tokens(0))
         use = partial(loss_of, harness.model, tokens(1)) if half == "forward" else optimizer.synchronize
         with monkeypatch.context() as patched:
-            patched.setattr(TieredExecutor, half, interrupted)
+            patched.setattr(TieredExecutor, half, interrupted_behind(getattr(TieredExecutor, half)))
             with pytest.raises(KeyboardInterrupt):
                 use()
         found = outcome(harness.model, optimizer, [], [])
     with harness.fresh(adamw, given) as optimizer:
         step(harness.model, optimizer, tokens(0))
         assert not found.differences(outcome(harness.model, optimizer, [], []))
+
+
+def test_an_interrupt_as_a_forward_has_ended_gives_its_memory_back(harness, monkeypatch, tmp_path):
+    """Fault: no later call had it, so the next one took as much once more."""
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        step(harness.model, optimizer, tokens(1))
+        before = optimizer.engine.tiers.slab.nbytes
+        with monkeypatch.context() as patched:
+            patched.setattr(TieredExecutor, "forward", interrupted_behind(TieredExecutor.forward))
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(harness.model, tokens(2))
+        step(harness.model, optimizer, tokens(2))
+        assert optimizer.engine.tiers.slab.nbytes == before
+
+
+@pytest.mark.parametrize(("at", "error"), [(1, KeyboardInterrupt), (2, SystemExit), (3, KeyboardInterrupt)])
+def test_an_interrupt_within_a_write_leaves_no_half_of_a_value(monkeypatch, tmp_path, at, error):
+    """Fault: a parameter that is in several parts, or has a master, was new in some of them, and commits had that."""
+    model, real, calls = shared("bf16").model, Tiers.to_change, []
+
+    def interrupted(tiers, value):
+        calls.append(value)
+        if len(calls) == at:
+            raise error
+        return real(tiers, value)
+
+    with shared("bf16").fresh(adamw, options(tmp_path, alpha=0.5, ratios={"optimizer": 0.5})) as optimizer:
+        step(model, optimizer, tokens(0))
+        parameter = model.transformer.wte.weight
+        seen, new = parameter.detach(), torch.full_like(parameter, 0.5)
+        with monkeypatch.context() as patched, torch.no_grad():
+            patched.setattr(Tiers, "to_change", interrupted)
+            with pytest.raises(error):
+                parameter.copy_(new)
+        assert len(calls) > 3
+        assert bool((parameter == 0.5).all())
+        with gs_compile.materialize(model, master=True):
+            assert bool((model.transformer.wte.weight == 0.5).all())
+        with pytest.raises(ReleasedParameterError, match="taken before the parameter changed"):
+            seen.sum()
 
 
 def test_an_interrupt_ahead_of_a_backward_does_not_bring_back_what_was_dropped(harness, monkeypatch, tmp_path):
