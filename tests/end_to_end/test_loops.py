@@ -219,23 +219,6 @@ def all_outputs():
     return Harness(gpt2)
 
 
-def test_what_a_step_has_cost_is_told_of_it_behind_an_evaluation(harness, tmp_path, caplog):
-    """Fault: it was told of the evaluation, which moves no gradients."""
-    told = []
-    for is_evaluated in (False, True):
-        caplog.clear()
-        with harness.fresh(sgd, options(tmp_path, accumulate=True)) as optimizer, caplog.at_level("INFO"):
-            for number in range(2):
-                loss_of(harness.model, number).backward()
-            if is_evaluated:
-                with torch.no_grad():
-                    loss_of(harness.model, 2)
-            optimizer.step()
-        told.append([each.message for each in caplog.records if each.message.startswith("a step has 2 backwards")])
-    assert len(told[0]) == 1
-    assert told[0] == told[1]
-
-
 @pytest.mark.parametrize(
     "loop", [pytest.param(loop, marks=[pytest.mark.slow] * (loop in (a_sum, one_after_the_other))) for loop in LOOPS]
 )

@@ -135,6 +135,23 @@ def test_an_evaluation_is_no_part_of_the_step_that_it_comes_into(tmp_path):
         assert (found.stage, found.done, found.total) == (before.stage, before.done, before.total)
 
 
+def test_what_a_step_has_cost_is_told_of_it_behind_an_evaluation(tmp_path, caplog):
+    """Fault: it was told of the evaluation, which moves no gradients."""
+    told = []
+    for is_evaluated in (False, True):
+        caplog.clear()
+        with learner(tmp_path, accumulate=True) as one, caplog.at_level("INFO"):
+            for number in range(2):
+                one.loss(number).backward()
+            if is_evaluated:
+                with torch.no_grad():
+                    one.loss(2)
+            one.optimizer.step()
+        told.append([each.message for each in caplog.records if each.message.startswith("a step has 2 backwards")])
+    assert len(told[0]) == 1
+    assert told[0] == told[1]
+
+
 def test_a_step_under_way_is_shown_with_its_stage(tmp_path):
     with learner(tmp_path) as one:
         one.train(0)
