@@ -232,8 +232,9 @@ class FirstStep:
         roll_back(had)  # what it has not taken
         if successor.durable is not None:
             successor.durable.take_random_state()  # random numbers go on already
-        for _, repeat in done:
-            repeat(successor)
+        with successor.tiers.whole():  # or a later step() would find no gradients, and pass over them
+            for _, repeat in done:
+                repeat(successor)
         return successor
 
     def note(self, call: Call, repeat: Callable[[Engine], None]) -> None:

@@ -46,8 +46,11 @@ def forget_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def have_zeros(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those whose gradient was set to zero in place: torch updates them by it, also where no other comes."""
-    return [parameter for parameter, grad, mark in _marks(parameters) if grad is mark and mark.is_zeroed]
+    """Those whose gradient was set to zero in place, or replaced by zeros, as `take_given` leaves no other there: torch
+    updates them by it, also where no other comes.
+    """
+    found = _marks(parameters)
+    return [each for each, grad, mark in found if grad is not None and (grad is not mark or mark.is_zeroed)]
 
 
 def take_given(parameters: Iterable[Tensor]) -> None:

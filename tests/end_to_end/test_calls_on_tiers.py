@@ -297,12 +297,15 @@ def test_gradients_of_inputs(name, freeze, given, tmp_path):
     optimizer.engine.tiers.close()
 
 
-def test_a_step_of_zeros_that_had_no_backward_is_refused(harness, tmp_path):
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_step_of_zeros_that_had_no_backward_is_refused(harness, tmp_path, is_given):
     """torch would update by them; fault: nothing was done, without a word."""
     with harness.fresh(adamw, options(tmp_path)) as optimizer:
         loss_of(harness.model, tokens(0)).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=is_given)
+        if is_given:
+            harness.model.lm_head.weight.grad = torch.zeros(VOCABULARY, 32)
         with pytest.raises(
             StepOrderError, match=r"gradients of zeros .* Call optimizer\.zero_grad\(\), which drops them"
         ):

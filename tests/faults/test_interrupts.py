@@ -10,7 +10,7 @@ from learner import same_tensors
 from tiered import adamw, loss_of, options, outcome, shared, step, tokens
 
 import gs_compile
-from gs_compile.errors import ReleasedParameterError, StorageFullError
+from gs_compile.errors import LaneError, ReleasedParameterError, StorageFullError
 from gs_compile.model import engine
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.tiers import Tiers
@@ -82,6 +82,25 @@ def test_an_interrupt_within_a_write_leaves_no_half_of_a_value(monkeypatch, tmp_
             assert bool((model.transformer.wte.weight == 0.5).all())
         with pytest.raises(ReleasedParameterError, match="taken before the parameter changed"):
             seen.sum()
+
+
+def test_an_interrupt_as_a_first_step_begins_again_does_not_lose_its_gradients(harness, monkeypatch, tmp_path):
+    """Fault: `step()` found none of the backward that was to be repeated, and did nothing without a word."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with harness.fresh(adamw, options(tmp_path)) as optimizer:
+        loss_of(harness.model, tokens(0)).backward()
+        with monkeypatch.context() as patched:
+            patched.setattr(TieredExecutor, "_compute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(harness.model, tokens(1))
+        with pytest.raises(LaneError, match="KeyboardInterrupt"):
+            optimizer.step()
+        optimizer.zero_grad()
+        step(harness.model, optimizer, tokens(0))
+        assert optimizer.num_steps == 1
 
 
 def test_an_interrupt_ahead_of_a_backward_does_not_bring_back_what_was_dropped(harness, monkeypatch, tmp_path):
