@@ -51,6 +51,18 @@ def test_every_unit_is_timed_and_equal_ones_once(gpt2):
     assert [c.forward_flops for c in found.costs.values()] == [c.forward_flops for c in workload.costs.values()]
 
 
+def test_an_input_that_is_expanded_to_the_batch_is_timed():
+    """Its samples share their memory."""
+    ids, labels = zoo.batch()
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+
+    def step(model):
+        model(ids, position_ids=positions, labels=labels).loss.backward()
+
+    layout, workload = ran(zoo.small("gpt2"), step)
+    assert min(timed(workload, layout).costs["e"].seconds) > 0
+
+
 def test_levels_are_held_against_the_code_that_saves_nothing(gpt2, monkeypatch):
     """In turns, so that only their ratio to it counts; one that is not timed is as fast as the one below."""
     layout, workload = gpt2

@@ -292,7 +292,7 @@ class _Trial:
         for source, spec, placeholder in zip(unit.sources, unit.specs, placeholders, strict=True):
             tensor = _random(spec, most, generator)
             if spec.dtype == torch.bool and placeholder in dealt:
-                tensor.fill_(False)  # more places than there are entries would be an error
+                _memory(tensor).fill_(False)  # more places than there are entries would be an error
             if source.kind == "x":
                 self._reads["x"] = tensor
             elif source.kind != "fraction":
@@ -342,11 +342,19 @@ class _Trial:
 def _random(spec: TensorSpec, most: int, generator: torch.Generator) -> torch.Tensor:
     """Small normal numbers; for integers indices below `most`; for truth values True."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    memory = _memory(tensor)
     if spec.dtype.is_floating_point:
-        return tensor.normal_(0.0, 0.02, generator=generator)
-    if spec.dtype == torch.bool:
-        return tensor.fill_(True)
-    return tensor.random_(0, most, generator=generator)
+        memory.normal_(0.0, 0.02, generator=generator)
+    elif spec.dtype == torch.bool:
+        memory.fill_(True)
+    else:
+        memory.random_(0, most, generator=generator)
+    return tensor
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, which entries share where it is expanded: torch writes to no such tensor."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
 def _smallest_table(unit: UnitGraph) -> int:
