@@ -77,9 +77,16 @@ def arrange(readers: Readers, batch: Set[str], *, one: bool) -> Arrangement:
 
 
 def _goes_on(stream: ResidualStream, earlier: ResidualStream, readers: Readers, order: Mapping[fx.Node, int]) -> bool:
-    """Whether a stream's first layer takes in what the last layer of an earlier one hands on, and no other does."""
-    is_handed_on = stream.origin in earlier.nodes and order[stream.origin] <= earlier.boundaries[-1]
-    return is_handed_on and all(order[each] <= stream.boundaries[0] for each in readers[stream.origin])
+    """Whether a stream's first layer takes in what the last layer of an earlier one hands on, or what is made of that
+    alone, as text and image in one tensor, and no other does.
+    """
+    start, end, stop = earlier.boundaries[-1], order[stream.origin], stream.boundaries[0]
+    between = [node for node in earlier.nodes if start < order[node] <= end]
+    made = [node for node in earlier.nodes if order[node] <= start]
+    taken = [node for node in made if any(start < order[each] <= stop for each in readers[node])]
+    is_made_of_them = all(earlier.nodes >= {*node.all_input_nodes} for node in between)
+    is_alone = all(order[each] <= stop for node in (*taken, *between) for each in readers[node])
+    return stream.origin in earlier.nodes and is_made_of_them and is_alone
 
 
 def _with_readers(

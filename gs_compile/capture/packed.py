@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -22,29 +22,28 @@ import torch
 from torch import fx
 
 from gs_compile.capture.graph import Length, TensorSpec
-from gs_compile.capture.in_place import is_changed
-from gs_compile.capture.operations import tensor_spec
-from gs_compile.capture.residual_stream import is_like
+from gs_compile.capture.residual_stream import fit, is_like
 
 
 def together(
-    crossing: Mapping[fx.Node, Set[int]], at: Mapping[fx.Node, int], num_layers: int
+    crossing: Mapping[fx.Node, Set[int]], at: Mapping[fx.Node, int], num_layers: int, begins: Iterable[int]
 ) -> dict[int, Sequence[fx.Node]]:
     """Of the values that each unit makes for the next alone, those that one tensor is to have.
 
-    The last layer's are those that are like what it takes in itself; the prologue's, those that stand for what the
-    first layer makes of them, so that its code is that of the others. crossing: of values that units read that do not
-    make them, these units; at: the unit of each node.
+    The last layer's are those that are like what it takes in itself; of a unit that begins a stack, those that stand
+    for what the stack's first layer makes of them, so that its code is that of the others. crossing: of values that
+    units read that do not make them, these units; at: the unit of each node; begins: the units that begin a stack.
     """
     units = defaultdict[int, list[fx.Node]](list)
     for value, readers in crossing.items():
         if at[value] + 1 in readers <= {at[value] + 1, num_layers + 1}:
             units[at[value]].append(value)
-    found = {unit: values for unit, values in units.items() if 0 < unit < num_layers and _fits(values)}
+    ends = {*begins, num_layers}
+    found = {unit: values for unit, values in units.items() if unit not in ends and fit(values)}
     above = [value.meta["spec"] for value in found.get(num_layers - 1, ())]
     last = [value for value in units[num_layers] if any(is_like(value, spec) for spec in above)]
-    first = _in_place_of(found.get(1, ()), units[0])
-    found |= {unit: values for unit, values in ((num_layers, last), (0, first)) if _fits(values)}
+    first = {unit: _in_place_of(found.get(unit + 1, ()), units[unit]) for unit in begins}
+    found |= {unit: values for unit, values in (*first.items(), (num_layers, last)) if fit(values)}
     return {unit: values for unit, values in found.items() if _are_made_first(values, unit, at)}
 
 
@@ -85,18 +84,6 @@ def pack(values: Sequence[fx.Node], readers: Sequence[fx.Node]) -> tuple[list[fx
 def _are_made_first(values: Sequence[fx.Node], unit: int, at: Mapping[fx.Node, int]) -> bool:
     """Whether the unit above reads each of some values behind all of them."""
     return all(max(values) < user for value in values for user in value.users if at.get(user) == unit + 1)
-
-
-def _fits(values: Sequence[fx.Node]) -> bool:
-    """Whether one tensor can have these, which are several: each has numbers of one type for the same samples.
-
-    Readers of what is changed in place later look at memory that a copy would not have.
-    """
-    specs = [spec for value in values if (spec := tensor_spec(value)) is not None and not is_changed(value)]
-    kinds = {(spec.shape[:1], spec.dtype, spec.device, spec.batch_dims) for spec in specs}
-    are_rows = all(len(spec.shape) > 1 and spec.is_sized and spec.dtype.is_floating_point for spec in specs)
-    is_one_kind = len(kinds) == 1 and specs[0].batch_dims == (0,)
-    return 1 < len(values) == len(specs) and is_one_kind and are_rows
 
 
 def _in_place_of(values: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[fx.Node]:

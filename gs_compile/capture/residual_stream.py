@@ -11,26 +11,28 @@ behind which nodes boundaries are looked for. What was made before the first blo
 begun, is a side input and no part of the stream. What blocks make for what follows the last of them alone, as the
 logits of routers, goes there beside the stream. So where a boundary is missing, what is read behind the last block
 counts as alive until its last reader in the blocks; the last block ends as far behind its nodes as the others do.
+Where several values are alive behind a block, which the next one alone reads, one tensor has them all (`packed`).
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
+import torch
 from torch import fx
 
 from gs_compile.capture.graph import TensorSpec, block_of, source_line
-from gs_compile.capture.operations import has_samples, is_free, operation
+from gs_compile.capture.in_place import is_changed
+from gs_compile.capture.operations import has_samples, is_free, operation, tensor_spec
 from gs_compile.capture.stacks import Stack, stacks
 from gs_compile.errors import UniformityError
 
 log = logging.getLogger(__name__)
-
-LARGER = 10  # a stack is so many times another that cut as it is, so that this one is no layers: it embeds times, say
 
 Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with those of them that read it
 
@@ -39,18 +41,14 @@ Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with
 class ResidualStream:
     """A stream, and its boundaries as places in the order of the graph, one behind each block.
 
-    Where no place has one value alive, the boundary is where the next block begins.
+    Where no place has one value alive, the boundary is behind the last of the stream ahead of the next block.
     """
 
     origin: fx.Node  # the first block's input
     nodes: Set[fx.Node]  # that depend on it
     blocks: Stack  # those with nodes of the stream
     boundaries: Sequence[int]
-    num_cut: int  # how many of the blocks come before the first behind which no place has one value alive
-
-    @property
-    def is_cut(self) -> bool:
-        return self.num_cut == len(self.blocks)
+    uncut: Sequence[int]  # the blocks behind which no place has one value alive, by their numbers
 
     def start(self, place: Mapping[fx.Node, int]) -> int:
         """The place of the first that depends on its origin, or is in its first block."""
@@ -59,7 +57,7 @@ class ResidualStream:
 
 def residual_streams(readers: Readers, batch: Set[str], *, one: bool) -> list[ResidualStream]:
     """The streams that a model is cut along, in the order of the graph: of the largest stack that can be cut, and of
-    all others that can be beside it, whose blocks hand on tensors of one shape, and that are larger than a layer of it:
+    all others that can be beside it, whose blocks hand on the same shapes, and that are larger than a layer of it:
     smaller ones take no more memory as a part of a unit, and a head of several layers is no stack.
 
     Of one that can be cut only in part they are those of its parts (`of_parts`).
@@ -73,17 +71,15 @@ def residual_streams(readers: Readers, batch: Set[str], *, one: bool) -> list[Re
     for stack in found:
         if search.numel(chain.from_iterable(stack)) > least and (stream := search.stream(stack)) is not None:
             if not chosen:
-                chosen = [stream] if stream.is_cut else search.of_parts(stream, one=one)
+                chosen = [stream] if search.is_cut(stream) else search.of_parts(stream, one=one)
                 uncut += [] if chosen else [stream]
                 least = max((search.numel(block) for each in chosen for block in each.blocks), default=-1)
-            elif stream.is_cut and search.is_even(stream) and all(search.are_apart(stream, each) for each in chosen):
+            elif search.is_beside(stream, chosen):
                 chosen.append(stream)
         if chosen and one:
             break
     if not (chosen or uncut):
         raise UniformityError(_no_stream(readers, found))
-    if uncut and LARGER * sum(map(search.size, chosen)) < search.size(uncut[0]) and search.is_exchanged(uncut[0]):
-        chosen = []
     return sorted(chosen or uncut[:1], key=lambda each: each.start(search.place))
 
 
@@ -91,6 +87,18 @@ def _has_parameters(stack: Stack, batch: Set[str]) -> bool:
     """Whether its blocks read anything but the batch: a dropout that is called twice makes no layers."""
     read = {each for block in stack for node in block for each in node.all_input_nodes}
     return any(is_free(each) and each.name not in batch for each in read)
+
+
+def fit(values: Sequence[fx.Node]) -> bool:
+    """Whether one tensor can have these, which are several: each has numbers of one type for the same samples.
+
+    Readers of what is changed in place later look at memory that a copy would not have.
+    """
+    specs = [spec for value in values if (spec := tensor_spec(value)) is not None and not is_changed(value)]
+    kinds = {(spec.shape[:1], spec.dtype, spec.device, spec.batch_dims) for spec in specs}
+    are_rows = all(len(spec.shape) > 1 and spec.is_sized and spec.dtype.is_floating_point for spec in specs)
+    is_one_kind = len(kinds) == 1 and specs[0].batch_dims in ((0,), ())  # none: the batch is one sample
+    return 1 < len(values) == len(specs) and is_one_kind and are_rows
 
 
 def is_like(node: fx.Node, spec: TensorSpec) -> bool:
@@ -115,28 +123,39 @@ class _Search:
         }
         return sum(each.meta["spec"].numel for each in read if isinstance(each.meta.get("spec"), TensorSpec))
 
-    def size(self, stream: ResidualStream) -> int:
-        """The elements of what its blocks read."""
-        return self.numel(chain.from_iterable(stream.blocks))
+    def is_cut(self, stream: ResidualStream) -> bool:
+        """Whether each block of a stream hands on one value, or several that one tensor can have."""
+        return self._num_cut(stream) == len(stream.blocks)
 
-    def is_exchanged(self, stream: ResidualStream) -> bool:
-        """Whether each block of a stream hands several tensors on that one can have (`packed`), to the next alone."""
-        for end, stop in pairwise(stream.boundaries):
-            alive = [node for node in stream.nodes if self.place[node] <= end < self.last[node]]
-            specs = [node.meta["spec"] for node in alive if self.last[node] <= stop]
-            sized = [spec for spec in specs if isinstance(spec, TensorSpec) and len(spec.shape) > 1]
-            rows = [spec.dtype for spec in sized if spec.batch_dims == (0,) and spec.dtype.is_floating_point]
-            if not 1 < len(rows) == len(alive) or len({*rows}) > 1:
-                return False
-        return True
+    def _num_cut(self, stream: ResidualStream) -> int:
+        """How many blocks come before the first that hands on neither one value nor what one tensor can have."""
+        return next((block for block in stream.uncut if not self._exchanges(stream, block)), len(stream.blocks))
 
-    def is_even(self, stream: ResidualStream) -> bool:
-        """Whether tensors of one shape and dtype are alive at all boundaries."""
-        alive = [
-            node for node in stream.nodes for end in stream.boundaries if self.place[node] <= end < self.last[node]
-        ]
-        specs = [node.meta["spec"] for node in alive]
-        return isinstance(specs[0], TensorSpec) and all(is_like(node, specs[0]) for node in alive)
+    def _exchanges(self, stream: ResidualStream, block: int) -> bool:
+        """Whether a block makes all that is alive behind it for the next one, and one tensor can have it (`packed`)."""
+        if block + 1 == len(stream.blocks):
+            return False
+        below, here, above = (-1, *stream.boundaries)[block : block + 3]
+        alive = self._alive(stream, here)
+        return fit(alive) and all(below < self.place[node] and self.last[node] <= above for node in alive)
+
+    def is_beside(self, stream: ResidualStream, others: Iterable[ResidualStream]) -> bool:
+        """Whether a stream can be cut beside others."""
+        are_apart = all(self.are_apart(stream, each) for each in others)
+        return are_apart and self.is_cut(stream) and self._is_even(stream)
+
+    def _is_even(self, stream: ResidualStream) -> bool:
+        """Whether tensors of the same shapes and dtypes are alive at all boundaries, or, at the last, parts of such."""
+        first, *inner, last = (self._alive(stream, end) for end in stream.boundaries)
+        kinds = set(map(_kind, first))
+        is_even = None not in kinds and (len(kinds) == 1 or bool(stream.uncut))
+        is_even &= kinds.issuperset(map(_kind, chain.from_iterable(inner)))
+        return is_even and all(not kinds.isdisjoint((_kind(node), _kind(_whole(node)))) for node in last)
+
+    def _alive(self, stream: ResidualStream, end: int) -> list[fx.Node]:
+        """What of a stream is alive at a place, in the order of the graph."""
+        found = (node for node in stream.nodes if self.place[node] <= end < self.last[node])
+        return sorted(found, key=self.place.__getitem__)
 
     def are_apart(self, one: ResidualStream, other: ResidualStream) -> bool:
         """Whether all layers of one of two streams come before anything of the other."""
@@ -164,19 +183,26 @@ class _Search:
             behind = further
             last = {node: self._last_before(places[-1][0], ends[-1] + behind, node, origin) for node in nodes}
             found = self._boundaries(origin, ends, stops, last)
-        boundaries = [stop - 1 if each is None else each for each, stop in zip(found, stops, strict=True)]
-        num_cut = found.index(None) if None in found else len(found)
-        return ResidualStream(origin, nodes - {origin}, blocks, boundaries, num_cut)
+        order = sorted(map(self.place.__getitem__, nodes))
+        boundaries = [
+            order[bisect_left(order, stop) - 1] if each is None else each
+            for each, stop in zip(found, stops, strict=True)
+        ]
+        if found[-2] is None:  # far behind, in the next stack or the head, one value may be alive
+            found[-1] = boundaries[-1] = min(ends[-1] + _furthest(boundaries[:-1], ends), len(self.place) - 1)
+        uncut = [number for number, each in enumerate(found) if each is None]
+        return ResidualStream(origin, nodes - {origin}, blocks, boundaries, uncut)
 
     def of_parts(self, uncut: ResidualStream, *, one: bool) -> list[ResidualStream]:
         """The streams through the most of the last blocks that can be cut, and through the first ones that can, at
         least half of all together; empty: through fewer. What the blocks between, or before, make for the last ones is
         made ahead of their stream, and so is a side input.
         """
-        blocks, ahead = uncut.blocks, 0 if one or uncut.num_cut == 1 else uncut.num_cut
-        start, stop = max(1, uncut.num_cut), len(blocks) - max(2, (len(blocks) + 1) // 2 - ahead)
+        blocks, num_cut = uncut.blocks, self._num_cut(uncut)
+        ahead = 0 if one or num_cut == 1 else num_cut
+        start, stop = max(1, num_cut), len(blocks) - max(2, (len(blocks) + 1) // 2 - ahead)
         later = (self.stream(blocks[place:]) for place in range(start, stop + 1))
-        last = next((each for each in later if each is not None and each.is_cut), None)
+        last = next((each for each in later if each is not None and self.is_cut(each)), None)
         if last is None:
             return []
         found = [*self._ahead_of(last, blocks[:ahead]), last]
@@ -190,9 +216,7 @@ class _Search:
     def _ahead_of(self, later: ResidualStream, blocks: Stack) -> list[ResidualStream]:
         """The stream through blocks ahead of another stream, where it can be beside that."""
         found = self.stream(blocks) if len(blocks) > 1 else None
-        if found is None or not (found.is_cut and self.is_even(found) and self.are_apart(found, later)):
-            return []
-        return [found]
+        return [found] if found is not None and self.is_beside(found, [later]) else []
 
     def _boundaries(
         self, origin: fx.Node, ends: Sequence[int], stops: Sequence[int], last: Mapping[fx.Node, int]
@@ -258,6 +282,19 @@ class _Search:
             if self.last[node] >= second or not found.issuperset(self.readers[node]):
                 found.discard(node)
         return found
+
+
+def _kind(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and dtype of a tensor; None for all else."""
+    spec = tensor_spec(node)
+    return None if spec is None else (spec.shape, spec.dtype)
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """What a value is cut out of; of what is not cut out, the value itself."""
+    while node.all_input_nodes and operation(node) in ("getitem", "narrow", "split", "chunk"):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _furthest(boundaries: Sequence[int | None], ends: Sequence[int]) -> int:

@@ -218,7 +218,7 @@ class _Cut:
 
     def _pack(self) -> None:
         """Let one tensor have all that a layer hands on to the next, which takes it apart."""
-        for at, values in together(self._crossing(), self.at, self.num_layers).items():
+        for at, values in together(self._crossing(), self.at, self.num_layers, self.origins).items():
             made, taken = pack(values, [node for node in self.readers if self.at[node] == at + 1])
             self.at |= dict.fromkeys(made, at) | dict.fromkeys(taken, at + 1)
             self.origins = {unit: made[-1] if unit == at else each for unit, each in self.origins.items()}
