@@ -51,11 +51,13 @@ class Residence(Protocol):
 
     def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor: ...
     def is_shown(self, values: Tensor) -> bool: ...
+    def has_left(self, values: Tensor) -> bool: ...
     def forget(self, values: Tensor) -> None: ...
     def rows(self, parameter: Tensor) -> Tensor: ...
     def copied(self, parameter: Tensor) -> torch.nn.Parameter | None: ...
     def take(self, parameter: Tensor, values: Tensor) -> None: ...
     def write(self, parameter: Tensor, values: Tensor) -> None: ...
+    def replace(self, parameter: Tensor, values: Tensor) -> None: ...
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None: ...
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None: ...
 
@@ -158,7 +160,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
         if isinstance(values, Conversion) and values.parameter is self:
             self._greedysnake.convert(self, values.dtype, values.device)
         elif (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device):
-            self._greedysnake.write(self, _read(values))
+            self._greedysnake.replace(self, _read(values))
         elif values.shape == self.shape and values.device == self.device:  # such as of parameter.data.to(dtype)
             self._greedysnake.take(self, _read(values))
         else:
@@ -187,7 +189,9 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
 
 
 class View(_Elsewhere):  # type: ignore[metaclass]
-    """The value of an offloaded parameter, or a view of it, in memory."""
+    """The value of an offloaded parameter, or a view of it, in memory; the user's alone where the parameter has left it
+    (``parameter.data = values``).
+    """
 
     parameter: OffloadedParameter
     whole: Tensor
@@ -200,7 +204,8 @@ class View(_Elsewhere):  # type: ignore[metaclass]
         return found
 
     def taken(self, name: str = "") -> Tensor:
-        if not self.parameter._greedysnake.is_shown(self.whole):
+        residency = self.parameter._greedysnake
+        if not (residency.is_shown(self.whole) or residency.has_left(self.whole)):
             raise ReleasedParameterError(
                 f"this view of a parameter of shape {tuple(self.parameter.shape)} was taken before the parameter "
                 "changed: take it from the parameter again"
@@ -208,7 +213,8 @@ class View(_Elsewhere):  # type: ignore[metaclass]
         return plain(self)
 
     def changed(self, taken: Tensor) -> None:
-        self.parameter._greedysnake.write(self.parameter, self.whole)
+        if not self.parameter._greedysnake.has_left(self.whole):
+            self.parameter._greedysnake.write(self.parameter, self.whole)
 
     def seen(self, result: Tensor, taken: Tensor) -> Tensor:
         return View.of(self.parameter, result, self.whole)

@@ -79,6 +79,7 @@ class Residency:
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
     shown: dict[tuple[torch.device, bool], Shown] = field(default_factory=dict)  # by device, and whether read in place
+    left: list[weakref.ref[Tensor]] = field(default_factory=list)  # were shown until ``.data`` was set
     reader: Reader | None = None  # for the time of an evaluation
     num_writes: int = 0  # of values that somebody has given
     warned_of: str = ""  # why an evaluation has read the value as plain PyTorch does
@@ -214,6 +215,29 @@ class Residency:
         for (_, is_read), known in list(self.shown.items()):
             if (shown := known.values()) is not None and shares_memory(shown, values):
                 self._show(shown, is_read)
+
+    def replace(self, parameter: Tensor, values: Tensor) -> None:
+        """Write values for ``parameter.data = values``: what was shown in other memory keeps its own, as in torch, and
+        is shown again once it is given back.
+        """
+        shown = [known for (_, is_read), known in self.shown.items() if not is_read]
+        true = [known.values for known in shown if (own := known.values()) is not None and self.is_shown(own)]
+        others = [each for each in (*self.left, *true) if (own := each()) is not None and not self._is_stash(own)]
+        self.write(parameter, values)
+        self.left = []
+        for each in others:
+            if (own := each()) is not None and shares_memory(own, values):
+                self._show(own, False)
+            else:
+                self.left.append(each)
+
+    def has_left(self, values: Tensor) -> bool:
+        """Whether a tensor was one of `shown_value`, or a view of one, until the parameter was given other memory."""
+        return any((own := each()) is not None and shares_memory(own, values) for each in self.left)
+
+    def _is_stash(self, values: Tensor) -> bool:
+        """Whether a tensor is the memory that is written to."""
+        return self.stash is not None and shares_memory(self.stash, values)
 
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient from outside of the compiled model to that model's own.

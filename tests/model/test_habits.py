@@ -204,6 +204,18 @@ def by_data(model):
     model.transformer.ln_f.bias.data = torch.ones(32, dtype=weight(model).dtype)
 
 
+def swapped(model):
+    """As people evaluate an average of weights, and go back to the weights."""
+    parameters = list(model.parameters())
+    backup = [each.data for each in parameters]
+    for each in parameters:
+        each.data = torch.full_like(each, 0.5)
+    backup[0].add_(1)  # no parameter's by now
+    for each, values in list(zip(parameters, backup, strict=True))[1:]:
+        each.data = values
+    backup[1].mul_(2)  # a parameter's again
+
+
 @torch.no_grad()
 def reset(model):
     """As parametrizations of torch.nn.utils do where a weight is assigned, or they are removed."""
@@ -215,6 +227,7 @@ WRITES = {
     "p.mul_(...), p[2].zero_(), p[4, 5] = 7": changed_in_place,
     "torch._foreach_mul_, out=p": lerped,
     "p.data.mul_(...), p.data = values": by_data,
+    "backup = p.data, p.data = values, p.data = backup": swapped,
     "p.detach().copy_(...)": detached,
     "nn.init.*": lambda m: (torch.manual_seed(3), [nn.init.normal_(p) for p in m.parameters()]),
     "vector_to_parameters": lambda m: vector_to_parameters(
