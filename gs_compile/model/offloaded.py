@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
-from gs_compile.capture.internals import makes_replicas, makes_state_dict, untraced
+from gs_compile.capture.internals import makes_replicas, makes_state_dict, untraced, without_overrides
 from gs_compile.errors import ReleasedParameterError, UncapturedWarning
 from gs_compile.model.files import own_rows
 from gs_compile.model.stand_in import StandIn, Used, applied, plain
@@ -189,7 +189,9 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
 
 
 class View(_Elsewhere):  # type: ignore[metaclass]
-    """The value of an offloaded parameter, or a view of it, in memory; the user's alone where the parameter has left it
+    """The value of an offloaded parameter, or a view of it, in memory.
+
+    It becomes an alias once the parameter has changed, and is the user's alone where that has other memory since
     (``parameter.data = values``).
     """
 
@@ -205,12 +207,16 @@ class View(_Elsewhere):  # type: ignore[metaclass]
 
     def taken(self, name: str = "") -> Tensor:
         residency = self.parameter._greedysnake
-        if not (residency.is_shown(self.whole) or residency.has_left(self.whole)):
+        if residency.is_shown(self.whole) or residency.has_left(self.whole):
+            return plain(self)
+        if self.requires_grad or self.is_complex() or self.dtype != self.whole.dtype:
             raise ReleasedParameterError(
                 f"this view of a parameter of shape {tuple(self.parameter.shape)} was taken before the parameter "
                 "changed: take it from the parameter again"
             )
-        return plain(self)
+        with without_overrides():
+            Alias.follow(self, self.parameter, self.storage_offset() - self.whole.storage_offset())
+        return self.taken(name)  # as an alias
 
     def changed(self, taken: Tensor) -> None:
         if not self.parameter._greedysnake.has_left(self.whole):
@@ -221,7 +227,9 @@ class View(_Elsewhere):  # type: ignore[metaclass]
 
 
 class Alias(_Elsewhere):  # type: ignore[metaclass]
-    """A tensor that has shared a parameter's memory since before its first call: it shows that part of its value."""
+    """A tensor that has shared a parameter's memory since before its first call, or before the parameter changed: it
+    shows that part of its value.
+    """
 
     parameter: Tensor
     strides: tuple[int, ...]

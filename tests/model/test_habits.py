@@ -290,11 +290,25 @@ def test_what_cannot_work_is_refused(habit, one):
     same_tensors(model.state_dict(), before)
 
 
-def test_a_view_from_before_a_step_is_refused(one):
-    view = weight(one.model).data[0]
+def test_a_view_from_before_a_step_shows_what_the_step_made(one):
+    """Also of a first average of weights that is none, as OpenNMT's `p.detach().float()`."""
+    view, other = weight(one.model).data[2], weight(one.model).detach().T
+    before = view.clone()
+    one.train(1)
+    assert not torch.equal(view, before)
+    assert torch.equal(view, weight(one.model)[2])
+    view.zero_()
+    assert not weight(one.model)[2].any()
+    assert torch.equal(other, weight(one.model).T)
+    one.train(2)
+    assert torch.equal(other, weight(one.model).T)
+
+
+def test_a_view_that_leads_to_a_gradient_is_refused_after_a_step(one):
+    view = weight(one.model)[2]
     one.train(1)
     with pytest.raises(ReleasedParameterError, match="take it from the parameter again"):
-        view.zero_()
+        view.sum()
 
 
 def test_what_is_printed_is_no_placeholder(one):
