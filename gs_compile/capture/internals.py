@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -92,21 +92,27 @@ def num_holders(tensor: torch.Tensor) -> int:
 
 def makes_state_dict() -> bool:
     """Whether a parameter's __torch_function__, by a function of its own, asks this for a module's state dict."""
-    return _caller(4) is torch.nn.Module._save_to_state_dict.__code__
+    return _caller(4).f_code is torch.nn.Module._save_to_state_dict.__code__
 
 
 def makes_replicas() -> bool:
     """Whether DistributedDataParallel, by two functions, asks this as it is made: it sends all values to all ranks."""
     found = getattr(torch.distributed, "utils", None)
-    return found is not None and _caller(5) is found._sync_module_states.__code__
+    return found is not None and _caller(5).f_code is found._sync_module_states.__code__
 
 
-def _caller(depth: int) -> Any:
-    """The code that has called a function on a parameter, whose __torch_function__ is so many calls below."""
+def converts_module() -> bool:
+    """Whether a parameter's __torch_function__, by two functions of its own, asks this as a module is sent or cast."""
+    caller = _caller(5)  # the function that is given to `_apply`, or that itself, which is given one of C's
+    return torch.nn.Module._apply.__code__ in (caller.f_code, caller.f_back and caller.f_back.f_code)
+
+
+def _caller(depth: int) -> FrameType:
+    """The frame that has called a function on a parameter, whose __torch_function__ is so many calls below."""
     frame = sys._getframe(depth)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_UNTRACED):
         frame = frame.f_back
-    return frame.f_code
+    return frame
 
 
 def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gs_compile.capture.dynamo import current_compile_id, is_foreign
-from gs_compile.capture.internals import makes_replicas, makes_state_dict, untraced, without_overrides
+from gs_compile.capture.internals import (
+    converts_module,
+    makes_replicas,
+    makes_state_dict,
+    untraced,
+    without_overrides,
+)
 from gs_compile.errors import ReleasedParameterError, UncapturedWarning
 from gs_compile.model.files import own_rows
 from gs_compile.model.stand_in import StandIn, Used, applied, plain
@@ -185,6 +191,8 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
             )
         found = placeholder(self.shape, like.dtype, like.device).as_subclass(Conversion)
         found.parameter, found.read = self, None
+        if not converts_module():
+            found.taken()
         return found
 
 
@@ -279,7 +287,9 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
 
 
 class Conversion(_Elsewhere):  # type: ignore[metaclass]
-    """An offloaded parameter in another dtype or on another device: read when it is used."""
+    """An offloaded parameter in another dtype or on another device: a copy of its value. That of a module that is sent
+    or cast, for which no value is used, is not read until then.
+    """
 
     parameter: OffloadedParameter
     read: Tensor | None

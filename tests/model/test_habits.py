@@ -311,6 +311,13 @@ def test_a_view_that_leads_to_a_gradient_is_refused_after_a_step(one):
         view.sum()
 
 
+def test_a_conversion_is_a_copy_of_the_moment(one):
+    before, wanted = weight(one.model).to(torch.float64), weight(one.model).clone().double()
+    one.train(1)
+    assert torch.equal(before, wanted)
+    assert not torch.equal(before, weight(one.model).double())
+
+
 def test_what_is_printed_is_no_placeholder(one):
     assert "OffloadedParameter(shape=(70, 32)" in repr(weight(one.model))
     assert "nan" not in repr(weight(one.model)) + repr(weight(one.model).data) + repr(one.model) + repr(
