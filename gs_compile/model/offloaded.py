@@ -214,16 +214,16 @@ class View(_Elsewhere):  # type: ignore[metaclass]
         return found
 
     def taken(self, name: str = "") -> Tensor:
-        residency = self.parameter._greedysnake
+        of, residency = self.parameter, self.parameter._greedysnake
         if residency.is_shown(self.whole) or residency.has_left(self.whole):
             return plain(self)
-        if self.requires_grad or self.is_complex() or self.dtype != self.whole.dtype:
+        if self.requires_grad or self.is_complex() or (self.dtype, self.device) != (of.dtype, of.device):
             raise ReleasedParameterError(
-                f"this view of a parameter of shape {tuple(self.parameter.shape)} was taken before the parameter "
-                "changed: take it from the parameter again"
+                f"this view of a parameter of shape {tuple(of.shape)} was taken before the parameter changed: take it "
+                "from the parameter again"
             )
         with without_overrides():
-            Alias.follow(self, self.parameter, self.storage_offset() - self.whole.storage_offset())
+            Alias.follow(self, of, self.storage_offset() - self.whole.storage_offset())
         return self.taken(name)  # as an alias
 
     def changed(self, taken: Tensor) -> None:
