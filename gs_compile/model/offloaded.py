@@ -55,6 +55,8 @@ REPLICATED = (
 class Residence(Protocol):
     """Where the value of an offloaded parameter is (`residency.Residency`)."""
 
+    num_replaced: int
+
     def shown_value(self, parameter: Tensor, device: torch.device) -> Tensor: ...
     def is_shown(self, values: Tensor) -> bool: ...
     def has_left(self, values: Tensor) -> bool: ...
@@ -205,25 +207,27 @@ class View(_Elsewhere):  # type: ignore[metaclass]
 
     parameter: OffloadedParameter
     whole: Tensor
+    number: int  # of the memory that the parameter has been given
 
     @classmethod
     def of(cls, parameter: OffloadedParameter, view: Tensor, whole: Tensor) -> View:
         """whole: all of the parameter's value, in the same memory."""
         found = view.as_subclass(cls)
-        found.parameter, found.whole = parameter, whole
+        found.parameter, found.whole, found.number = parameter, whole, parameter._greedysnake.num_replaced
         return found
 
     def taken(self, name: str = "") -> Tensor:
-        of, residency = self.parameter, self.parameter._greedysnake
+        parameter, residency = self.parameter, self.parameter._greedysnake
         if residency.is_shown(self.whole) or residency.has_left(self.whole):
             return plain(self)
-        if self.requires_grad or self.is_complex() or (self.dtype, self.device) != (of.dtype, of.device):
+        is_cast = self.is_complex() or (self.dtype, self.device) != (parameter.dtype, parameter.device)
+        if self.requires_grad or is_cast or self.number != residency.num_replaced:
             raise ReleasedParameterError(
-                f"this view of a parameter of shape {tuple(of.shape)} was taken before the parameter changed: take it "
-                "from the parameter again"
+                f"this view of a parameter of shape {tuple(parameter.shape)} was taken before the parameter changed: "
+                "take it from the parameter again"
             )
         with without_overrides():
-            Alias.follow(self, of, self.storage_offset() - self.whole.storage_offset())
+            Alias.follow(self, parameter, self.storage_offset() - self.whole.storage_offset())
         return self.taken(name)  # as an alias
 
     def changed(self, taken: Tensor) -> None:

@@ -79,7 +79,8 @@ class Residency:
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
     shown: dict[tuple[torch.device, bool], Shown] = field(default_factory=dict)  # by device, and whether read in place
-    left: list[weakref.ref[Tensor]] = field(default_factory=list)  # were shown until ``.data`` was set
+    left: list[weakref.ref[Tensor]] = field(default_factory=list)  # were shown until it was given other memory
+    num_replaced: int = 0  # how often it was: ``parameter.data = values``
     reader: Reader | None = None  # for the time of an evaluation
     num_writes: int = 0  # of values that somebody has given
     warned_of: str = ""  # why an evaluation has read the value as plain PyTorch does
@@ -218,18 +219,20 @@ class Residency:
 
     def replace(self, parameter: Tensor, values: Tensor) -> None:
         """Write values for ``parameter.data = values``: what was shown in other memory keeps its own, as in torch, and
-        is shown again once it is given back.
+        is shown again where it is given back.
         """
-        shown = [known for (_, is_read), known in self.shown.items() if not is_read]
-        true = [known.values for known in shown if (own := known.values()) is not None and self.is_shown(own)]
-        others = [each for each in (*self.left, *true) if (own := each()) is not None and not self._is_stash(own)]
+        values = values.contiguous()  # a copy of what has its memory in another order, as p.data.T
+        if self.is_shown(values):
+            self.write(parameter, values)
+            return
+        known = [*self.left, *(each.values for (_, is_read), each in self.shown.items() if not is_read)]
+        kept = [own for each in known if (own := each()) is not None and (self.has_left(own) or self.is_shown(own))]
         self.write(parameter, values)
-        self.left = []
-        for each in others:
-            if (own := each()) is not None and shares_memory(own, values):
+        self.num_replaced += 1
+        self.left = [weakref.ref(own) for own in kept if not (shares_memory(own, values) or self._is_stash(own))]
+        for own in kept:
+            if shares_memory(own, values):
                 self._show(own, False)
-            else:
-                self.left.append(each)
 
     def has_left(self, values: Tensor) -> bool:
         """Whether a tensor was one of `shown_value`, or a view of one, until the parameter was given other memory."""

@@ -214,6 +214,10 @@ def swapped(model):
     for each, values in list(zip(parameters, backup, strict=True))[1:]:
         each.data = values
     backup[1].mul_(2)  # a parameter's again
+    square = model.transformer.h[0].attn.c_proj.weight
+    data = square.data
+    square.data = data.T
+    assert torch.equal(square, data.T)
 
 
 @torch.no_grad()
@@ -302,6 +306,14 @@ def test_a_view_from_before_a_step_shows_what_the_step_made(one):
     assert torch.equal(other, weight(one.model).T)
     one.train(2)
     assert torch.equal(other, weight(one.model).T)
+
+
+def test_a_view_of_other_memory_is_refused_after_a_step(one):
+    view = weight(one.model).data
+    one.train(1)
+    weight(one.model).data = weight(one.model).data + 1
+    with pytest.raises(ReleasedParameterError, match="take it from the parameter again"):
+        view.sum()
 
 
 def test_a_view_that_leads_to_a_gradient_is_refused_after_a_step(one):
