@@ -228,6 +228,7 @@ class View(_Elsewhere):  # type: ignore[metaclass]
             )
         with without_overrides():
             Alias.follow(self, parameter, self.storage_offset() - self.whole.storage_offset())
+        vars(self).update(whole=None, kept=None)  # memory that nobody reads any more
         return self.taken(name)  # as an alias
 
     def changed(self, taken: Tensor) -> None:
