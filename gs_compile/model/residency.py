@@ -221,10 +221,11 @@ class Residency:
         """Write values for ``parameter.data = values``: what was shown in other memory keeps its own, as in torch, and
         is shown again where it is given back.
         """
-        if self.is_shown(values) and values.stride() == self.shown_value(parameter, values.device).stride():
+        is_shown = self.is_shown(values)
+        if is_shown and values.stride() == self.shown_value(parameter, values.device).stride():
             self.write(parameter, values)
             return
-        values = values.contiguous()  # a copy of what has that memory in another order, as p.data.T
+        values = values.clone() if is_shown else values.contiguous()  # p.data.T has that memory in another order
         known = [*self.left, *(each.values for (_, is_read), each in self.shown.items() if not is_read)]
         kept = [own for each in known if (own := each()) is not None and (self.has_left(own) or self.is_shown(own))]
         self.write(parameter, values)
