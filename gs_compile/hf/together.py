@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -19,6 +20,8 @@ from gs_compile.hf.gather import Padding, gathered, parted
 from gs_compile.hf.weights import options_of
 from gs_compile.model.optim import SGD
 from gs_compile.planner.cost.model import base_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,8 @@ class AskedModel:
     ) -> None:
         """options: get what the model is compiled with, where it needs something else."""
         self.model, self.options, self.around, self.base = model, options, around, base_model(model)
+        self.gives_all_to_others = False  # than who calls it in `for_its_loss`: all outputs, from their first call on
+        self._is_for_its_loss = False
         self._own_forward: Any = None
         self._asking_forward: Any = None
         if has_fused_head(self.base):
@@ -48,9 +53,19 @@ class AskedModel:
     def compile_within(self, most_samples: int, **changes: Any) -> None:
         """Compile the model, again if it is, with micro-batches of so many samples at most, and other options."""
         self.options.update(changes)
+        self._most_samples = most_samples
         size = min(most_samples, self.options["micro_batch_size"])
         self.model.compile(backend="greedysnake", options={**self.options, "micro_batch_size": size})
         wrap_compiled_call(self.model, self._asked)
+
+    @contextmanager
+    def for_its_loss(self) -> Iterator[None]:
+        """While it lasts, those who call the model with gradients are known to read its loss alone, or to ask."""
+        self._is_for_its_loss = True
+        try:
+            yield
+        finally:
+            self._is_for_its_loss = False
 
     @contextmanager
     def wrappable(self) -> Iterator[None]:
@@ -89,6 +104,11 @@ class AskedModel:
         def ask(*args: Any, **batch: Any) -> Any:
             if self._asking_forward and self.model.forward is not self._asking_forward:
                 return self.model.forward(*args, **batch)
+            if self.gives_all_to_others and torch.is_grad_enabled() and not self._is_for_its_loss:
+                self.gives_all_to_others = False
+                log.info("a training_step of the user's own calls the model, which gives it all outputs from now on")
+                self.compile_within(self._most_samples, outputs="all")
+                return self.model(*args, **batch)
             if not strands.in_strand():
                 return run(*args, **batch)
             named = dict(zip(_names(self.model, self.base), args, strict=False))

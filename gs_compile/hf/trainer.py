@@ -109,6 +109,7 @@ class TrainerMixin(DurableTrainer):
         if reads_sizes(self.model):
             encode_ahead(self.model, around=self.accelerator.autocast)
         self._compiled = [AskedModel(self.model, chosen)]
+        self._compiled[0].gives_all_to_others = "outputs" not in options and chosen["outputs"] == "loss"
         if chosen["outputs"] == "all":
             self._asked["outputs"] = "all"
         self._batch_size = self._train_batch_size
@@ -273,7 +274,8 @@ class _Gathering(_Trainer):  # type: ignore[misc]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._batches = self._batches, []
-        with self._smaller_if_too_large(), self._under_way(), _replaced(self, _prepare_inputs=lambda batch: batch):
+        known = self._compiled[0].for_its_loss()
+        with self._smaller_if_too_large(), self._under_way(), known, _replaced(self, _prepare_inputs=lambda each: each):
             if self._has_own_loss:
                 return self._own_training_step(model, batches, num_items_in_batch)
             batch = gathered(batches, self._padding)

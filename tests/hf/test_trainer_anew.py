@@ -6,8 +6,9 @@ from abc import ABC
 
 import pytest
 from learner import distance, values
-from test_trainer import EAGER, curve, padded, trainer
+from test_trainer import EAGER, assert_alike, curve, padded, trainer
 from tiny import tiny
+from torch.nn.functional import cross_entropy
 from transformers import Trainer
 
 import gs_compile.hf
@@ -46,3 +47,26 @@ def test_a_trainer_that_is_abstract_first_is_attached(tmp_path):
     mine.train()
     assert isinstance(mine, Abstract)
     assert len(curve(mine, "grad_norm")) == 1
+
+
+class ByHand(Trainer):
+    """Makes each batch's backward by itself, of a loss of its own."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        logits, labels = model(**inputs).logits[:, :-1], inputs["labels"][:, 1:]
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten()) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_training_step_of_its_own_reads_all_that_the_model_returns(tmp_path):
+    runs = {kind: trainer(tmp_path / kind, max_steps=3, gradient_accumulation_steps=2) for kind in ("mine", "theirs")}
+    for kind, found in runs.items():
+        found.__class__ = ByHand
+        if kind == "mine":
+            gs_compile.hf.attach(found, storage=tmp_path / "storage", expert=EAGER)
+        found.train()
+    assert is_offloaded(runs["mine"].model.head.weight)
+    assert_alike(runs["mine"], runs["theirs"])
