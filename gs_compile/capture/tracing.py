@@ -195,6 +195,7 @@ def _store_attribute(
 
 def _store_entry(has_symbol: Callable[[str], bool], translator: InstructionTranslatorBase, instruction: Any) -> None:
     value, holder, key = (each.unwrap() for each in translator.stack[-3:])
+    holder = holder.realize()  # which nobody may have read, as the store is about to do
     entries: Any = getattr(holder, "_base_vt", None) or holder  # of a class of the user's, or of collections
     is_dict, is_list = isinstance(entries, ConstDictVariable), isinstance(entries, ListVariable)
     if (is_dict or is_list) and _is_of_module(entries) and key.is_python_constant():

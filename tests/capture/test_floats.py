@@ -132,6 +132,26 @@ def test_a_number_that_a_forward_counts_is_a_symbol():
     assert len(compilations_of[model.head.weight]) == 2
 
 
+class Noting(Dropped):
+    def __init__(self):
+        super().__init__()
+        self.noted = {}
+
+    def forward(self, ids):
+        self.noted["twice"] = 2 * ids
+        return super().forward(ids, 0.0)
+
+
+def test_an_entry_is_stored_in_a_dict_that_the_forward_has_not_read():
+    """Fault: an internal error of Dynamo, as of open_clip's loss, which keeps its labels."""
+    torch._dynamo.reset()
+    set_from_the_start()
+    compile_model(model := Noting(), 2)
+    ids = batch()[0]
+    model(ids).backward()
+    assert torch.equal(model.noted["twice"], 2 * ids)
+
+
 def test_what_is_captured_for_each_number_says_so_beyond_dynamos_limit(tmp_path):
     """Also where the model then trains as plain PyTorch does; up to the limit nothing is said."""
     words = r"2 times, which is its limit.* did not hold any more: .*0\.2"
