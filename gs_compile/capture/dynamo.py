@@ -131,17 +131,23 @@ def capture(
 
 
 def _fixed_at(batch: Mapping[fx.Node, int], size: int) -> str:
-    """The user's line at which the batch size has become a number, as `` (file:line in function: text)``; or empty."""
+    """The user's line at which the batch size has become a number, as `` (file:line in function: text)``; or empty.
+
+    torch cuts what its own path begins with from the file's, and a letter more where that is nothing but a slash.
+    """
     if current_compile_id() is None:
         return ""
-    found = InstructionTranslator.current_tx().output.shape_env
+    output = InstructionTranslator.current_tx().output
+    found = output.shape_env
     symbols = filter(None, (found.source_to_var.get(f"{_source(node)}.size()[{dim}]") for node, dim in batch.items()))
     twice = dict.fromkeys(symbols, 2 * size)
     for guard in found.guards:
         is_of_size = isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols <= twice.keys()
         if is_of_size and guard.expr.subs(twice) == sympy.false and guard.sloc.maybe_user_loc:
             text, _, place = guard.sloc.maybe_user_loc.rpartition("  # ")
-            return f" ({place}: {text})"
+            file, _, line = place.partition(":")
+            traced = (code.co_filename for code in output.tracing_context.traced_code)
+            return f" ({next((each for each in traced if each.endswith(file)), file)}:{line}: {text})"
     return ""
 
 
