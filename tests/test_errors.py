@@ -142,7 +142,9 @@ def test_the_batch_size_in_the_models_code():
 
     message = refused(CaptureError, Fixed())
     line = r":\d+ in forward: return super\(\)\.forward\(ids\.view\(5, TOKENS\), labels\)\)"
-    start = rf"the model's code fixes the batch size at 5 \({re.escape(__file__)}{line}, so it cannot run in micro-batches"
+    start = (
+        rf"the model's code fixes the batch size at 5 \({re.escape(__file__)}{line}, so it cannot run in micro-batches"
+    )
     assert re.match(start, message)
     torch._dynamo.reset()
     compile_model(Fixed(), 5)(*batch())[1].backward()  # the remedy of the message

@@ -227,7 +227,7 @@ class View(_Elsewhere):  # type: ignore[metaclass]
                 "take it from the parameter again"
             )
         with without_overrides():
-            Alias.follow(self, parameter, self.storage_offset() - self.whole.storage_offset())
+            Alias.follow(self, parameter, int(self.storage_offset() - self.whole.storage_offset()))
         vars(self).update(whole=None, kept=None)  # memory that nobody reads any more
         return self.taken(name)  # as an alias
 
