@@ -185,6 +185,25 @@ def test_labels_are_classes_of_the_loss():
     assert timed(workload, layout).costs["h"].seconds[1] > 0
 
 
+class Turned(zoo.Block):
+    """Its input is turned by a table of complex numbers, as by that of rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(zoo.TOKENS), torch.rand(zoo.WIDTH // 2))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x_BTD):
+        turned = torch.view_as_complex(self.norm(x_BTD).unflatten(-1, (-1, 2))) * self.turns
+        return super().forward(x_BTD + torch.view_as_real(turned).flatten(-2))
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning")
+def test_code_that_reads_complex_numbers_is_timed():
+    layout, workload = ran(zoo.GPT(Turned))
+    assert all(min(cost.seconds) > 0 for cost in timed(workload, layout).costs.values())
+
+
 class TwoOutputs(zoo.GPT):
     def forward(self, ids):
         logits, _ = super().forward(ids)

@@ -340,10 +340,10 @@ class _Trial:
 
 
 def _random(spec: TensorSpec, most: int, generator: torch.Generator) -> torch.Tensor:
-    """Small normal numbers; for integers indices below `most`; for truth values True."""
+    """Small normal numbers, also of complex dtypes; for integers indices below `most`; for truth values True."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     memory = _memory(tensor)
-    if spec.dtype.is_floating_point:
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
         memory.normal_(0.0, 0.02, generator=generator)
     elif spec.dtype == torch.bool:
         memory.fill_(True)
