@@ -103,7 +103,6 @@ class TrainerMixin(DurableTrainer):
         args.gradient_checkpointing = args.activation_checkpointing = args.use_liger_kernel = False
         self._options = asked if asked.durability else None
         chosen["resume"] = None  # `train` sees to it
-        self._batches = []
         overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None
         if reads_sizes(self.model):
@@ -112,7 +111,7 @@ class TrainerMixin(DurableTrainer):
         self._compiled[0].gives_all_to_others = "outputs" not in options and chosen["outputs"] == "loss"
         if chosen["outputs"] == "all":
             self._asked["outputs"] = "all"
-        self._batch_size = self._train_batch_size
+        self._batches, self._batch_size = [], self._train_batch_size
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
             apart = {"storage": [each / "reference" for each in asked.storage]} if asked.durability else {}
