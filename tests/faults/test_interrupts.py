@@ -10,7 +10,7 @@ from learner import same_tensors
 from tiered import adamw, loss_of, options, outcome, shared, step, tokens
 
 import gs_compile
-from gs_compile.errors import LaneError, ReleasedParameterError, StorageFullError
+from gs_compile.errors import LaneError, StorageFullError
 from gs_compile.model import engine
 from gs_compile.runtime.issue import TieredExecutor
 from gs_compile.runtime.tiers import Tiers
@@ -80,8 +80,7 @@ def test_an_interrupt_within_a_write_leaves_no_half_of_a_value(monkeypatch, tmp_
         assert bool((parameter == 0.5).all())
         with gs_compile.materialize(model, master=True):
             assert bool((model.transformer.wte.weight == 0.5).all())
-        with pytest.raises(ReleasedParameterError, match="taken before the parameter changed"):
-            seen.sum()
+        assert bool((seen == 0.5).all()), "a view from before shows it"
 
 
 def test_an_interrupt_as_a_first_step_begins_again_does_not_lose_its_gradients(harness, monkeypatch, tmp_path):
