@@ -54,6 +54,12 @@ def encode_ahead(
     return model.register_forward_pre_hook(untraced(encode), with_kwargs=True)
 
 
+def encode_for(accelerator: Any, model: nn.Module) -> None:
+    """`encode_ahead` of a model that has to have it, in the autocast of Accelerate."""
+    if reads_sizes(model):
+        encode_ahead(model, around=accelerator.autocast)
+
+
 def reads_sizes(model: Any) -> bool:
     """Whether a model reads the sizes of its images as numbers, and can be given what its encoder makes."""
     base = base_model(model)

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from gs_compile.errors import OPTIMIZERS, OptimizerError, OptionError
 from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import Padding, gathered, padding_of
-from gs_compile.hf.images import encode_ahead, reads_sizes
+from gs_compile.hf.images import encode_for
 from gs_compile.model.resume import resume
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 
@@ -61,8 +61,7 @@ def prepare(
     chosen, asked = fit(accelerator, model, size, {**options, "micro_batch_size": size})
     accelerator.gradient_accumulation_steps = 1
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer, accelerator.clip_grad_norm_)
-    if reads_sizes(model):
-        encode_ahead(model, around=accelerator.autocast)
+    encode_for(accelerator, model)
     model.compile(backend="greedysnake", options=chosen)
     if accelerator.scaler is not None:
         accelerator.scaler.serve(optimizer)

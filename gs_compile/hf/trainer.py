@@ -21,7 +21,7 @@ from gs_compile.hf import strands
 from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import Padding, gathered, padding_of
-from gs_compile.hf.images import encode_ahead, reads_sizes
+from gs_compile.hf.images import encode_for
 from gs_compile.hf.together import AskedModel, ReadsMore, answered, stored_reference
 from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
@@ -105,8 +105,7 @@ class TrainerMixin(DurableTrainer):
         chosen["resume"] = None  # `train` sees to it
         overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None
-        if reads_sizes(self.model):
-            encode_ahead(self.model, around=self.accelerator.autocast)
+        encode_for(self.accelerator, self.model)
         self._compiled = [AskedModel(self.model, chosen)]
         self._compiled[0].gives_all_to_others = "outputs" not in options and chosen["outputs"] == "loss"
         if chosen["outputs"] == "all":
