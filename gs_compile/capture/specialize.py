@@ -300,7 +300,7 @@ def _of_one(squeeze: fx.Node) -> tuple[int, ...]:
     shape = squeeze.all_input_nodes[0].meta["example_value"].shape
     given: Any = squeeze.kwargs.get("dim", squeeze.args[1] if len(squeeze.args) > 1 else range(len(shape)))
     dims = (given,) if isinstance(given, int) else given
-    return tuple(dim for dim in dims if not isinstance(shape[dim], torch.SymInt) and shape[dim] == 1)
+    return tuple(dim for dim in dims if shape and not isinstance(shape[dim], torch.SymInt) and shape[dim] == 1)
 
 
 def storage_number(example: Any) -> int | None:

@@ -154,6 +154,9 @@ class Engine(ParameterStore):
         self._refuse_unfinished()
         self.open.let_lost_go()
         models, args, units, shape = call.models, call.read, call.units, call.shape
+        for arg in args:
+            if isinstance(arg, torch.nn.Parameter):
+                residency_of(arg).refuse_lost(arg)
         spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()

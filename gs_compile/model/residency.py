@@ -65,6 +65,29 @@ class Shown:
         return known and (version, changes(tensor)) == (self.version, self.changes)
 
 
+@dataclass
+class Given:
+    """What a state dict was given of a tiered parameter: a copy, where torch gives the parameter's memory."""
+
+    values: weakref.ref[Tensor]
+    counter: Tensor  # has no elements, and the version of the values, also once these are gone
+    version: int
+
+    @classmethod
+    def of(cls, values: Tensor) -> Given:
+        counter = values.detach()
+        counter.data = torch.empty(0, dtype=values.dtype)  # its version stays that of the values
+        return cls(weakref.ref(values), counter, changes(counter))
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.values() is not None
+
+    @property
+    def is_changed(self) -> bool:
+        return changes(self.counter) != self.version
+
+
 @dataclass(eq=False)
 class Residency:
     """Where one parameter's value is. An attribute of the parameter, so that both end together."""
@@ -80,6 +103,7 @@ class Residency:
     is_materialized: bool = False
     shown: dict[tuple[torch.device, bool], Shown] = field(default_factory=dict)  # by device, and whether read in place
     left: list[weakref.ref[Tensor]] = field(default_factory=list)  # were shown until it was given other memory
+    given: list[Given] = field(default_factory=list)  # to state dicts, and not overwritten since
     num_replaced: int = 0  # how often it was: ``parameter.data = values``
     reader: Reader | None = None  # for the time of an evaluation
     num_writes: int = 0  # of values that somebody has given
@@ -110,6 +134,7 @@ class Residency:
     def value(self, parameter: Tensor, *, master: bool = False) -> Tensor:
         """The value of an offloaded parameter, on the CPU: in its dtype, or in that of its master."""
         self.check()
+        self.refuse_lost(parameter)
         if (home := self.tiered) is not None:
             return home.store.read(home.span, master=master)
         stash = self.stashed_value(parameter)
@@ -130,7 +155,20 @@ class Residency:
             return home.store.rows(home.span)
         if home is None and isinstance(self.stash, DTensor):  # never of what is encoded
             return self.stash.detach().to(parameter.dtype)
-        return self.shown_value(parameter, torch.device("cpu"), is_own=True)
+        values = self.shown_value(parameter, torch.device("cpu"), is_own=True)
+        if home is not None:
+            self.given = [*(each for each in self.given if each.is_changed or each.is_in_use), Given.of(values)]
+        return values
+
+    def refuse_lost(self, parameter: Tensor) -> None:
+        """Raise ReleasedParameterError, once, where somebody has changed a value in a state dict, not the parameter."""
+        if any(each.is_changed for each in self.given):
+            self.given = []
+            raise ReleasedParameterError(
+                f"a state dict's value of a parameter of shape {tuple(parameter.shape)} was changed in place, which did "
+                "not change the parameter: it lives on the tiers, and a state dict has a copy. Give the state dict to "
+                "model.load_state_dict(), or change the parameter itself under torch.no_grad(), as by p.copy_(values)"
+            )
 
     def check(self) -> None:
         """Raise StepOrderError where the value is still to come from a commit."""
@@ -213,6 +251,7 @@ class Residency:
             values_as_stashed = CODECS[self.codec].encode(values) if self.codec else values
             files.write(self.stashed_value(parameter), values_as_stashed)
         self.num_writes += 1
+        self.given = [Given.of(held) for each in self.given if (held := each.values()) is not None]
         for (_, is_read), known in list(self.shown.items()):
             if (shown := known.values()) is not None and shares_memory(shown, values):
                 self._show(shown, is_read)

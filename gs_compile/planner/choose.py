@@ -53,6 +53,7 @@ MOST_ROUNDS = 8  # of solving again with less: each takes off what the program b
 SPARE_TURNS = (1, 2, 4)  # of a layer's data, left free for what leaves late; tried as long as that is faster
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
 SMALL = 400  # computations of a forward
+MIDDLING = 0.3  # alpha
 FASTER = 0.999  # of the time with more memory left free: less is nothing
 GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
 
@@ -105,7 +106,8 @@ def choose(problem: Problem, search: Search) -> StepPlan:
 
 
 def _to_finish(problem: Problem, best: Solution) -> list[Candidate]:
-    """What `refined` finds, and the fastest that stores nothing in host memory, which has most room for what follows.
+    """What `refined` finds; and of what stores nothing in host memory, which has most room for what follows, the fastest
+    and that with a middling alpha: how fast they will be depends more on what follows.
 
     Raises `MemoryBudgetError` where none keeps the budgets.
     """
@@ -114,6 +116,9 @@ def _to_finish(problem: Problem, best: Solution) -> list[Candidate]:
     if is_open and is_small_step(problem) and not any(each.is_good_enough for each in candidates):
         with suppress(MemoryBudgetError):
             candidates.append(min(refined(emptied, best), key=lambda each: each.seconds))
+            is_another = MIDDLING in emptied.request.alphas and MIDDLING != candidates[-1].solution.alpha
+            if is_another and (middling := _fitting(emptied, MIDDLING, NOTHING)):
+                candidates.append(middling)
     return candidates
 
 

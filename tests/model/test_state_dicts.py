@@ -61,14 +61,11 @@ def test_a_state_dict_has_the_values(changes, trained, tmp_path):
         assert torch.equal(holder.state_dict()["inner.lm_head.weight"], found["lm_head.weight"])
 
 
-def test_a_state_dict_is_the_callers(tmp_path):
+def test_no_step_changes_a_state_dict(tmp_path):
     with learner(tmp_path, make) as one:
         one.train(0)
         found = one.model.state_dict()
         before = found["lm_head.weight"].clone()
-        found["lm_head.weight"].zero_()
-        assert torch.equal(one.model.state_dict()["lm_head.weight"], before)
-        found = one.model.state_dict()
         one.train(1)
         assert torch.equal(found["lm_head.weight"], before)
         assert not torch.equal(one.model.state_dict()["lm_head.weight"], before)
