@@ -221,11 +221,11 @@ class _Separation:
         if node.target is CHECKED:
             return self.states[node.all_input_nodes[0]]
         made_from = self._source(node)
-        for source in node.all_input_nodes:
-            if self.states[source].kind == "mixed":
-                if made_from or not self._is_of_whole(source):
-                    return replace(self.states[source], source=made_from)
-                node.replace_input_with(source, self.shares.whole(source))
+        mixed = [source for source in node.all_input_nodes if self.states[source].kind == "mixed"]
+        for source in sorted(mixed, key=self._is_mixed_behind_blocks):
+            if made_from or not self._is_of_whole(source):
+                return replace(self.states[source], source=made_from)
+            node.replace_input_with(source, self.shares.whole(source))
         state = self._rule(node)  # which may bind totals to the node in place of its inputs
         from_inputs = all(self.states[source].from_inputs for source in node.all_input_nodes)
         if block_of(node) is not None:
@@ -238,6 +238,11 @@ class _Separation:
         if block_of(node) is not None or "" in sources:
             return ""
         return "taps" if "taps" in sources else "" if draws(node) else "inputs"
+
+    def _is_mixed_behind_blocks(self, node: fx.Node) -> bool:
+        """What blocks mix is told first: no other loss helps."""
+        cause = self.states[node].cause
+        return cause is None or block_of(cause) is None
 
     def _is_of_whole(self, node: fx.Node) -> bool:
         """Whether a value that does not separate can be made of all samples at once, before the head runs."""
