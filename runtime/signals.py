@@ -79,8 +79,8 @@ class Ending:
             return
         if number in ENDING:
             signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != self.pid:  # a forked child, which has nothing to remove
-            signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != self.pid:  # a forked child, which has nothing to remove: as without this handler
+            signal.signal(number, signal.SIG_DFL if number in ENDING else signal.default_int_handler)
             signal.raise_signal(number)
         if number in self._answered:
             self._answered.discard(number)

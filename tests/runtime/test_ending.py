@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -9,7 +10,7 @@ import weakref
 
 import pytest
 
-from gs_compile.runtime.signals import end_by_exit
+from gs_compile.runtime.signals import end_by_exit, watch
 
 
 class Held:
@@ -46,3 +47,41 @@ def test_one_that_comes_into_a_finalizer_is_answered_after_it(collect):
     finally:
         signal.signal(signal.SIGTERM, before)
         sys.unraisablehook = hook
+
+
+class Run:
+    def interrupt(self, error: BaseException) -> bool:
+        return False
+
+
+def code_of_a_fork(act) -> int:
+    """The exit code of a child that does it."""
+    if not (child := os.fork()):
+        code = 99
+        try:
+            code = act()
+        finally:  # nothing of it is to be pytest's once more
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def interrupted() -> int:
+    try:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(10)
+    except KeyboardInterrupt:
+        return 7
+    return 1
+
+
+def watched() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run = Run()
+    watch(run)
+    return code_of_a_fork(interrupted)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_ctrl_c_reaches_a_worker_as_it_would_without_a_run():
+    """A DataLoader's workers end quietly then. Fault: it killed them, so the loader raised beside KeyboardInterrupt."""
+    assert code_of_a_fork(watched) == 7
