@@ -391,7 +391,7 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
             return first._assign(args[1])
         if name == "detach" and makes_state_dict():
             return first._greedysnake.rows(first)
-        if name == "copy_" and not torch.is_grad_enabled():
+        if name == "copy_" and len(args) > 1 and not torch.is_grad_enabled():
             first._greedysnake.write(first, _read(args[1]).expand(first.shape))
             return first
         if name in _CONVERSIONS and not kwargs.get("copy"):

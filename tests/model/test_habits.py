@@ -177,6 +177,7 @@ def changed_in_place(model):
     weight(model)[2].zero_()
     weight(model)[4, 5] = 7
     weight(model).T[0].fill_(3)
+    model.transformer.wpe.weight.copy_(other=2 * model.transformer.wpe.weight)
 
 
 @torch.no_grad()
