@@ -32,7 +32,7 @@ from gs_compile.runtime.signals import watch
 from gs_compile.runtime.slab import Allocation
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.stream import Event, Stream
-from gs_compile.runtime.tiers import Tiers
+from gs_compile.runtime.tiers import Tiers, used_within_step
 from gs_compile.runtime.trace import Label
 from gs_compile.runtime.values import ValueTable, unfinished
 
@@ -125,6 +125,8 @@ class TieredExecutor(Executor):
     # Issuing ---------------------------------------------------------------------------------------------------------
 
     def _run(self, start: int, stop: int) -> None:
+        if not start and self._before is not self.tiers.pending:  # they were made since this program was chosen
+            raise used_within_step()
         self._computing, at = False, start
         try:
             self._stream = self._device.current_stream()

@@ -140,6 +140,11 @@ class Failure:
             if late is not None:  # also where another error is on its way: nobody hears of it again
                 raise late
 
+    @property
+    def is_issuing(self) -> bool:
+        """Whether this thread issues a program: who asks is a signal's handler, say."""
+        return self._issuing is threading.current_thread()
+
     def interrupt(self, error: BaseException) -> bool:
         """Have the thread that issues raise an error, if it is another than the main one; whether it will."""
         with self._guard:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
-from gs_compile.errors import LaneError, RankError, StorageError
+from gs_compile.errors import LaneError, RankError, StepOrderError, StorageError
 from gs_compile.placement.kinds import is_of_units, nbytes_of, slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import ResultRange, result_ranges
@@ -193,7 +193,18 @@ class Tiers(Homes):
     def let_carried_go(self) -> None:
         """Free what the step before has carried over: the next one reads it from SSD."""
         for value in sorted(self.placement.carried_values & self.values.contents.keys(), key=str):
+            self._refuse_within_step()
             self.values.free(value)
+
+    def check_late(self) -> None:
+        """Raise as `check`, and `StepOrderError` where a program under way makes the late updates that are to come."""
+        self.check()
+        if self.pending is not None:
+            self._refuse_within_step()
+
+    def _refuse_within_step(self) -> None:
+        if self.failure.is_issuing:
+            raise used_within_step()
 
     def wait_for_commit(self) -> None:
         """Return when the commit that was issued last is made; raises as `check`."""
@@ -254,6 +265,14 @@ class Tiers(Homes):
         self.close()
         if isinstance(error, LaneError | RankError):
             self.failure.check()
+
+
+def used_within_step() -> StepOrderError:
+    """The error of who uses a model while a step of it begins or makes late updates, on the thread that does so."""
+    return StepOrderError(
+        "a signal's handler reads, saves or changes the model within a step, whose updates are under way: let the "
+        "handler note the signal, and save behind optimizer.step()"
+    )
 
 
 def _close(

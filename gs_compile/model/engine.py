@@ -293,9 +293,11 @@ class Engine(ParameterStore):
         self._makes_way = True
         self.open.abandon(refusal)
         self.record = None
-        self.tiers.close()
-        for parameter in self.spans:
-            hand_back(parameter)
+        try:
+            self.tiers.close()
+        finally:  # also where the user interrupts it
+            for parameter in self.spans:
+                hand_back(parameter)
 
     def step_to_finish(self, *, dropped: bool) -> StepRecord | None:
         """The record of the step whose backward has run, for `finish` of the optimizer's engine, which may be another
@@ -409,7 +411,7 @@ class Engine(ParameterStore):
 
     def _refuse_unfinished(self) -> None:
         """Raise `StepOrderError` where a step is still to be closed; one whose gradients were dropped is closed."""
-        self.tiers.check()
+        self.tiers.check_late()
         if self.record is None or self.accumulates:
             return
         if self.num_steps and self.optimizer is not None and is_zeroed(self.optimizer.group_of):
