@@ -225,8 +225,10 @@ class FirstStep:
         words = words or ["a call is no evaluation, is larger than the first, or reads other parameters"]
         log.info("in this loop %s: the first step starts again", ", and ".join(words))
         had = engine.spans
-        engine.end("optimizer.step() was called")  # until then its calls go where the step goes
-        optimizer.state.update(optimizer.first_states)
+        try:
+            engine.end("optimizer.step() was called")  # until then its calls go where the step goes
+        finally:  # also where the user interrupts it: the first step may begin once more
+            optimizer.state.update(optimizer.first_states)
         done, self.done = self.done, []
         successor = self.begin(optimizer, call, prepared)
         roll_back(had)  # what it has not taken

@@ -82,8 +82,16 @@ def refuse_left(parameters: Iterable[Tensor]) -> None:
         )
 
 
-def refuse_zeros(parameters: Iterable[Tensor]) -> None:
-    """Raise `StepOrderError` where a step comes without a backward, and gradients were set to zero in place."""
+def refuse_alone(parameters: Collection[Tensor]) -> None:
+    """Raise `StepOrderError` where a step comes without a backward, and gradients are left: set to zero in place, or
+    of backwards that a first step was to repeat as it began again, and could not.
+    """
+    if any(mark.is_expected and grad is mark and not mark.is_zeroed for _, grad, mark in _marks(parameters)):
+        raise StepOrderError(
+            "the gradients of the backwards before this step() are lost: the first step had to begin again, as several "
+            "backwards or settings come before step(), and that failed or was interrupted. Call optimizer.zero_grad() "
+            "and repeat the batches of this step. Nothing was updated"
+        )
     if have_zeros(parameters):
         raise StepOrderError(
             "optimizer.step() was called without a backward, and gradients of zeros are left from "

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import ReleasedParameterError, StepOrderError
-from gs_compile.model.parameter_store import ParameterStore, Reader
+from gs_compile.model.parameter_store import ParameterStore, Reader, in_full
 from gs_compile.model.residency import is_offloaded, materialized, residency_of
 from gs_compile.runtime.ranks import Ranks
 
@@ -47,8 +47,13 @@ def materialize(model: nn.Module, *, write: bool = False, master: bool = False) 
         yield model
         if write:
             _refuse_other_shapes(shapes)
-        for parameter in shapes if write else ():
-            residency_of(parameter).write(parameter, parameter.data)
+            homes = (residency_of(parameter).tiered for parameter in shapes)
+            in_full(partial(_store, shapes), next((home.store for home in homes if home is not None), None))
+
+
+def _store(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        residency_of(parameter).write(parameter, parameter.data)
 
 
 def _refuse_other_shapes(shapes: Mapping[nn.Parameter, torch.Size]) -> None:

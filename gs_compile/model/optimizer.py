@@ -23,7 +23,7 @@ from gs_compile.capture.internals import untraced, without_overrides
 from gs_compile.errors import OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import optimizer_state
 from gs_compile.model.kept import Kept
-from gs_compile.model.parameter_store import ParameterStore, in_turn
+from gs_compile.model.parameter_store import ParameterStore, in_full, in_turn
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
 from gs_compile.model.step_count import StepCount
@@ -220,12 +220,16 @@ class Optimizer(torch.optim.Optimizer):
             self._check({**mine, **taken, "amsgrad": theirs.get("amsgrad", False)})
         if any(map(self._is_trained, self._parameters)):
             self.synchronize()  # before anything is changed: it raises within a step, and may commit the step before
-        for mine, theirs in pairs:
-            mine.update(optimizer_state.settings_of(theirs))
-        self.steps.missed = missed
-        self.steps.become(num_steps)
-        self.state.update(states)
-        self.load_into_engine()
+
+        def take() -> None:
+            for mine, theirs in pairs:
+                mine.update(optimizer_state.settings_of(theirs))
+            self.steps.missed = missed
+            self.steps.become(num_steps)
+            self.state.update(states)
+            self.load_into_engine()
+
+        in_full(take, self.engine)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

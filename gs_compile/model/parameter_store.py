@@ -39,13 +39,20 @@ def in_turn(method: Method) -> Method:
     return cast(Method, run)
 
 
-def in_full(action: Callable[[], None]) -> None:
-    """Do all of something that may be done twice: a signal that comes in between is raised once it is done."""
+def in_full(action: Callable[[], None], store: ParameterStore | None = None) -> None:
+    """Do all of something that may be done twice: what a signal's handler raises in between, as a DataLoader's for a
+    worker that was killed, is raised once it is done.
+
+    store: that it changes; on ranks, which would have to do it again together, it is raised at once.
+    """
     try:
         action()
-    except (KeyboardInterrupt, SystemExit):
-        with suppress(GreedySnakeError):  # of a run that has ended
-            action()
+    except GreedySnakeError:
+        raise
+    except BaseException:
+        if store is None or store.tiers.setting.ranks is None:
+            with suppress(Exception):  # the same once more, or of a run that has ended
+                action()
         raise
 
 

@@ -233,10 +233,7 @@ class Residency:
         What is encoded takes values that are not its own in its codec, with a `RuntimeWarning`. All is written, as by
         torch, also where a signal comes; but on ranks, which would have to write together.
         """
-        if self.tiered is not None and self.tiered.store.tiers.setting.ranks is not None:
-            self._write(parameter, values)
-        else:
-            in_full(partial(self._write, parameter, values))
+        in_full(partial(self._write, parameter, values), self.tiered and self.tiered.store)
 
     def _write(self, parameter: Tensor, values: Tensor) -> None:
         self.check()
@@ -267,12 +264,16 @@ class Residency:
         values = values.clone() if is_shown else values.contiguous()  # p.data.T has that memory in another order
         known = [*self.left, *(each.values for (_, is_read), each in self.shown.items() if not is_read)]
         kept = [own for each in known if (own := each()) is not None and (self.has_left(own) or self.is_shown(own))]
-        self.write(parameter, values)
-        self.num_replaced += 1
-        self.left = [weakref.ref(own) for own in kept if not (shares_memory(own, values) or self._is_stash(own))]
-        for own in kept:
-            if shares_memory(own, values):
-                self._show(own, False)
+
+        def take() -> None:
+            self._write(parameter, values)
+            self.num_replaced += 1
+            self.left = [weakref.ref(own) for own in kept if not (shares_memory(own, values) or self._is_stash(own))]
+            for own in kept:
+                if shares_memory(own, values):
+                    self._show(own, False)
+
+        in_full(take, self.tiered and self.tiered.store)
 
     def has_left(self, values: Tensor) -> bool:
         """Whether a tensor was one of `shown_value`, or a view of one, until the parameter was given other memory."""
@@ -330,9 +331,16 @@ class Residency:
         if not is_same:
             self.write(parameter, values)
 
-    def release(self, parameter: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    def release(
+        self,
+        parameter: Tensor,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        shape: torch.Size | None = None,
+    ) -> None:
         """Put a placeholder of that dtype, on that device, in the place of the parameter's memory."""
-        self.set_data(parameter, placeholder(parameter.shape, dtype, device or parameter.device))
+        shape = parameter.shape if shape is None else shape
+        self.set_data(parameter, placeholder(shape, dtype, device or parameter.device))
         parameter.__class__ = OffloadedParameter
 
     def set_data(self, parameter: Tensor, values: Tensor) -> None:
@@ -456,11 +464,14 @@ def as_masters(parameter: Tensor) -> Iterator[None]:
 def materialized(parameter: Tensor, *, master: bool) -> Iterator[None]:
     """An offloaded parameter, materialized."""
     residency, dtype, shape = residency_of(parameter), parameter.dtype, parameter.shape
-    residency.set_data(parameter, residency.value(parameter, master=master).to(parameter.device))
-    residency.is_materialized = True
+
+    def put_away() -> None:
+        residency.is_materialized = False
+        residency.release(parameter, dtype, shape=shape)  # a script may have given it another one
+
     try:
+        residency.set_data(parameter, residency.value(parameter, master=master).to(parameter.device))
+        residency.is_materialized = True
         yield
     finally:
-        residency.is_materialized = False
-        parameter.data = parameter.data.new_empty(()).expand(shape)  # a script may have given it another one
-        residency.release(parameter, dtype)
+        in_full(put_away)  # half of it would leave a parameter in memory that has not its value

@@ -26,7 +26,7 @@ from gs_compile.capture.internals import untraced, without_overrides
 from gs_compile.errors import NonFiniteWarning, OptimizerError
 from gs_compile.model import in_memory, optimizer_state
 from gs_compile.model.engine import Engine
-from gs_compile.model.gradients import are_dropped, end_gradients, refuse_zeros, take_given
+from gs_compile.model.gradients import are_dropped, end_gradients, refuse_alone, take_given
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import in_turn
 from gs_compile.model.residency import residency_of
@@ -81,7 +81,7 @@ class TieredOptimizer(Optimizer):
         take_given(self._parameters)
         finished = self.engine.step_to_finish(dropped=are_dropped(self._parameters))
         if finished is None:
-            refuse_zeros(self._parameters)
+            refuse_alone(self._parameters)
         if (record := finished or self._step_in_memory()) is None:
             return
         in_memory.refuse(self.param_groups, record)
