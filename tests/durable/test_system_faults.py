@@ -31,10 +31,11 @@ model = tiny()
 optimizer = gs_compile.AdamW(model.parameters(), lr=1e-2)
 ratios = {"parameter": 0.0, "checkpoint": 0.0, "optimizer": 0.0}
 options = {"micro_batch_size": 2, "storage": sys.argv[1], "host_memory": "100MiB", "durability": "step"}
-options |= {"resume": "auto", "expert": {"compiler": "eager", "recompute": "all", "alpha": 0.5, "ratios": ratios}}
+options |= {"expert": {"compiler": "eager", "recompute": "all", "alpha": 0.5, "ratios": ratios}}
 model.compile(backend="greedysnake", options=options)
 descriptors = len(os.listdir("/proc/self/fd"))
 try:
+    gs_compile.resume(model, optimizer, storage=sys.argv[1])
     while optimizer.num_steps < 4:
         model(ids()).backward()
         optimizer.step()
