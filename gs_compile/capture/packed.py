@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -23,6 +23,8 @@ from torch import fx
 
 from gs_compile.capture.graph import Length, TensorSpec
 from gs_compile.capture.residual_stream import fit, is_like
+
+_MARK = "packed"  # in the meta of what makes one tensor of several, and of what takes it apart
 
 
 def together(
@@ -71,6 +73,7 @@ def pack(values: Sequence[fx.Node], readers: Sequence[fx.Node]) -> tuple[list[fx
         packed = add(made, whole, torch.cat, rows, 1)
         parts = tuple(replace(whole, shape=(whole.shape[0], size)) for size in sizes)
         split = add(taken, parts, torch.split, packed, sizes, 1)
+        packed.meta[_MARK] = split.meta[_MARK] = True
         for number, (value, spec) in enumerate(zip(values, specs, strict=True)):
             part = add(taken, parts[number], operator.getitem, split, number)
             shaped = replace(spec.contiguous, requires_grad=requires_grad)
@@ -79,6 +82,18 @@ def pack(values: Sequence[fx.Node], readers: Sequence[fx.Node]) -> tuple[list[fx
     for node, value in product(readers, values):
         node.replace_input_with(value, found[value])
     return made, taken
+
+
+def parts_of(value: fx.Node) -> list[fx.Node]:
+    """The values that `pack` has made one tensor of, if it has, and last that tensor."""
+    return [*(value.all_input_nodes if _MARK in value.meta else ()), value]
+
+
+def parts_read(entry: fx.Node, nodes: Container[fx.Node]) -> set[int]:
+    """Where those of `parts_of` are that some nodes take out of what a unit is given; -1: they read it as it is."""
+    taken = (part for user in entry.users if _MARK in user.meta for part in user.users if part in nodes)
+    whole = {-1 for user in entry.users if _MARK not in user.meta and user in nodes}
+    return whole | {int(str(part.args[1])) for part in taken}
 
 
 def _are_made_first(values: Sequence[fx.Node], unit: int, at: Mapping[fx.Node, int]) -> bool:

@@ -10,6 +10,7 @@ from torch import fx
 from gs_compile.capture.graph import OutputSpec, TensorSpec, UnitGraph, output_values
 from gs_compile.capture.in_place import mutated
 from gs_compile.capture.operations import FUNCTION, operation
+from gs_compile.capture.packed import parts_of, parts_read
 from gs_compile.program.ir import Unit
 
 
@@ -26,28 +27,31 @@ def reached_from(
     for output in outputs:
         is_x = output.kind == "x"  # of the layer above what makes it
         given[units[int(output.unit)].unit if is_x else output.unit].add((output.kind, output.index))
-    is_carried = False  # a gradient comes from the unit above
+    carried = set[int]()  # which parts of its checkpoint a gradient comes to from the unit above
     for unit in reversed(units):
         own = [number for number, maker in enumerate(taps) if maker == unit.unit]
         wanted = given[unit.unit] | {("tap", place) for place, number in enumerate(own) if number in tapped}
-        wanted |= {("x", 0)} if is_carried else set()
         if "side" in unit.results:
             wanted |= {("side", index) for index in sides}
             sides = set()
-        found, is_carried = _reached(unit, wanted), False
-        for source, spec, is_reached in zip(unit.sources, unit.specs, found, strict=True):
-            if is_reached and spec.requires_grad:
-                is_carried |= source.kind == "x"
+        found, carried = _reached(unit, wanted, carried), set()
+        entries = unit.module.graph.find_nodes(op="placeholder")
+        for entry, source, spec in zip(entries, unit.sources, unit.specs, strict=True):
+            if entry in found and spec.requires_grad:
+                carried |= parts_read(entry, found) if source.kind == "x" else set()
                 into = {"input": reached, "side": sides, "tap": tapped, "whole": tapped}.get(source.kind, set())
                 into |= set(of_whole) if source.kind == "whole" else {source.index}
     return frozenset(reached)
 
 
-def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]]) -> list[bool]:
-    """Whether gradients of these results pass each placeholder; what is changed in place counts as a result."""
+def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]], carried: Collection[int]) -> set[fx.Node]:
+    """What gradients of these results pass, and of these parts of its checkpoint; what is changed in place counts as a
+    result.
+    """
     results, found = output_values(unit.module), set[fx.Node]()
     places = [(kind, unit.results[:at].count(kind)) for at, kind in enumerate(unit.results)]
     ahead = [node for node, place in zip(results, places, strict=True) if place in wanted]
+    ahead += [parts_of(results[unit.results.index("x")])[part] for part in carried]
     ahead += filter(mutated, unit.module.graph.nodes) if ahead else []
     while ahead:
         node = ahead.pop()
@@ -55,7 +59,7 @@ def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]]) -> list[bool]
         if node not in found and (not isinstance(spec, TensorSpec) or spec.requires_grad):
             found.add(node)
             ahead += _led_to(node)
-    return [node in found for node in unit.module.graph.nodes if node.op == "placeholder"]
+    return found
 
 
 def _led_to(node: fx.Node) -> list[fx.Node]:
