@@ -60,7 +60,7 @@ def masks_of(graph: fx.Graph) -> set[fx.Node]:
     """The placeholders that masks of a ``masked_scatter`` are, or views of."""
     found = set()
     for scatter in graph.nodes:
-        if operation(scatter).startswith("masked_scatter"):
+        if scatter.op.startswith("call_") and operation(scatter).startswith("masked_scatter"):  # an input has any name
             _, mask, _ = operands(scatter)
             while mask.all_input_nodes:
                 mask = mask.all_input_nodes[0]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from learner import distance
 from tiered import options
-from torch import nn
+from torch import fx, nn
 
 import gs_compile
+from gs_compile.capture.dealing import masks_of
 from gs_compile.errors import CaptureError, SeparationError
 
 IMAGE = 0  # the token of a place
@@ -108,3 +109,11 @@ def test_rows_that_are_repeated_are_refused(tmp_path):
     with pytest.raises(CaptureError, match=r"at .*x\[ids == IMAGE\] = .*: write x\.masked_scatter"):
         model(ids(2, 2, 2, 2), torch.randn(4, NUM_PLACES, 5))
     assert optimizer.engine is None
+
+
+def test_an_input_is_no_operation_that_it_is_named_after():
+    """Fault: the first call of Qwen3-VL with images ended with a KeyError where its layers are timed for a plan."""
+    graph = fx.Graph()
+    x, mask, rows = map(graph.placeholder, ("masked_scatter_1_dealt", "mask", "rows"))
+    graph.call_method("masked_scatter", (x, mask, rows))
+    assert masks_of(graph) == {mask}
