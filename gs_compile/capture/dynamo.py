@@ -59,6 +59,7 @@ try:
         batch_dims,
         enter_settings,
         free,
+        guessed,
         has_batch,
         is_freed,
         is_ours,
@@ -341,7 +342,11 @@ def _path(source: str) -> str:
 
 
 def _batch_dims(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The placeholders that may have the samples, and the dimension where: `batch_dims` of what the user passed."""
+    """The placeholders that may have the samples, and the dimension where: `batch_dims` of what the user passed.
+
+    The graph has inputs as they are read, and a table of places may be read first: so what the order of the call has
+    shown comes ahead of others, unless the trace has shown that it has a fixed size.
+    """
     tensors = [node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "constant"]
     passed = [node for node in tensors if _example(node).dim() > 0 and _is_passed_by_user(_source(node))]
     if not passed:
@@ -350,8 +355,14 @@ def _batch_dims(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> dict[fx.No
             f"the model was called without a tensor that has a batch dimension (inputs found: {found}); pass tensors "
             "with the batch along dimension 0, such as input_ids of shape (batch, tokens)"
         )
+    known = guessed()
+    passed.sort(key=lambda node: not _may_grow(_example(node).shape, known.get(_source(node))))
     pairs = zip(passed, batch_dims(list(map(_example, passed))), strict=True)
     return {node: dim for node, dim in pairs if dim is not None}
+
+
+def _may_grow(shape: Sequence[Any], dim: int | None) -> bool:
+    return dim is not None and (bool(_symbols([shape[dim]])) or shape[dim] == 1)
 
 
 def _own_and_others(

@@ -60,6 +60,11 @@ def free(batch: Mapping[str, int]) -> None:
     (_current() or _Settings()).name(batch)
 
 
+def guessed() -> Mapping[str, int]:
+    """The sources that were taken for the batch ahead of the first trace, in the order of the call, with dimensions."""
+    return current.guessed if (current := _current()) is not None else {}
+
+
 def enter_settings() -> bool:
     """Have this frame traced under its settings; returns whether it was not, as where Dynamo has lost its callbacks."""
     if _current() is not None:
@@ -137,9 +142,10 @@ def _begin(begun: CallbackArgs) -> None:
         trace_libraries()  # those that were imported since the last one, too
         _keep_whole(compiled["compiler_fn"])
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
-        dims = batch_dims(list(given.values()))
-        named = zip(given.items(), dims, strict=True)
-        free({source: dim for (source, each), dim in named if dim is not None and each.shape[dim] > 1})
+        named = zip(given, batch_dims(list(given.values())), strict=True)
+        dims = {source: dim for source, dim in named if dim is not None}
+        free({source: dim for source, dim in dims.items() if given[source].shape[dim] > 1})
+        vars(_current())["guessed"] = dims
         if given and options is not None:
             toolchain.ask_for(of_batch(list(given.values())).device, options)
 
@@ -242,6 +248,7 @@ class _Settings(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self.sources: dict[str, int] = {}  # of batch inputs, and their dimensions of samples
+        self.guessed: dict[str, int] = {}  # as the frame was called, those of one sample too
         self.numbers: list[str] = []  # patterns of the sources of whole numbers that are symbols
         self._before = compiler_config.dynamic_sources
         # Floats that have changed are inputs; with ``dynamic=True`` all would be.

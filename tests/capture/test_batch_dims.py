@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from zoo import compile_model
+from zoo import both_ways, compile_model
 
 from gs_compile.capture.frame_settings import batch_dims, of_batch
 from gs_compile.errors import CaptureError
@@ -64,3 +64,22 @@ def test_an_input_that_had_as_many_rows_as_the_batch_once():
     model(x, torch.ones(4, 5)).backward()
     with pytest.raises(CaptureError, match="x has 4 rows and table has 6, but as many in the call"):
         model(x, torch.arange(30.0).view(6, 5))
+
+
+class Placed(Weighted):
+    """Reads the places of tokens, which all samples share, ahead of the samples, as Krea 2 of diffusers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+
+    def forward(self, x, places):
+        turn = places.cos().sum(-1)[:, None]
+        return super().forward((self.enter(x) * turn).cumsum(1), x.new_zeros(1, 1))
+
+
+@pytest.mark.parametrize("size", [4, 1])
+def test_a_table_that_is_read_first_is_not_the_batch(size):
+    """Fault: it was taken for the batch, and its number of rows for a batch size that the code fixes."""
+    model = Placed()
+    both_ways(model, lambda each: each(torch.ones(size, 7, 8), torch.arange(21.0).view(7, 3)).backward())
