@@ -54,6 +54,7 @@ class StepRecord:
     loss_scale: float = 1.0  # in all gradients
     num_ranks: int = 1  # over which gradients are summed: they are those of the mean of the ranks' losses
     scale: float = 1.0  # that clips
+    scale_norm: float = math.nan  # the norm that it follows from
     dtype: torch.dtype = torch.float32  # of the scale: the widest of the gradients
     is_too_large: bool = False  # the norm, for that dtype
     is_dropped: bool = False  # its gradients: between the backward and `optimizer.step()`
@@ -130,12 +131,13 @@ class StepRecord:
 
     def clip(self) -> None:
         """Find what torch's clip_grad_norm_ would multiply by, in its dtype; skip where a gradient is not finite."""
-        norm = torch.tensor(self.grad_norm, dtype=self.dtype)
+        self.scale, self.scale_norm = 1.0, self.grad_norm
+        norm = torch.tensor(self.scale_norm, dtype=self.dtype)
         self.is_too_large = not bool(norm.isfinite())
         if self.max_grad_norm is not None and not self.skipped:
             self.scale = min(1.0, (self.max_grad_norm / (norm + 1e-6)).item())
 
     @property
     def confirmed(self) -> bool:
-        """Whether what was updated before the scale was known is what it should be."""
-        return not self.skipped and self.scale == 1.0
+        """Whether what was updated before the scale was known is what it should be, as `clip` has found last."""
+        return self.scale == 1.0 and math.isfinite(self.scale_norm) and not (self.is_too_large or self.is_dropped)

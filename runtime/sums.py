@@ -35,11 +35,9 @@ class Sums:
         self._uncounted.clear()
 
     def end_step(self, record: StepRecord) -> None:
-        """Have in the norm of a step what has come after it was taken."""
+        """Have in the norm of a step what has come after it was taken; it stays when the sums go."""
         for unit in self._uncounted:
             record.squares[unit]()
-        if self._uncounted and self.tiers.placement.clip:
-            record.clip()
         self._uncounted.clear()
         self.has_outside = False
 

@@ -128,6 +128,7 @@ def _clip_grad_norm(
             f"clip_grad_norm_({max_norm}): the updates of this backward were made with max_grad_norm="
             f"{optimizer.max_grad_norm}. Make the optimizer with max_grad_norm={max_norm}"
         )
+    optimizer.count_late()
     return torch.tensor(optimizer.grad_norm)
 
 

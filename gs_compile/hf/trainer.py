@@ -150,6 +150,7 @@ class TrainerMixin(DurableTrainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
         """The norm of all gradients, before clipping."""
+        self._tiered_optimizer.count_late()
         return self._tiered_optimizer.grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -29,7 +29,7 @@ from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.gradients import forget_gradients, have_zeros, is_zeroed, mark_gradient_unavailable, take_given
-from gs_compile.model.in_memory import count
+from gs_compile.model.in_memory import begin
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
 from gs_compile.model.optimizer import Optimizer
@@ -231,7 +231,7 @@ class Engine(ParameterStore):
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
-        count(optimizer.param_groups, record, self.ranks)
+        begin(optimizer.param_groups, record, self.ranks)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
         record.idle = self._may_be_idle.difference(reached, map(self.trained_span, have_zeros(optimizer.group_of)))

@@ -8,7 +8,7 @@ call does is planned for, updates run beside the first backward, and one call ha
 [1] a call after a backward
 [2] a backward of several calls, or of one that was given up for another
 [3] a gradient from outside of the model
-[4] another setting, or no gradient, at `optimizer.step()`
+[4] another setting, no gradient, or another norm to clip by, at `optimizer.step()`
 [5] a call that has no room, as it is larger than the first, or beside those that wait.
 
 Then another engine takes the place of the one so far: it has other parameters, updates wait for `optimizer.step()`, or
@@ -42,6 +42,8 @@ from gs_compile.model.residency import Residency, is_offloaded, residency_of, ro
 from gs_compile.runtime.step_record import StepRecord
 
 log = logging.getLogger(__name__)
+
+LATE = "gradients that the norm has came behind the model's backward, to parameters that it does not read"
 
 
 class FirstStep:
@@ -155,35 +157,38 @@ class FirstStep:
         return engine
 
     def engine_for_step(self, engine: Engine, record: StepRecord, *, dropped: bool) -> Engine:
-        """The engine that closes a step by the settings of now [4]; dropped: its gradients were.
+        """The engine that closes a step by the settings and the norm of now [4]; dropped: its gradients were.
 
-        Many set the learning rate after the backward, and mean this step, or drop the gradients where a loss jumps.
-        Updates that have waited take that up. Raises `StepOrderError` where they have not, and the step cannot begin
-        again.
+        Many set the learning rate after the backward, and mean this step, or drop the gradients where a loss jumps. An
+        encoder ahead of the model gets its gradients behind the model's, and they are in the norm that clips. Updates
+        that have waited take that up. Raises `StepOrderError` where they have not, and the step cannot begin again.
         """
         optimizer, placement = engine.optimizer, engine.placement
         assert optimizer is not None, "it closes the step"
         now = optimizer.as_set()
         record.number = now.number  # where a state was loaded since, another
-        changed = _changed(record, now, anew=self.may_begin_again)
+        is_norm_new = placement.clip and record.grad_norm != record.scale_norm
+        changed = _changed(record, now, anew=self.may_begin_again) or (LATE if is_norm_new else "")
         if not (changed or dropped):
             return engine
-        engine.announce("dropped gradients" if dropped else "new settings", f", {now.told_settings}")
+        news = "dropped gradients" if dropped else "new gradients" if is_norm_new else "new settings"
+        engine.announce(news, f", {now.told_settings}")
         if placement.has_early and self.may_begin_again:
             return self.begin_again(engine, self.done[0][0])
-        is_norm_kept = record.max_grad_norm == now.max_grad_norm
-        rolls_back = placement.rolls_back(confirmed=record.confirmed) and (is_norm_kept or dropped)
+        is_scale_kept = record.max_grad_norm == now.max_grad_norm and not is_norm_new
+        rolls_back = placement.rolls_back(confirmed=record.confirmed) and (is_scale_kept or dropped)
         waits = not placement.has_early or rolls_back
-        if not (waits or record.skipped):
+        if not (waits or (record.skipped and not is_norm_new)):  # else they have run, and what came since is not finite
             what = "the gradients were dropped after the backward" if dropped else changed
+            give = "Give" if dropped or what is LATE else "Set it before the backward or after step(), or give"
             raise StepOrderError(
                 f"{what}: updates have already run beside the backward, because the first step did not show that they "
-                f"must wait. {'Give' if dropped else 'Set it before the backward or after step(), or give'} "
+                f"must wait. {give} "
                 'options={"accumulate": True}, with which updates wait for step(), and start the run again'
             )
         record.is_dropped, record.hypers = dropped and waits, now.hypers
-        if not is_norm_kept:
-            record.max_grad_norm, record.scale = now.max_grad_norm, 1.0
+        if not is_scale_kept:
+            record.max_grad_norm = now.max_grad_norm
             record.clip()
         return engine
 
@@ -220,7 +225,8 @@ class FirstStep:
         loop = loop or Loop(True, max(engine.open.most_undone, engine.num_calls))
         prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes, loop)
         optimizer.loop = loop
-        words = ["updates wait for step(), as several backwards or settings come before it"] if loop.accumulates else []
+        waits = "updates wait for step(), as several backwards, settings or gradients come before it"
+        words = [waits] if loop.accumulates else []
         words += [f"{loop.num_calls} calls are between forward and backward at a time"] if loop.num_calls > 1 else []
         words = words or ["a call is no evaluation, is larger than the first, or reads other parameters"]
         log.info("in this loop %s: the first step starts again", ", and ".join(words))

@@ -73,26 +73,22 @@ def with_gradients(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     return [each for _, each in parameters_in_memory(groups) if each.grad is not None]
 
 
-def count(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks | None = None) -> None:
-    """Have gradients in memory in the norm of a step, and in its clip; over ranks they are averaged."""
+def begin(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks | None = None) -> None:
+    """Have gradients in memory in the norm of a step that begins; over ranks they are averaged."""
     if ranks is not None:
         record.num_ranks = ranks.total
-        _average(groups, record, ranks)
-    if parameters := with_gradients(groups):
-        square = _sum_of_squares(parameters) * record.num_ranks**2  # as the others are, which are summed
+        average(groups, record, ranks)
+    count(groups, record)
+
+
+def count(groups: Sequence[Mapping[str, Any]], record: StepRecord) -> None:
+    """Have gradients in memory, as they are now, in the norm of a step."""
+    square = _sum_of_squares(with_gradients(groups)) * record.num_ranks**2  # as the others are, which are summed
+    if square or "resident" in record.squares:
         record.squares["resident"] = lambda: square
 
 
-def average_late(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks | None) -> None:
-    """Average over ranks what has come since `count`, as to a module whose output the compiled model takes.
-
-    Where a step is clipped, `refuse` raises for that.
-    """
-    if ranks is not None and record.max_grad_norm is None:
-        _average(groups, record, ranks, " since the model's backward")
-
-
-def _average(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks, since: str = "") -> None:
+def average(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks, since: str = "") -> None:
     """Average over ranks the gradients in memory that are new on any of them."""
     beside = [each for each in by_name(groups) if each[1].requires_grad]
     gradients = [parameter.grad for _, parameter in beside]
@@ -103,20 +99,11 @@ def _average(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ran
     record.means = {**record.means, **{mean: changes(mean) for mean in means.values()}}
 
 
-def refuse(groups: Sequence[Mapping[str, Any]], record: StepRecord) -> None:
+def refuse_narrow(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise OptimizerError, before a step is closed, where a parameter in memory that has a gradient is not of float32
-    or float64, as there is no master of it, and where the step was clipped by a norm in which these gradients are not.
+    or float64, as there is no master of it.
     """
-    parameters = with_gradients(groups)
-    if parameters and record.max_grad_norm is not None:
-        counted = record.squares["resident"]() if "resident" in record.squares else 0.0
-        if counted != _sum_of_squares(parameters) * record.num_ranks**2:
-            raise OptimizerError(
-                "gradients of parameters outside of the compiled model came after that model's backward, so they are "
-                "not in the norm that its updates were clipped by: also compile the part of the model that has these "
-                "parameters, or freeze them, or leave max_grad_norm out"
-            )
-    for parameter in parameters:
+    for parameter in with_gradients(groups):
         if parameter.dtype not in (torch.float32, torch.float64):
             raise OptimizerError(
                 f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is outside of the compiled "

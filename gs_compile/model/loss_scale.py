@@ -67,6 +67,7 @@ class LossScaler:
         """Call ``optimizer.step()``; a skipped step calls that of its class, even if the method was replaced."""
         if optimizer.loss_scale != self.get_scale:
             raise OptimizerError("this LossScaler belongs to another optimizer: make it with LossScaler(optimizer)")
+        optimizer.count_late()
         self._skipped = optimizer.will_skip
         return type(optimizer).step(optimizer) if self._skipped else optimizer.step(*args, **kwargs)
 

@@ -79,18 +79,18 @@ class TieredOptimizer(Optimizer):
         """Another thread that reads or commits finds all of a step, or nothing."""
         assert self.engine is not None, "there was a call"
         take_given(self._parameters)
+        self.count_late()
         finished = self.engine.step_to_finish(dropped=are_dropped(self._parameters))
         if finished is None:
             refuse_alone(self._parameters)
         if (record := finished or self._step_in_memory()) is None:
             return
-        in_memory.refuse(self.param_groups, record)
+        in_memory.refuse_narrow(self.param_groups)
         if finished is not None and self.engine.durable is not None and not is_late:
             self.kept.end_step()  # ahead of all that changes: objects of the user's may raise
         with self.engine.tiers.whole():
             if finished is not None:
                 self.engine.finish(record)
-            in_memory.average_late(self.param_groups, record, self.engine.ranks)
             in_memory.update(self, in_memory.with_gradients(self.param_groups), record)
             end_gradients(self._parameters, dropped=record.is_dropped)
             if finished is not None:  # steps of parameters in memory alone are theirs
@@ -102,6 +102,18 @@ class TieredOptimizer(Optimizer):
         is_bad = record.skipped and not record.is_dropped
         if is_bad and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
             self._warn(record)
+
+    def count_late(self) -> None:
+        """Have in the norm of the step what has come to parameters in memory since the model's backward, as to a module
+        whose output the model takes. It is averaged over ranks, all of which call this, as they call `step`.
+        """
+        engine = self.engine
+        if engine is None or engine.record is None:
+            return
+        if engine.ranks is not None:
+            with engine.tiers.whole():
+                in_memory.average(self.param_groups, engine.record, engine.ranks, " since the model's backward")
+        in_memory.count(self.param_groups, engine.record)
 
     def _count_missed(self, record: StepRecord) -> None:
         """Leave a step that others have taken out of the counts of parameters that got no gradient in it.
@@ -137,6 +149,8 @@ class TieredOptimizer(Optimizer):
     @property
     def grad_norm(self) -> float:
         """The norm of all gradients before clipping: of the backward that `step` will close, or of the last step."""
+        if self.engine is not None and self.engine.ranks is None:
+            self.count_late()
         record = self.engine.record if self.engine is not None else None
         if record is not None:
             return record.grad_norm
@@ -153,7 +167,7 @@ class TieredOptimizer(Optimizer):
         if not in_memory.with_gradients(self.param_groups):
             return None
         record = self.begin_step()
-        in_memory.count(self.param_groups, record, self.engine.ranks if self.engine is not None else None)
+        in_memory.begin(self.param_groups, record, self.engine.ranks if self.engine is not None else None)
         if self.max_grad_norm is not None:
             record.clip()
         return record

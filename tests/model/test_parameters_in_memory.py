@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import gs_compile
-from gs_compile.errors import GreedySnakeError, OptimizerError
+from gs_compile.errors import GreedySnakeError, NonFiniteWarning, OptimizerError, StepOrderError
 from gs_compile.model import in_memory
 from gs_compile.runtime.units import CompiledUnits
 
@@ -166,19 +166,57 @@ def test_a_head_of_low_precision_is_refused(tmp_path):
             optimizer.step()
 
 
-def test_gradients_outside_of_the_norm_are_refused(tmp_path):
-    """Nothing is updated, also of the body, whose updates wait for the next forward: the step can be dropped."""
+def late(model, number):
+    """A loss of which a part has a backward of its own, behind that of the body, as an encoder ahead of it has."""
+    model.loss(number).backward()
+    (0.1 * model.head.weight.square().sum()).backward()
+
+
+@pytest.mark.parametrize("changes", [{"clip": "delayed"}, {"clip": "speculative"}], ids=["delayed", "speculative"])
+def test_gradients_that_come_behind_the_models_are_clipped_with_them(changes, tmp_path):
+    """Fault: they were refused. Where updates ran early, the first step begins again, and they wait from then on."""
+    plain = made()
+    theirs, norms = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), []
+    with tiered(tmp_path, partial(gs_compile.AdamW, lr=1e-2, max_grad_norm=0.5), **changes) as (model, optimizer):
+        for number in range(4):
+            late(plain, number)
+            norms += [nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item()]
+            late(model, number)
+            assert optimizer.grad_norm == pytest.approx(norms[-1], rel=1e-5)
+            for each in (theirs, optimizer):
+                each.step()
+                each.zero_grad()
+            assert gs_compile.metrics(model.body)["grad_norm"] == pytest.approx(norms[-1], rel=1e-5)
+        assert min(norms) > 0.5
+        assert distance(values(model), values(plain)) < 1e-5
+
+
+def test_a_late_gradient_that_is_not_finite_skips_the_step(tmp_path):
     with tiered(tmp_path, partial(gs_compile.AdamW, max_grad_norm=1.0), clip="delayed") as (model, optimizer):
         trained(model, optimizer, [0])
         before = {name: value.clone() for name, value in model.state_dict().items()}
         model.loss(1).backward()
-        model.head.weight.sum().backward()
-        with pytest.raises(OptimizerError, match="are not in the norm that its updates were clipped by"):
+        (torch.inf * model.head.weight.sum()).backward()
+        with pytest.warns(NonFiniteWarning, match="step 2 was skipped"):
             optimizer.step()
         optimizer.zero_grad()
         same_tensors(model.state_dict(), before)
         trained(model, optimizer, [1])
         assert {each["step"].item() for each in optimizer.state_dict()["state"].values()} == {2.0}
+
+
+@pytest.mark.parametrize("factor", [0.1, torch.inf])
+def test_late_gradients_that_the_first_step_did_not_have(factor, tmp_path):
+    """Updates have run by the norm without them: a step that clips more is refused, and ends the run's steps."""
+    make = partial(gs_compile.AdamW, lr=1e-2, max_grad_norm=100.0)
+    with tiered(tmp_path, make, clip="speculative") as (model, optimizer):
+        trained(model, optimizer, [0])
+        model.loss(1).backward()
+        (factor * model.head.weight.sum()).backward()
+        with pytest.raises(
+            StepOrderError, match=r"came behind the model's backward.* Give options=.\"accumulate\": True"
+        ):
+            optimizer.step()
 
 
 def test_an_interrupt_in_a_step_ends_the_run(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from gs_compile.errors import OptimizerError, RankError, ReleasedParameterError
 from gs_compile.model.residency import residency_of
 
 KEEPS_CAPTURES = True  # each process captures its own
+BOUND = 0.5  # of the norm of gradients
 
 
 class Scaled(zoo.Block):
@@ -118,9 +119,11 @@ def backward(info, model, number):
     (loss[1] if isinstance(loss, tuple) else loss).backward()
 
 
-def train(info, model, optimizer):
+def train(info, model, optimizer, bound=None):
     for number in range(4):
         backward(info, model, number)
+        if bound is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
         optimizer.step()
         optimizer.zero_grad()
     return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
@@ -159,6 +162,12 @@ def learns(info, tmp_path):
     assert re.search(words, other_tasks(info))
 
     spread(model := Headed(info.rank), info.rank)
+    clipped, other = copy.deepcopy(model), DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    wanted = train(info, other, torch.optim.SGD(other.parameters(), lr=0.1), BOUND)
+    optimizer = gs_compile.SGD(clipped.parameters(), lr=0.1, max_grad_norm=BOUND)
+    clipped.trunk.compile(backend="greedysnake", options=options(tmp_path / "clipped", outputs="all", clip="delayed"))
+    found["clipped"] = distance(train(info, clipped, optimizer), wanted)
+
     reference = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
     wanted = train(info, reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     in_any_order = list(model.parameters())[:: 1 - 2 * info.rank]
