@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from gs_compile.capture.internals import tree_leaves, tree_map_only
 from gs_compile.errors import OptionError
+from gs_compile.hf.images import entries_of
 from gs_compile.planner.cost.model import base_model
 
 IGNORED = -100  # a label that no loss counts
@@ -35,7 +36,7 @@ class Padding(NamedTuple):
 
     may_move: what a model makes of tokens does not depend on how many are ahead of them. reads_last: it makes of a
     sequence what it has at its last place, whatever is there; None: nobody knows, as it is the user's own. averages: it
-    makes of it the mean of all places.
+    makes of it the mean of all places. of_images: what only batches with images have, one image behind another.
     """
 
     token_id: int = 0
@@ -43,6 +44,7 @@ class Padding(NamedTuple):
     may_move: bool = True
     reads_last: bool | None = False
     averages: bool = False
+    of_images: frozenset[str] = frozenset()
 
     def is_left_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these are padded so, and a model that reads the last token finds it there."""
@@ -78,7 +80,7 @@ def padding_of(model: Any, tokenizer: Any = None) -> Padding:
     is_known = summary is not None or type(base).__module__.startswith("transformers.")
     kind = getattr(summary, "summary_type", "")
     reads_last = kind in ("last", "cls_index") if is_known else None  # the last, where nobody names another
-    return Padding(token_id, is_left, may_move, reads_last, averages=kind == "mean")
+    return Padding(token_id, is_left, may_move, reads_last, averages=kind == "mean", of_images=entries_of(base))
 
 
 def _has_place_embeddings(config: Any) -> bool:
@@ -94,15 +96,16 @@ def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> 
     Padding needs an attention mask, which then ends them, or position ids, by which it is one more of the sequences
     that are packed in a row; labels there are ignored. Raises OptionError where batches have other entries than the
     first, or would need padding and have neither, or labels that padding changes. Labels themselves need no mask, as
-    Whisper's, whose decoder has none.
+    Whisper's, whose decoder has none. Some batches may have no images.
     """
-    first = batches[0]
-    if any(batch.keys() != first.keys() for batch in batches):
+    first, every = batches[0], dict.fromkeys(itertools.chain.from_iterable(batches))
+    if any(not every.keys() - batch.keys() <= padding.of_images for batch in batches):
         raise OptionError(
             f"the batches of a step have different entries: {sorted({*map(tuple, batches)})}: have the collator give "
             "all batches the same"
         )
-    joined = {name: _joined(name, batches, padding) for name in first if name not in (*_OFFSETS, _KEPT)}
+    having = {name: [batch for batch in batches if name in batch] for name in every}
+    joined = {name: _joined(name, own, padding) for name, own in having.items() if name not in (*_OFFSETS, _KEPT)}
     if _KEPT in first:
         joined[_KEPT] = _to_keep(batches)
     if not isinstance(first, MutableMapping):

@@ -9,7 +9,7 @@ is. So nobody computes with the placeholder. What cannot be done with a value th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol, cast
@@ -372,6 +372,16 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.parameter._greedysnake.add_gradient(ctx.parameter, gradient)
         return None, None
+
+
+def read_for(tensors: Iterable[Tensor]) -> set[OffloadedParameter]:
+    """The offloaded parameters to which gradients of some tensors come from outside of a compiled model."""
+    ahead, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
+    while ahead:
+        if (node := ahead.pop()) is not None and node not in seen:
+            seen.add(node)
+            ahead += [further for further, _ in node.next_functions]
+    return {node.parameter for node in seen if isinstance(node, _Read._backward_cls)}  # type: ignore[attr-defined]
 
 
 def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from gs_compile.capture.internals import changes
 from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError
 from gs_compile.model import files
-from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder
+from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, read_for
 from gs_compile.model.parameter_store import ParameterStore, Reader, in_full
 from gs_compile.model.stand_in import shares_memory
 from gs_compile.runtime.codecs import CODECS, Encoded, dense
@@ -447,6 +447,14 @@ def restore(parameter: Tensor, values: Tensor) -> None:
     if (mark := residency.gradient) is not None and parameter.grad is mark:
         parameter.grad = None
     residency.stash = residency.home = residency.gradient = None
+
+
+def bring_back(tensors: Iterable[Tensor]) -> bool:
+    """Make stashed parameters resident to which gradients of some tensors come, as no store trains them: any was so."""
+    found = [each for each in read_for(tensors) if residency_of(each).tiered is None]
+    for parameter in found:
+        restore(parameter, residency_of(parameter).value(parameter).to(parameter.device, copy=True))
+    return bool(found)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pictures import qwen
 from transformers import AutoConfig, AutoModelForSequenceClassification, BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 from trl.trainer.utils import add_fused_lm_head
@@ -34,6 +35,22 @@ def test_answers_chosen_among_all_tokens_are_not_padded():
     ]
     assert len(gathered([batches[0], batches[0]])["start_positions"]) == 4
     with pytest.raises(OptionError, match=r"'start_positions' is a position among all tokens.*padding='max_length'"):
+        gathered(batches)
+
+
+def test_some_batches_of_a_step_have_no_images():
+    """Fault: they were refused, as a step's batches had different entries."""
+    text = {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
+    batches = [text, text | {"pixel_values": torch.ones(4, 5), "image_grid_thw": torch.ones(1, 3)}, text]
+    padding = padding_of(qwen())
+    found = gathered(batches, padding)
+    assert {name: len(each) for name, each in found.items()} == {
+        "input_ids": 6, "attention_mask": 6, "pixel_values": 4, "image_grid_thw": 1
+    }  # fmt: skip
+    for wrong in ([text, text | {"labels": torch.ones(2, 3)}], [text, batches[1] | {"labels": torch.ones(2, 3)}]):
+        with pytest.raises(OptionError, match="the batches of a step have different entries"):
+            gathered(wrong, padding)
+    with pytest.raises(OptionError, match="the batches of a step have different entries"):
         gathered(batches)
 
 
