@@ -246,6 +246,19 @@ def rest_nbytes(optimizer: Optimizer, stored: Container[torch.Tensor]) -> int:
     return sum((1 + len(optimizer.components)) * each.nbytes + as_step(0).nbytes for each in beside)
 
 
+def refuse_made_before(args: Sequence[Any], optimizer: Optimizer, rest: Tensors) -> None:
+    """Raise ResumeError where an argument of the first call was made by parameters that get their values with it."""
+    beside = list(optimizer.group_of)
+    others = {number: values for number, values in rest.items() if number.isdecimal()}
+    made = [each for each in args if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf]
+    if made and not all(torch.equal(beside[int(number)], values) for number, values in others.items()):
+        raise ResumeError(
+            f"an input of shape {tuple(made[0].shape)} was made by parameters outside of the compiled model, as of an "
+            "encoder ahead of it, which get their values of the commit with the model's first call: in a run that is "
+            "resumed, call the model once under torch.no_grad() before the first step, with any batch"
+        )
+
+
 @torch.no_grad()
 def give_back_rest(
     optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor], *, states_alone: bool

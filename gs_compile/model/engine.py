@@ -26,7 +26,7 @@ from torch import Tensor
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError, StorageFullError
 from gs_compile.model.call import Call
-from gs_compile.model.commits import Durable, give_back_rest
+from gs_compile.model.commits import Durable, give_back_rest, refuse_made_before
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.gradients import forget_gradients, have_zeros, is_zeroed, mark_gradient_unavailable, take_given
 from gs_compile.model.in_memory import begin
@@ -100,6 +100,8 @@ class Engine(ParameterStore):
             if self.durable is not None and self.durable.former is not None:
                 self.durable.find_buffers()
                 rest = take_up(self, spans, stored)
+                if prepared is None:
+                    refuse_made_before(call.args, optimizer, rest)
                 give_back_rest(optimizer, rest, self.durable.buffers, states_alone=prepared is not None)
             else:
                 move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])

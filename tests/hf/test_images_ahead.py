@@ -15,7 +15,7 @@ from torch import nn
 from zoo import GPT, assert_same_gradients, compile_model, gradients
 
 import gs_compile
-from gs_compile.errors import CheckError, GraphBreakError, OptionError
+from gs_compile.errors import CheckError, GraphBreakError, OptionError, ResumeError
 from gs_compile.hf.images import encode_ahead, reads_sizes
 
 # The first layers get features of images, the others none
@@ -146,3 +146,40 @@ def test_an_encoder_that_is_trained_from_the_second_step_on(tmp_path):
             update.zero_grad()
     assert distance(dict(model.state_dict()), dict(plain.state_dict())) < 1e-6
     optimizer.engine.tiers.close()
+
+
+def durable_steps(folder, numbers, *, looks_first=False):
+    """The values after steps of some numbers of a durable run, which goes on if there is one. looks_first: by a call
+    without gradients.
+    """
+    torch.manual_seed(0)
+    batches, model = [batch((1, 2), (1, 1)) for _ in range(2)], Pictures()
+    optimizer = gs_compile.SGD(model.parameters(), lr=0.1, max_grad_norm=0.05)
+    encode_ahead(model)
+    model.compile(backend="greedysnake", options=options(folder, durability="step"))
+    gs_compile.resume(model, optimizer, storage=folder)
+    try:
+        with torch.no_grad():
+            _ = model(**batches[0]) if looks_first else None
+        for number in numbers:
+            model(**batches[number]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.commit()
+        return model.state_dict()
+    finally:
+        if optimizer.engine is not None:
+            optimizer.engine.tiers.close()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_encodes_with_the_values_of_its_commit(tmp_path):
+    """They come with the model's first call. Fault: the encoder had run with others, and its gradients were of these."""
+    wanted = durable_steps(tmp_path / "one", [0, 1])
+    durable_steps(tmp_path / "other", [0])
+    with pytest.raises(
+        ResumeError, match=r"made by parameters outside .*once under torch.no_grad\(\) before the first"
+    ):
+        durable_steps(tmp_path / "other", [1])
+    found = durable_steps(tmp_path / "other", [1], looks_first=True)
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
