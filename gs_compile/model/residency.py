@@ -80,10 +80,6 @@ class Given:
         return cls(weakref.ref(values), counter, changes(counter))
 
     @property
-    def is_in_use(self) -> bool:
-        return self.values() is not None
-
-    @property
     def is_changed(self) -> bool:
         return changes(self.counter) != self.version
 
@@ -157,7 +153,9 @@ class Residency:
             return self.stash.detach().to(parameter.dtype)
         values = self.shown_value(parameter, torch.device("cpu"), is_own=True)
         if home is not None:
-            self.given = [*(each for each in self.given if each.is_changed or each.is_in_use), Given.of(values)]
+            known = [each for each in self.given if each.is_changed or each.values() is not None]
+            is_known = any(each.values() is values for each in known)
+            self.given = known if is_known else [*known, Given.of(values)]
         return values
 
     def refuse_lost(self, parameter: Tensor) -> None:
