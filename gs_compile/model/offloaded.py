@@ -320,7 +320,7 @@ class UnavailableGradient(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Allow it to be looked at, zeroed, sent somewhere and dropped, and nothing else."""
         name = getattr(function, "__name__", "")
-        if sends(name, function, args):
+        if name in ("detach", "detach_") or sends(name, function, args):
             return args[0]
         if name in ("zero_", "_foreach_zero_"):
             for gradient in args[0] if name == "_foreach_zero_" else args[:1]:

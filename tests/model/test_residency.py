@@ -218,11 +218,14 @@ def test_a_gradient_that_has_gone_to_its_update_is_not_used(name):
         USES[name]([other, offloaded])
 
 
-def test_it_is_zeroed_by_its_data():
+@pytest.mark.parametrize("seen", [lambda grad: grad.data, torch.Tensor.detach, torch.Tensor.detach_])
+def test_it_is_zeroed_by_its_data(seen):
+    """As loops do that set gradients to zero by hand: ``p.grad.detach_()``, then ``p.grad.zero_()``."""
     offloaded = parameter((3,))
     stash(offloaded)
     mark_gradient_unavailable(offloaded)
-    offloaded.grad.data.zero_()
+    assert not is_zeroed([offloaded])
+    seen(offloaded.grad).zero_()
     assert is_zeroed([offloaded])
     with pytest.raises(ReleasedParameterError):
         offloaded.grad.T.zero_()
