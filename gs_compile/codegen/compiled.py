@@ -61,6 +61,8 @@ class SpecializedModel:
     batch: the inputs of the captured graph that have the samples along a dimension, by index, and this dimension.
     costs: what is known of its units at all micro-batch sizes.
     loss_alone: of all that the model returns it makes the loss alone, also in an evaluation.
+    whole_numbers: those among the inputs of its first micro-batch, by index: code is timed with them, as what it makes
+        of others need be no index, such as the last token of a sequence without any.
     """
 
     micro_batch_size: int
@@ -73,6 +75,7 @@ class SpecializedModel:
     alone: bool = False  # the micro-batch is the whole batch
     costs: dict[Unit, AllSizes] = field(default_factory=dict, compare=False, repr=False)
     loss_alone: bool = False
+    whole_numbers: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def codes(self) -> Mapping[Unit, InPieces]:
@@ -88,6 +91,12 @@ class SpecializedModel:
         for unit, code in codes.items():
             code.costs = code.costs or self.costs.setdefault(unit, AllSizes()).of(code.unit, self.micro_batch_size)
         return codes
+
+    def note_inputs(self, inputs: Mapping[int, torch.Tensor]) -> None:
+        """Keep `whole_numbers` of its first micro-batch."""
+        for index, each in inputs.items() if not self.whole_numbers else ():
+            if each.dtype != torch.bool and not (each.is_floating_point() or each.is_complex()):
+                self.whole_numbers[index] = each.clone()
 
     def in_pieces(self, num_tokens: int | None) -> SpecializedModel:
         """The model with layers that run on so many tokens at a time, as a plan says; None: as the options say."""

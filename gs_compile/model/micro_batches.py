@@ -31,6 +31,7 @@ def cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Speci
         counted = {index: args[index] for index in model.split.count.arguments} if model.split.count else {}
         parts.append(MicroBatch(model.split, model.codes, own, fraction, counted))
         start += length
+        model.note_inputs(own)
     return models, parts
 
 

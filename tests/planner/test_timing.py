@@ -185,6 +185,46 @@ def test_labels_are_classes_of_the_loss():
     assert timed(workload, layout).costs["h"].seconds[1] > 0
 
 
+class LastToken(zoo.GPT):
+    """Gives the last token of each sequence, as recommenders do, in a head that has no table."""
+
+    def forward(self, ids, lengths):
+        x_BTD = self.embedding(ids)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        last = (lengths - 1)[:, None, None].expand(-1, -1, zoo.WIDTH)
+        return x_BTD.gather(1, last).squeeze(1)
+
+
+def test_whole_numbers_are_those_of_a_batch():
+    """A length that is made up may be 0, and its last token no index."""
+    ids, lengths = zoo.batch()[0], torch.arange(zoo.BATCH) + 1
+    layout, workload = ran(LastToken(), lambda model: model(ids, lengths).sum().backward(), outputs="all")
+    ids.zero_(), lengths.zero_()  # what a script does with its own later
+    assert all(cost.seconds[1] > 0 for cost in timed(workload, layout).costs.values())
+
+
+class InOrder(zoo.Block):
+    def forward(self, x_BTD, order_BT):
+        return super().forward(x_BTD.gather(1, order_BT[..., None].expand_as(x_BTD)))
+
+
+class Ordered(zoo.GPT):
+    """Its layers read whole numbers that the embedding makes."""
+
+    def forward(self, ids, labels):
+        x_BTD, order_BT = self.embedding(ids), ids.argsort(-1)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, order_BT)
+        return functional.cross_entropy(self.head(x_BTD).flatten(0, 1), labels.flatten())
+
+
+def test_code_that_does_not_take_what_is_made_up_has_no_seconds():
+    layout, workload = ran(Ordered(InOrder))
+    seconds = {unit: cost.seconds for unit, cost in timed(workload, layout).costs.items()}
+    assert [unit for unit, each in seconds.items() if each is None] == [0, 1]
+
+
 class Turned(zoo.Block):
     """Its input is turned by a table of complex numbers, as by that of rotary embeddings."""
 

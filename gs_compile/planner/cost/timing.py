@@ -1,12 +1,13 @@
 """timing: how long the code of a model's units takes on the device it was captured on.
 
-Every class of units runs once to warm up, then a few times on random numbers, as in a step: with the sum over
-micro-batches of what it gives as gradients. Parameters are made up too, of one unit at a time, so that nothing of the
-model is read and little memory is needed. What layers may save is timed when a plan asks for it.
+Every class of units runs once to warm up, then a few times on random numbers, and the whole numbers of a batch, as in a
+step: with the sum over micro-batches of what it gives as gradients. Parameters are made up too, of one unit at a time,
+so that nothing of the model is read and little memory is needed. What layers may save is timed when a plan asks for it.
 """
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ from gs_compile.runtime.formats import CONVERSION_NBYTES
 from gs_compile.runtime.stream import device_of, without_autocast
 from gs_compile.runtime.units import Accumulator, CompiledUnits, MicroBatch
 from gs_compile.runtime.values import Gradient
+
+log = logging.getLogger(__name__)
 
 MOST_RUNS = 15  # of one function; the median of these is not moved by a few that were disturbed
 SECONDS = 2.0  # that all runs take together, without the first two of each, which are made at any rate
@@ -252,10 +255,23 @@ def _timed_levels(
 
 
 def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> UnitSeconds:
-    """Forward and backward of one unit; there are no seconds for one whose sizes depend on the data."""
+    """Forward and backward of one unit; there are no seconds for one whose sizes depend on the data, or that does not
+    take what is made up.
+    """
     cost = workload.costs[unit.unit]
     if any(-1 in spec.shape for spec in (*unit.specs, *unit.result_specs)):
         return cost.seconds or (None, None)
+    try:
+        return _seconds(workload, layout, unit, share)
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError) as error:
+        log.info("the code of unit %s is not timed, as it does not run on numbers that are made up: %s", unit.unit, error)
+        return cost.seconds or (None, None)
+
+
+def _seconds(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> UnitSeconds:
+    cost = workload.costs[unit.unit]
     is_head = unit.unit == EPILOGUE
     has_backward = bool(unit.differentiable and unit.differentiated)
     runs_back = has_backward and height(unit.unit) >= height(workload.shape.first_grad)
@@ -290,7 +306,8 @@ class _Trial:
         fraction = torch.full((), MADE_UP, device=self.device)
         placeholders, dealt = unit.module.graph.find_nodes(op="placeholder"), masks_of(unit.module.graph)
         for source, spec, placeholder in zip(unit.sources, unit.specs, placeholders, strict=True):
-            tensor = _random(spec, most, generator)
+            given = layout.whole_numbers.get(source.index) if source.kind == "input" else None
+            tensor = _random(spec, most, generator) if given is None else given
             if spec.dtype == torch.bool and placeholder in dealt:
                 _memory(tensor).fill_(False)  # more places than there are entries would be an error
             if source.kind == "x":
