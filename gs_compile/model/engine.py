@@ -28,7 +28,8 @@ from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError,
 from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest, refuse_made_before
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
-from gs_compile.model.gradients import forget_gradients, have_zeros, is_zeroed, mark_gradient_unavailable, take_given
+from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
+from gs_compile.model.idle import Idle
 from gs_compile.model.in_memory import begin
 from gs_compile.model.moving import move_in, take_up
 from gs_compile.model.open_calls import OpenCalls
@@ -94,9 +95,8 @@ class Engine(ParameterStore):
             self.durable = Durable(self._optimizer, tiers, stored, plan, *buffers) if tiers.commits else None
             spans = {call.args[index]: span for index, span in layout.spans.items()}
             self._parameters = [weakref.ref(each) for each in spans]
-            never = call.models[0].split.idle  # get a gradient
-            trained = (span for i, span in layout.spans.items() if call.args[i].requires_grad and i not in never)
-            self._may_be_idle = frozenset(trained if self.ranks is None else ())  # ranks may differ in what they train
+            trained = {i: span for i, span in layout.spans.items() if call.args[i].requires_grad and self.ranks is None}
+            self.idle = Idle(trained, call.models[0].split.idle, is_durable=self.durable is not None)
             if self.durable is not None and self.durable.former is not None:
                 self.durable.find_buffers()
                 rest = take_up(self, spans, stored)
@@ -236,10 +236,8 @@ class Engine(ParameterStore):
         begin(optimizer.param_groups, record, self.ranks)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
-        record.idle = self._may_be_idle.difference(reached, map(self.trained_span, have_zeros(optimizer.group_of)))
-        if self.ranks is None:  # of which none counts what a parameter has missed: it has zeros for a gradient
-            missed = ((self.trained_span(parameter), number) for parameter, number in optimizer.steps.missed.items())
-            record.missed = {span: number for span, number in missed if span is not None}
+        record.idle = self.idle.among(optimizer, reached)
+        record.missed = self.idle.missed(optimizer)
         if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
             self.durable.refuse_idle(record)
         if self.record is not None and not zeroed:
@@ -276,6 +274,9 @@ class Engine(ParameterStore):
         span = engine.trained_span(parameter)
         assert span is not None
         assert engine.record is not None, "sums are of a step"
+        if optimizer is not None:
+            engine.idle.wake(optimizer, {span})
+            engine.record.missed = engine.idle.missed(optimizer)
         with engine.tiers.whole():
             engine.sums.add(span, gradient, engine.record)
         mark_gradient_unavailable(parameter)
@@ -327,6 +328,7 @@ class Engine(ParameterStore):
         record.predicted_seconds = self._predicted_seconds
         self.sums.end_step(record)
         self.num_steps += 1
+        self.idle.num_steps += not record.skipped
         if self.num_steps == 1:
             tell_what_calls_cost(self.num_backwards, *self.stepped)
         self.num_backwards = 0
@@ -390,6 +392,7 @@ class Engine(ParameterStore):
         if self.open.undone:  # given-up ones too, which could be repeated otherwise; an engine that begins has none
             self.open.abandon("a state of the optimizer was loaded")
         super().load_state(span, state)
+        self.idle.num_steps = 0
         self.is_changed = True
 
     def trained_span(self, parameter: Tensor) -> Slice | None:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from zoo import GPT, VOCAB, WIDTH, Block, batch, compile_model, loss_of
 
 import gs_compile
+from gs_compile.errors import OptimizerError
 
 SETTINGS = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.5}
 OURS = {
@@ -117,13 +118,14 @@ def test_what_never_gets_a_gradient_stays_as_it_is(make, loss_of, names, name, t
         torch.testing.assert_close(learned, values)
 
 
-def test_a_gradient_from_outside_reaches_it(tmp_path):
-    """As of a penalty of the user's own: in such a step it is trained as in plain PyTorch."""
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_gradient_from_outside_reaches_it(name, tmp_path):
+    """As of a penalty of the user's own: in such a step, its first, it is trained as in plain PyTorch."""
     model = Model()
     plain = copy.deepcopy(model)
     results = []
-    for each, kind in ((plain, torch.optim.SGD), (model, gs_compile.SGD)):
-        optimizer = kind(each.parameters(), lr=0.1, weight_decay=0.5)
+    for each, kind in ((plain, getattr(torch.optim, name)), (model, getattr(gs_compile, name))):
+        optimizer = kind(each.parameters(), **(SETTINGS if name == "AdamW" else {"lr": 0.1, "weight_decay": 0.5}))
         if each is model:
             model.compile(backend="greedysnake", options=options(tmp_path, accumulate=True))
         for seed in range(2):
@@ -135,6 +137,50 @@ def test_a_gradient_from_outside_reaches_it(tmp_path):
             optimizer.zero_grad()
         results.append({name: value.clone() for name, value in each.state_dict().items()})
     torch.testing.assert_close(*results)
+
+
+class Unfreezing(GPT):
+    """Its bottom is run without gradients, up to a block that its calls choose."""
+
+    def forward(self, ids, labels, first):
+        with torch.no_grad():
+            x_BTD = self.embedding(ids)
+            for block in self.blocks[:first]:
+                x_BTD = block(x_BTD)
+        for block in self.blocks[first:]:
+            x_BTD = block(x_BTD)
+        return functional.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
+def test_what_gets_its_first_gradient_later_takes_its_first_step(tmp_path):
+    """Fault: Adam's correction was that of a parameter which had taken part in all steps."""
+    model = Unfreezing(num_layers=3)
+    plain = copy.deepcopy(model)
+    for each, kind in ((plain, torch.optim.AdamW), (model, gs_compile.AdamW)):
+        optimizer = kind(each.parameters(), **SETTINGS)
+        if each is model:
+            model.compile(backend="greedysnake", options=options(tmp_path))
+        for seed, first in enumerate((2, 1, 2, 0)):
+            each(*batch(4, seed=seed), first).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
+def test_a_durable_run_does_not_begin_to_train_more(tmp_path):
+    """It would be resumed without the number of steps that a parameter has missed."""
+    model = Unfreezing(num_layers=3)
+    optimizer = gs_compile.AdamW(model.parameters(), **SETTINGS)
+    model.compile(backend="greedysnake", options=options(tmp_path, durability="step"))
+    model(*batch(4), 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(OptimizerError, match="get their first gradient in step 2"):
+        model(*batch(4), 0).backward()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 class Empty(Block):

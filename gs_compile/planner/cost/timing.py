@@ -266,7 +266,7 @@ def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share:
     except torch.OutOfMemoryError:
         raise
     except (IndexError, RuntimeError) as error:
-        log.info("the code of unit %s is not timed, as it does not run on numbers that are made up: %s", unit.unit, error)
+        log.info("unit %s is not timed, as its code does not run on numbers that are made up: %s", unit.unit, error)
         return cost.seconds or (None, None)
 
 
