@@ -163,8 +163,8 @@ class Residency:
         if any(each.is_changed for each in self.given):
             self.given = []
             raise ReleasedParameterError(
-                f"a state dict's value of a parameter of shape {tuple(parameter.shape)} was changed in place, which did "
-                "not change the parameter: it lives on the tiers, and a state dict has a copy. Give the state dict to "
+                f"a state dict's value of a parameter of shape {tuple(parameter.shape)} was changed in place, and the "
+                "parameter was not: it lives on the tiers, and a state dict has a copy. Give the state dict to "
                 "model.load_state_dict(), or change the parameter itself under torch.no_grad(), as by p.copy_(values)"
             )
 

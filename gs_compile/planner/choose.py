@@ -106,8 +106,8 @@ def choose(problem: Problem, search: Search) -> StepPlan:
 
 
 def _to_finish(problem: Problem, best: Solution) -> list[Candidate]:
-    """What `refined` finds; and of what stores nothing in host memory, which has most room for what follows, the fastest
-    and that with a middling alpha: how fast they will be depends more on what follows.
+    """What `refined` finds; and of what stores nothing in host memory, which has most room for what follows, the
+    fastest, and that with a middling alpha: how fast they will be depends more on what follows.
 
     Raises `MemoryBudgetError` where none keeps the budgets.
     """
@@ -116,7 +116,7 @@ def _to_finish(problem: Problem, best: Solution) -> list[Candidate]:
     if is_open and is_small_step(problem) and not any(each.is_good_enough for each in candidates):
         with suppress(MemoryBudgetError):
             candidates.append(min(refined(emptied, best), key=lambda each: each.seconds))
-            is_another = MIDDLING in emptied.request.alphas and MIDDLING != candidates[-1].solution.alpha
+            is_another = MIDDLING in emptied.request.alphas and candidates[-1].solution.alpha != MIDDLING
             if is_another and (middling := _fitting(emptied, MIDDLING, NOTHING)):
                 candidates.append(middling)
     return candidates
