@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,6 +102,8 @@ def is_killed(info, tmp_path):
         learner = Learner(info, tmp_path / str(info.rank), build=lambda seed: to(gpt2(seed=seed), where))
         learner.train(0)
         (tmp_path / f"{info.rank}.begun").touch()
+        while len(list(tmp_path.glob("*.begun"))) < info.number:  # else the other may still be within its first step
+            time.sleep(0.01)
         if info.rank:
             os.kill(os.getpid(), signal.SIGKILL)
         learner.train(1)
@@ -108,8 +111,6 @@ def is_killed(info, tmp_path):
 
 def test_a_rank_that_is_killed_ends_the_other(pair, tmp_path):
     """Its kernels never end, and whoever waits for them hears why."""
-    pair.begin(is_killed, tmp_path)
-    pair.wait_for(tmp_path, "*.begun")
-    first, _ = pair.end(tmp_path, 60)
+    first, _ = pair.outcomes(is_killed, tmp_path, 60)
     assert "rank 1 has failed: it was killed, or its machine is gone" in first.failure
     assert "RankError" in first.failure

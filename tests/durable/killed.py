@@ -18,6 +18,7 @@ import torch
 from tiered import Harness, Make, Outcome, outcome, step, tokens
 
 from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.runtime.storage.folder import NEXT_STATUS
 from gs_compile.runtime.storage.manifest import read
 from gs_compile.runtime.storage.stored import FOLDER, Manifest
 
@@ -101,13 +102,18 @@ class Killed:
         assert optimizer.engine is not None
         optimizer.engine.tiers.synchronize()
         for directory, each in zip(self.directories, self._copies(number), strict=True):
-            shutil.copytree(directory / FOLDER, each)
+            copied(directory / FOLDER, each)
 
     def keep_at(self, *numbers: int) -> Hook:
         return lambda number, optimizer: self.keep(number, optimizer) if number in numbers else None
 
     def _copies(self, number: int) -> Iterator[Path]:
         return (self.aside / str(number) / str(place) for place in range(len(self.directories)))
+
+
+def copied(folder: Path, to: Path) -> None:
+    """The folder of a run that goes on; the thread that tells of it may rename what it writes meanwhile."""
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns(NEXT_STATUS))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from killed import resumed
+from killed import copied, resumed
 from learner import same_tensors
 from setups import SetUp, Tiny
 from tiered import Harness, adamw, gpt2, options, outcome, tokens
@@ -54,7 +54,7 @@ def test_killed_between_two_backwards(harness, tmp_path, known, place):
     def kill(number, backwards):
         if (number, backwards) == (2, 2):
             optimizer.engine.tiers.synchronize()
-            shutil.copytree(tmp_path / "run" / FOLDER, tmp_path / "aside")
+            copied(tmp_path / "run" / FOLDER, tmp_path / "aside")
 
     with harness.fresh(adamw, given) as optimizer:
         wanted = train(harness, optimizer, between=kill)

@@ -136,16 +136,17 @@ class Recorder:
 
     def image(self, numbers: random.Random) -> dict[Path, bytes]:
         """What may be left now, by path."""
-        kindness = numbers.choice((0.0, 0.5, 0.9, 1.0))
-        left = {
-            path: contents[-1] if numbers.random() < kindness else numbers.choice(contents)
-            for path, contents in self.names.items()
-        }
-        return {
-            path: now.image(numbers, kindness)
-            for path, now in left.items()
-            if isinstance(now, Inode) and all(left.get(above, above) is not None for above in path.parents)
-        }
+        with self._guard:  # other threads open and write files meanwhile
+            kindness = numbers.choice((0.0, 0.5, 0.9, 1.0))
+            left = {
+                path: contents[-1] if numbers.random() < kindness else numbers.choice(contents)
+                for path, contents in self.names.items()
+            }
+            return {
+                path: now.image(numbers, kindness)
+                for path, now in left.items()
+                if isinstance(now, Inode) and all(left.get(above, above) is not None for above in path.parents)
+            }
 
 
 def _path(folder_fd: int) -> Path:

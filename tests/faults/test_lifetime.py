@@ -82,8 +82,8 @@ def test_what_nobody_refers_to_ends(tmp_path, when):
     loss = train()
     del loss
     deadline = time.monotonic() + SECONDS
-    while our_threads() and time.monotonic() < deadline:  # what a thread held a moment ago was no garbage yet
-        time.sleep(0.01)
+    while (our_threads() or files_in(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # what a thread of ours held a moment ago was no garbage yet, or is ended by one of no name
     assert our_threads() == []
     assert files_in(tmp_path) == []
 

@@ -74,6 +74,7 @@ class Fleet:
         self._context: Any = multiprocessing.get_context("spawn") if fresh else context
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._held: list[socket.socket] = []
 
     def __enter__(self) -> Fleet:
         return self
@@ -129,14 +130,16 @@ class Fleet:
             process.join(10)
             process.kill()
             process.join()
-        self.processes, self._pipes = [], []
+        for each in self._held:
+            each.close()
+        self.processes, self._pipes, self._held = [], [], []
 
     def _start(self, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as meanwhile:  # the server finds what it is to import
             meanwhile.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
             multiprocessing.forkserver.ensure_running()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        self._held.append(held := held_port())
+        port = held.getsockname()[1]
         for rank in range(self.number):
             ours, theirs = self._context.Pipe()
             variables = {
@@ -172,6 +175,14 @@ class Fleet:
         if failure:
             return Outcome(None, f"{text}\n{failure}", seconds)
         return Outcome(torch.load(tmp_path / f"rank{rank}.pt", weights_only=False), "", seconds)
+
+
+def held_port() -> socket.socket:
+    """A socket that keeps its port from all who ask for any one, until it is closed; who names the port listens there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _serve(pipe: Connection, info: Info, environment: dict[str, str], initialize: bool) -> None:

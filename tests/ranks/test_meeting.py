@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,8 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from launch import Fleet
+import torch.distributed as dist
+from launch import Fleet, held_port
 from tiered import Harness, gpt2, loss_of, options, shared, tokens, two_groups
 
 import gs_compile
@@ -233,6 +233,7 @@ def breaks(info, tmp_path):
 
     with begun(tmp_path) as (model, optimizer), pytest.MonkeyPatch.context() as patched:
         step(model, optimizer, tokens(0, 4))
+        dist.barrier()  # else the drive may fail while another rank is within this step
         if info.rank == 1:
             patched.setattr(ssd, "move_block", broken)
         with pytest.raises((RankError, LaneError)) as caught:
@@ -300,9 +301,8 @@ for index in range(1000):
 @pytest.mark.slow
 def test_a_script_that_raises_on_one_rank(tmp_path):
     """Outside of any call of ours, and without a launcher that ends the others."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    held = held_port()
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
     folders = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
     processes = [
         subprocess.Popen(
@@ -314,6 +314,7 @@ def test_a_script_that_raises_on_one_rank(tmp_path):
         for rank in range(2)
     ]
     (_, told), (_, own) = (process.communicate(timeout=240) for process in processes)
+    held.close()
     assert [process.returncode for process in processes] == [1, 1]
     assert own.endswith("ValueError: this sample is broken\n")
     assert "RankError: " in told

@@ -137,8 +137,9 @@ def meets(info, tmp_path):
         patched.setattr(os, "register_at_fork", lambda **_: pytest.fail("one more hook"))
         for _ in range(3):
             met.append(ranks_of(Options()))
+            ours = [thread.native_id for thread in threading.enumerate() if thread.name.startswith(OF_US)]
             met[-1].close()
-            while any(thread.name.startswith(OF_US) for thread in threading.enumerate()):  # for the other rank
+            while any(Path(f"/proc/self/task/{each}").exists() for each in ours):  # for the other rank, and the system
                 time.sleep(0.01)
             ends = threading._threading_atexits, multiprocessing.util._finalizer_registry
             kept.append((*map(len, ends), len(list(Path("/proc/self/task").iterdir()))))

@@ -209,7 +209,8 @@ def test_why_a_run_has_failed(tmp_path, monkeypatch):
     assert "gone" in found.reason
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path, caplog):
+def test_a_file_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(reporter, "SECONDS", 600.0)  # one thread alone tells of a run
     page, nowhere = tmp_path / "none" / "run.html", tmp_path / "a file"
     nowhere.touch()
     with learner(tmp_path / "storage", report=page, status=nowhere) as one, caplog.at_level(logging.WARNING):
