@@ -130,9 +130,9 @@ def test_rooflines():
     [
         pytest.param({"clip": True}, marks=pytest.mark.slow),
         pytest.param({"alpha": 1.0}, marks=pytest.mark.slow),
-        {"ratios": {"optimizer": 0.0, "parameter": 0.0}},
+        {"ratios": {"optimizer": 0.0, "parameter": 0.0}, "alpha": 0.5},
         pytest.param({"recompute": "none"}, marks=pytest.mark.slow),
-        {"durability": "step"},
+        {"durability": "step", "alpha": 0.0},
     ],
     ids=lambda settings: next(iter(settings)),
 )

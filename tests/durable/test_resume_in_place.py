@@ -130,7 +130,7 @@ def test_a_plan_is_taken_again_where_nothing_has_changed(harness, moved, tmp_pat
 @pytest.mark.usefixtures("given_figures")
 def test_no_commit_has_the_plan_of_an_evaluation(harness, tmp_path):
     """A process that went on took it again, and its layers saved nothing."""
-    given = options([tmp_path], ratios=FREE, host_memory=BUDGET + (200 << 10), durability="step")
+    given = options([tmp_path], alpha=0.0, ratios=FREE, host_memory=BUDGET + (200 << 10), durability="step")
     with harness.fresh(adamw, given) as optimizer:
         with torch.no_grad():
             loss_of(harness.model, tokens(0))

@@ -117,7 +117,7 @@ def test_values_are_read_and_written_where_they_live(harness, tmp_path):
 
 def test_spare_device_memory_is_used_by_itself(harness, tmp_path):
     """Where a linear program places data, on a machine whose device has memory of its own, and a slow link."""
-    given = separate(tmp_path, host_memory="30MiB", alpha=None)
+    given = separate(tmp_path, host_memory="30MiB", alpha=0.0)
     given["expert"]["ratios"] = {"optimizer": 0.0}
     given["machine"] = replace(A100, name="small", device_nbytes=8 << 20, **dict.fromkeys(LINK, 1e6))
 

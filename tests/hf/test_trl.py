@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import peft
@@ -9,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from test_trainer import EAGER, curve, padded, samples
-from tiny import tiny
+from tiny import Tiny, TinyConfig, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from zoo import VOCAB, configuration, small
 
@@ -398,10 +400,27 @@ class Weighted(Trainer):
 NUM_CLASSES = 12  # as many as the longest sequence has tokens
 
 
-def weighted(folder):
-    torch.manual_seed(0)
+class Classifier(Tiny):
+    """Its logits are of the last token of a sample, which is told by its own padding."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits, is_token = super().forward(input_ids).logits, input_ids != self.config.pad_token_id
+        last = (torch.arange(input_ids.shape[1]) * is_token).argmax(-1)
+        return SequenceClassifierOutput(logits=logits[torch.arange(len(input_ids)), last, :NUM_CLASSES])
+
+
+def of_few_operations():
+    return Classifier(TinyConfig(pad_token_id=5))
+
+
+def of_llama():
     config = configuration("llama", num_hidden_layers=2, num_labels=NUM_CLASSES)
     config.pad_token_id = 5
+    return LlamaForSequenceClassification(config)
+
+
+def weighted(folder, classifier):
+    torch.manual_seed(0)
 
     def collate(batch):
         ids, mask = (
@@ -411,16 +430,20 @@ def weighted(folder):
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.sum(1) % NUM_CLASSES}
 
     return Weighted(
-        LlamaForSequenceClassification(config),
+        classifier(),
         settings(TrainingArguments, folder),
         train_dataset=samples(lengths=(12, 8, 8, 8)),
         data_collator=collate,
     )
 
 
-def test_a_classifier_with_classes_as_many_as_tokens(tmp_path):
-    """Logits of samples have no tokens, and padding is the model's own, by which it finds the last token."""
-    assert_alike(*both(weighted, tmp_path), ("loss", "grad_norm"), 1e-5)
+@pytest.mark.parametrize("classifier", [of_few_operations, pytest.param(of_llama, marks=pytest.mark.slow)])
+def test_a_classifier_with_classes_as_many_as_tokens(tmp_path, classifier):
+    """Logits of samples have no tokens, and padding is the model's own, by which it finds the last token.
+
+    Fast tests have a classifier of transformers' in `test_pairs_stay_pairs`.
+    """
+    assert_alike(*both(partial(weighted, classifier=classifier), tmp_path), ("loss", "grad_norm"), 1e-5)
 
 
 def experts(folder):

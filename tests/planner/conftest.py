@@ -16,5 +16,6 @@ def counted_once():
         return known.setdefault(found.key, found)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gs_compile.planner.problem.Counted", counted)
+        for module in ("gs_compile.planner.problem", "planned"):
+            patched.setattr(f"{module}.Counted", counted)
         yield

@@ -11,6 +11,8 @@ from tiers import peaks_of
 
 from gs_compile.errors import NoFitError
 from gs_compile.placement.traffic import traffic
+from gs_compile.planner.lp.coefficients import Formulas
+from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.plan import plan
 from gs_compile.planner.request import Request
 
@@ -55,9 +57,11 @@ def test_short_programs_say_the_same_where_the_backward_ends_at_the_first_layer(
 
     shape = replace(whole.shape, frozen=frozenset("eht"), first_grad=0)
     workload = replace(whole, sizes=tuple(map(adapted, whole.sizes)), shape=shape)
-    short, long = (formulas(workload, A100) for _ in range(2))
+    short = formulas(workload, A100)
     assert len(short.counted.lengths) == 2
-    long.counted.lengths = (16,)
+    all_layers = Counted(workload, short.counted.builder)
+    all_layers.lengths = (16,)
+    long = Formulas(workload, A100, all_layers)
     for alpha, point in ((alpha, np.array([1.0, *point, 0.0])) for alpha in (0.0, 0.4) for point in POINTS):
         found, expected = (each.of(alpha, 7) for each in (short, long))
         for lane, seconds in expected.seconds.items():

@@ -90,7 +90,7 @@ def test_updates_in_pieces_where_states_have_better_use_for_the_memory():
     words = gpt(5, 512, sequence=64, vocabulary=1000, bf16=False, tied=False)  # a layer's states: 24 MiB of 136 MiB
     slow = replace(A100, device="cpu", device_nbytes=0, matmul_flops_per_second={"fp32": 2e12})
     budgets = {"116MiB": 4, "124MiB": 4, "156MiB": 4, "300MiB": 1}
-    plans = [decide(problem(words, slow, 1, request=Request(host_memory=each))) for each in budgets]
+    plans = [decide(problem(words, slow, 1, request=Request(host_memory=each, alpha=0.0))) for each in budgets]
     assert [each.placement.decision.layer_updates for each in plans] == list(budgets.values())
     assert all(more.seconds < less.seconds for less, more in pairwise(plans))
     published = decide(problem(words, slow, 1, request=Request(host_memory="156MiB", schedule="horizontal")))

@@ -22,7 +22,7 @@ WORKLOAD = gpt(12, 1024, vocabulary=5000)  # whose sums take 604 MiB
 @pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sums_go_to_ssd_where_host_memory_has_no_room(clip):
     """Delayed clipping alone would not fit, so where nobody asks for it a step with clipping is planned so too."""
-    one = plan(WORKLOAD, **GIVEN)
+    one = plan(WORKLOAD, **GIVEN, alpha=0.0)
     with pytest.raises(NoFitError, match="of host memory"):
         plan(WORKLOAD, **GIVEN, clip=True, clipping="delayed")
     found = plan(WORKLOAD, **GIVEN, accumulate=not clip, clip=clip)

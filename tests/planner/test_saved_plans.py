@@ -112,7 +112,7 @@ def drawn(numbers):
 
 def test_what_is_given_of_activations_is_kept():
     workload = levelled(gpt(4, 512, sequence=256, vocabulary=2000), 512)
-    given = {"machine": CPU, "micro_batch_size": 1, "num_micro_batches": 4}
+    given = {"machine": CPU, "micro_batch_size": 1, "num_micro_batches": 4, "alpha": 0.0}
     half = plan(workload, **given, ratios={"activation": 0.5})
     assert sum(share.part for share in half.placement.decision.shares) == 0.5
     assert {share.tier for share in half.placement.decision.shares} == {"host"}
@@ -121,7 +121,7 @@ def test_what_is_given_of_activations_is_kept():
     assert sum(share.part for share in everything.placement.decision.shares) == 1.0
     assert everything.homes.get(("x", "host"), 0) == 0
     least = plan(workload, **given, host_memory="150MB", recompute="all").peaks["ssd"]
-    small = given | {"alpha": 0.0, "machine": replace(CPU, ssd_nbytes=least), "host_memory": "150MB"}
+    small = given | {"machine": replace(CPU, ssd_nbytes=least), "host_memory": "150MB"}
     with pytest.raises(NoFitError, match=r"it needs .* What would fit: .*activations that are computed again"):
         plan(workload, **small, recompute="none")
     with pytest.raises(PlanError, match="have nothing to save"):
@@ -233,7 +233,7 @@ def test_of_levels_that_are_as_fast_the_smallest_is_taken(seconds, worthwhile):
     workload = replace(workload, costs=workload.costs | dict.fromkeys(range(2), cost))
     assert workload.computed == pytest.approx([2 * each for each in (none, *levels)])
     assert workload.worthwhile == worthwhile
-    found = plan(workload, machine=CPU, micro_batch_size=1, num_micro_batches=4)
+    found = plan(workload, machine=CPU, micro_batch_size=1, num_micro_batches=4, alpha=0.0)
     assert {share.level for share in found.shares} <= set(worthwhile)
     assert computed(workload, found.shares) < workload.computed[0]
 

@@ -18,6 +18,7 @@ from gs_compile.planner.step_plan import nbytes_by_home
 
 WORKLOAD = gpt(4, 512, sequence=256, vocabulary=5000)
 SLOW = replace(A100, ssd_write_bytes_per_second=3e8, ssd_write_mixed_bytes_per_second=2e8)
+ASKED = {"machine": SLOW, "host_memory": "160MiB", "micro_batch_size": 2, "num_micro_batches": 3}
 fractions = st.sampled_from((0.0, 0.3, 0.5, 1.0))
 
 
@@ -41,12 +42,10 @@ def test_homes_hold_everything_once(toy, shares, alpha, separate):
     assert all(homes.values())
 
 
-@pytest.mark.parametrize(("durability", "often"), [("step", "every step"), (10, "every 10 steps")])
-def test_commits_are_priced_and_explained(found, durability, often):
+@pytest.mark.parametrize(("durability", "often", "alpha"), [("step", "every step", 0.5), (10, "every 10 steps", 0.0)])
+def test_commits_are_priced_and_explained(durability, often, alpha):
     """A mean step writes an Nth of what lives in memory; SSD has one more of what is there, and two of what is not."""
-    durable = plan(
-        WORKLOAD, machine=SLOW, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3, durability=durability
-    )
+    durable, usual = (plan(WORKLOAD, **ASKED, alpha=alpha, durability=each) for each in (durability, "off"))
     homes, steps = Counter(durable.homes), durable.placement.durability
     in_memory = homes["s", "host"]  # parameters are narrow: they follow from their masters
     stored = homes["w", "ssd"] + homes["s", "ssd"]
@@ -56,7 +55,6 @@ def test_commits_are_priced_and_explained(found, durability, often):
     assert homes["seal", "ssd"] == stored + 2 * in_memory
     assert durable.peaks["ssd"] >= stored + homes["seal", "ssd"]
     assert f" is written {often}, " in durable.notes[0]
-    usual = plan(WORKLOAD, machine=SLOW, host_memory="160MiB", micro_batch_size=2, num_micro_batches=3)
     assert durable.seconds >= usual.seconds
     alike = usual.problem.updated_in(durable.placement.decision.layer_updates).solved(usual.num_micro_batches)
     assert durable.bound_seconds == pytest.approx(alike.seconds * (1 + _slower(durable.notes[0])), rel=1e-3)

@@ -175,7 +175,7 @@ def test_fp64_is_its_own_master():
 
 def test_a_plan_counts_the_workspace_at_its_own_micro_batch_size(captured_once):
     """A layer's parameter gradients are in it once, whatever the micro-batch: scaled from one sample it is too much."""
-    given = {"machine": "a100", "sequence": zoo.TOKENS, "micro_batch_size": 4, "num_micro_batches": 2}
+    given = {"machine": "a100", "sequence": zoo.TOKENS, "micro_batch_size": 4, "num_micro_batches": 2, "alpha": 0.0}
     config, planners = captured_once
     planner = planner_of(config, Request(**given, recompute="all"), planners.values())
     spec = planner.workloads.captured("vertical")
