@@ -246,7 +246,7 @@ def rest_nbytes(optimizer: Optimizer, stored: Container[torch.Tensor]) -> int:
     return sum((1 + len(optimizer.components)) * each.nbytes + as_step(0).nbytes for each in beside)
 
 
-def refuse_made_before(args: Sequence[Any], optimizer: Optimizer, rest: Tensors) -> None:
+def _refuse_made_before(args: Sequence[Any], optimizer: Optimizer, rest: Tensors) -> None:
     """Raise ResumeError where an argument of the first call was made by parameters that get their values with it."""
     beside = list(optimizer.group_of)
     others = {number: values for number, values in rest.items() if number.isdecimal()}
@@ -261,13 +261,16 @@ def refuse_made_before(args: Sequence[Any], optimizer: Optimizer, rest: Tensors)
 
 @torch.no_grad()
 def give_back_rest(
-    optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor], *, states_alone: bool
+    optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor], args: Sequence[Any] | None
 ) -> None:
     """The inverse; buffers: by name, get what a script has made of them. Who has no state there has none here.
 
-    states_alone: the values have come before, and the script may have changed them since, as steps of their own may
-    have changed states that are there.
+    args: of the call with which the values come; None: these have come before, and the script may have changed them
+    since, as steps of their own may have changed states that are there.
     """
+    states_alone = args is None
+    if args is not None:
+        _refuse_made_before(args, optimizer, rest)
     stepped = {each for each, state in optimizer.state.items() if states_alone and has_values(state)}
     for parameter in [each for each in optimizer.state if residency_of(each).tiered is None and each not in stepped]:
         del optimizer.state[parameter]

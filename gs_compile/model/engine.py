@@ -26,7 +26,7 @@ from torch import Tensor
 from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError, StorageFullError
 from gs_compile.model.call import Call
-from gs_compile.model.commits import Durable, give_back_rest, refuse_made_before
+from gs_compile.model.commits import Durable, give_back_rest
 from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
 from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
 from gs_compile.model.idle import Idle
@@ -36,7 +36,7 @@ from gs_compile.model.open_calls import OpenCalls
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.parameter_store import ParameterStore, in_turn
 from gs_compile.model.reporting import report_on, tell_what_calls_cost
-from gs_compile.model.residency import hand_back, residency_of
+from gs_compile.model.residency import hand_back, refuse_lost, residency_of
 from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.program.ir import Program, Unit, Value
 from gs_compile.runtime.coordinators import Bindings
@@ -100,9 +100,7 @@ class Engine(ParameterStore):
             if self.durable is not None and self.durable.former is not None:
                 self.durable.find_buffers()
                 rest = take_up(self, spans, stored)
-                if prepared is None:
-                    refuse_made_before(call.args, optimizer, rest)
-                give_back_rest(optimizer, rest, self.durable.buffers, states_alone=prepared is not None)
+                give_back_rest(optimizer, rest, self.durable.buffers, call.args if prepared is None else None)
             else:
                 move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
             self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
@@ -156,9 +154,7 @@ class Engine(ParameterStore):
         self._refuse_unfinished()
         self.open.let_lost_go()
         models, args, units, shape = call.models, call.read, call.units, call.shape
-        for arg in args:
-            if isinstance(arg, torch.nn.Parameter):
-                residency_of(arg).refuse_lost(arg)
+        refuse_lost(args)
         spans = self.spans_of(args)
         if shape.training:
             self.refuse_masters()
@@ -236,8 +232,7 @@ class Engine(ParameterStore):
         begin(optimizer.param_groups, record, self.ranks)
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
-        record.idle = self.idle.among(optimizer, reached)
-        record.missed = self.idle.missed(optimizer)
+        self.idle.tell(record, optimizer, reached)
         if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
             self.durable.refuse_idle(record)
         if self.record is not None and not zeroed:
@@ -274,9 +269,7 @@ class Engine(ParameterStore):
         span = engine.trained_span(parameter)
         assert span is not None
         assert engine.record is not None, "sums are of a step"
-        if optimizer is not None:
-            engine.idle.wake(optimizer, {span})
-            engine.record.missed = engine.idle.missed(optimizer)
+        engine.idle.reach(engine.record, optimizer, {span})
         with engine.tiers.whole():
             engine.sums.add(span, gradient, engine.record)
         mark_gradient_unavailable(parameter)

@@ -11,6 +11,7 @@ from gs_compile.errors import OptimizerError
 from gs_compile.model.gradients import have_zeros
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.runtime.spans import Slice
+from gs_compile.runtime.step_record import StepRecord
 
 
 class Idle:
@@ -27,18 +28,25 @@ class Idle:
         self._may_be = frozenset(trained.values()) - self._never
         self.num_steps = 0  # that those missed and none has counted, until one gets a gradient: most never do
 
-    def among(self, optimizer: Optimizer, reached: Collection[Slice]) -> frozenset[Slice]:
-        """The parameters without a gradient, in a step whose backward brings some to others."""
-        self.wake(optimizer, self._never.intersection(reached))
+    def tell(self, record: StepRecord, optimizer: Optimizer, reached: Collection[Slice]) -> None:
+        """Have the record of a step, whose backward brings gradients to some, name the others."""
+        self.reach(record, optimizer, self._never.intersection(reached))
         zeros = map(optimizer.trained_span, have_zeros(optimizer.group_of))
-        return self._may_be.difference(reached, zeros)
+        record.idle = self._may_be.difference(reached, zeros)
 
-    def wake(self, optimizer: Optimizer, spans: Set[Slice]) -> None:
-        """Gradients come to these: of those that no step so far had one for, it is the first step.
+    def reach(self, record: StepRecord | None, optimizer: Optimizer | None, spans: Set[Slice]) -> None:
+        """Gradients come to some in the step of a record: of those that had none in any step, it is the first one.
 
         Raises OptimizerError in a durable run.
         """
-        if not (spans := self._never & spans):
+        if optimizer is not None and record is not None:
+            self._wake(optimizer, self._never & spans)
+            counts = optimizer.steps.missed.items() if self._counts else ()
+            found = ((optimizer.trained_span(parameter), number) for parameter, number in counts)
+            record.missed = {span: number for span, number in found if span is not None}
+
+    def _wake(self, optimizer: Optimizer, spans: Set[Slice]) -> None:
+        if not spans:
             return
         if self._is_durable and self.num_steps:
             first = min(spans, key=str)
@@ -54,9 +62,3 @@ class Idle:
         self._never, self._may_be = self._never - spans, self._may_be | spans
         for each in woken:
             optimizer.show_state(each)
-
-    def missed(self, optimizer: Optimizer) -> dict[Slice, int]:
-        """The steps that parameters have missed, of those that are known to have missed any."""
-        counts = optimizer.steps.missed.items() if self._counts else ()
-        found = ((optimizer.trained_span(parameter), number) for parameter, number in counts)
-        return {span: number for span, number in found if span is not None}

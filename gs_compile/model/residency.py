@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from gs_compile.capture.internals import changes
 from gs_compile.errors import COMMITTED, LOST, SAVED, ReleasedParameterError
 from gs_compile.model import files
+from gs_compile.model.given import Given
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, read_for
 from gs_compile.model.parameter_store import ParameterStore, Reader, in_full
 from gs_compile.model.stand_in import shares_memory
@@ -63,25 +64,6 @@ class Shown:
         values = self.values()
         known = values is not None and shares_memory(values, tensor)
         return known and (version, changes(tensor)) == (self.version, self.changes)
-
-
-@dataclass
-class Given:
-    """What a state dict was given of a tiered parameter: a copy, where torch gives the parameter's memory."""
-
-    values: weakref.ref[Tensor]
-    counter: Tensor  # has no elements, and the version of the values, also once these are gone
-    version: int
-
-    @classmethod
-    def of(cls, values: Tensor) -> Given:
-        counter = values.detach()
-        counter.data = torch.empty(0, dtype=values.dtype)  # its version stays that of the values
-        return cls(weakref.ref(values), counter, changes(counter))
-
-    @property
-    def is_changed(self) -> bool:
-        return changes(self.counter) != self.version
 
 
 @dataclass(eq=False)
@@ -362,6 +344,13 @@ def residency_of(parameter: Tensor) -> Residency:
         found = Residency()
         parameter._greedysnake = found  # type: ignore[attr-defined]
     return found
+
+
+def refuse_lost(arguments: Iterable[Any]) -> None:
+    """Raise ReleasedParameterError for parameters among arguments as `Residency.refuse_lost` does."""
+    for parameter in arguments:
+        if isinstance(parameter, nn.Parameter):
+            residency_of(parameter).refuse_lost(parameter)
 
 
 def is_offloaded(parameter: Tensor) -> bool:

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from captured import TOKENS, WORDS, captured
+from captured import TOKENS, WIDTH, WORDS, Tiny, batch, captured, compiled
 from criteria import (
     Criterion,
     assert_combines,
@@ -19,6 +19,7 @@ from criteria import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.nn import functional
 
@@ -119,6 +120,19 @@ def test_refusal_names_the_operation_and_the_line(name):
     lines, start = inspect.getsourcelines(function)
     places = [f"at {__file__}:{number}: {line.strip()}" for number, line in enumerate(lines, start)]
     assert any(place in message for place in places), message
+
+
+class Rolled(nn.Linear):
+    def forward(self, x):
+        return x + super().forward(x).roll(1, 0)
+
+
+def test_what_blocks_mix_is_told_before_what_a_loss_does():
+    """Who computes the loss outside, as he is told to, would be refused once more."""
+    blocks = [Rolled(WIDTH, WIDTH) for _ in range(2)]
+    model = compiled(Tiny(lambda p, y: y.double().std() + p.exp().mean(), blocks))
+    with pytest.raises(SeparationError, match=r"\(roll\) runs along the batch dimension"):
+        model(*batch(4))
 
 
 def test_a_kernel_that_forward_calls_itself():

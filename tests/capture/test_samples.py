@@ -344,14 +344,6 @@ def test_what_mixes_samples_is_refused(name):
     assert MIXES[name][1] in caught.value.message
 
 
-def test_what_blocks_mix_is_told_before_what_a_loss_does():
-    """Who computes the loss outside, as he is told to, would be refused once more."""
-    blocks = [Block(lambda x: x.roll(1, 0)) for _ in range(2)]
-    model = compiled(Tiny(lambda p, y: y.double().std() + p.exp().mean(), blocks))
-    with pytest.raises(SeparationError, match=r"\(roll\) runs along the batch dimension"):
-        model(*batch(4))
-
-
 def test_what_keeps_samples_apart_is_right():
     torch.manual_seed(0)
     case = captured(Each(KEEPS.values()), torch.randn(4, TOKENS, WIDTH))

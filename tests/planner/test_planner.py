@@ -382,11 +382,10 @@ LANES = {
 
 
 QUICK = (0, 139)
+SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(200) if seed not in QUICK]
 
 
-@pytest.mark.parametrize(
-    "seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(200) if seed not in QUICK)]
-)
+@pytest.mark.parametrize("seed", [*QUICK, *SLOW])
 def test_a_better_machine_is_never_slower(seed):
     """By more than 1 %: 200 changes of memory, bandwidth and rates, of machines with and without a device."""
     numbers = np.random.default_rng(seed)
