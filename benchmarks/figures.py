@@ -199,7 +199,7 @@ def other_order(case: str, samples: int, bandwidth: int = BANDWIDTHS[0]) -> Step
             found = _plan(case, samples, size, bandwidth, schedule="horizontal", device_memory=HORIZONTAL_DEVICE)
         except NoFitError:
             continue
-        if found.history and found.peaks["device"] + workspace <= found.budgets.device_nbytes:  # planned, not the least
+        if found.is_solved and found.peaks["device"] + workspace <= found.budgets.device_nbytes:
             return found
     raise SystemExit(f"{case}: no micro-batch fits the device")
 

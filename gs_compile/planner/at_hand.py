@@ -18,12 +18,12 @@ from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed
 from gs_compile.planner.cost.workload import workload_of
-from gs_compile.planner.decide import remedies
 from gs_compile.planner.measure.machines import Where, remembered_code
 from gs_compile.planner.measure.machines import profile as measured_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import ENVIRONMENT, named
 from gs_compile.planner.request import Request
+from gs_compile.planner.settled import remedies
 from gs_compile.planner.simulate.prices import with_products
 from gs_compile.progress import stage
 from gs_compile.runtime.ranks import Ranks

@@ -1,38 +1,55 @@
-"""boundary: where a step begins, turns and ends drives do not read again what has just been in host memory.
+"""boundary: what stays in host memory between two uses, and what is read earlier, where a step begins, turns and ends.
 
-A step's last updates are of what the next one reads first: the embedding, tied to the head or not, and the first
-layers. Read again from where they have just been written, they are what the next step waits for. Carried in memory they
-take little that was not free: the peak of a step is elsewhere, or the update that makes them is in it already. More
-layers are carried where the drive goes on to write for much of the next forward, as reads of these wait for that.
+    carried     parameters of the first units, from their last update to the next forward, which would wait for them
+    retained    parameters of the topmost layers, from the forward to the backward, which begins with them
+    held        checkpoints of the upper half, likewise: on SSD they would stand behind all that updates leave to write
+    lookahead   stages earlier that all reads from SSD are issued: a head computes for as long as several layers, and
+                reads that are issued one layer ahead pause meanwhile
+    ahead       stages earlier that states of the last updates are read: no backward hides them, and an embedding is as
+                large as several layers
 
-The last layers of the forward are the first ones of the backward. Their parameters are retained in memory that
-gradients and states take later: the topmost are free again when the backward has begun.
-
-Their checkpoints are read again at once. On SSD they are written behind all that updates of the step before have left
-to write, and reads behind them wait: the backward begins when the drive is through with all that. So those of the upper
-half are held in memory.
-
-The head and its loss compute for as long as several layers. Reads that are issued a layer ahead pause meanwhile; issued
-some stages ahead they do not, and their values are in memory for as much longer.
-
-The embedding is as large as several layers, and its gradient is the last to be complete. Its state is read a layer's
-worth at a time while it is updated, and nothing else computes; or it is all there before, beside the last backward.
+These are fields of a `Decision`. The peak of a step is elsewhere, so they take little memory that was not free. Where a
+drive binds, more brings more; of a large step, whose simulation takes long, the first and the last alone are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from gs_compile.machine import format_bytes
 from gs_compile.placement.kinds import nbytes_of
-from gs_compile.placement.placement import UNITS, Placement
+from gs_compile.placement.placement import Placement
+from gs_compile.planner.ladders import FASTER, Ladder, each_of, fastest
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import PROLOGUE, TIED, Unit, Value
 
-Ladder = Sequence[Placement]
-
 FIRST: tuple[Unit, ...] = (TIED, PROLOGUE, 0, 1)  # read before the first layers have hidden anything
-BOUNDARY: Mapping[str, Any] = {**dict.fromkeys(UNITS, ()), "ahead": 0, "lookahead": 0}  # of a decision: none
+
+
+def with_boundary(steps: Problem, plain: Simulation, *, is_small: bool) -> Simulation:
+    """A step with what is proposed here where that is faster; as it is where its schedule is as others publish it: what
+    it is compared with moves what is said of it.
+
+    The last states are read earlier beside all else that was chosen: before, they may not be what the step waits for.
+    """
+    if steps.request.spec.as_published:
+        return plain
+    found = fastest(steps, plain, each_of(carrying(plain.placement)))
+    if not (is_small and _waits_for_drives(found)):
+        return fastest(steps, found, [earlier(found.placement)])
+    found = fastest(steps, found, [retaining(found.placement)])
+    placed, deep = found.placement, deeper(found.placement)
+    found = fastest(steps, found, [*each_of(deep), *map(holding, (placed, *deep))], FASTER)
+    more = chain.from_iterable(map(further, (found.placement, *deep[-1:])))
+    found = fastest(steps, found, each_of(list(more)), FASTER)
+    return fastest(steps, found, each_of(earlier(found.placement)))
+
+
+def _waits_for_drives(step: Simulation) -> bool:
+    waits = sum(seconds for cause, seconds in step.bubbles.items() if cause.startswith("ssd"))
+    return waits > (1 - FASTER) * step.seconds
 
 
 def carrying(plain: Placement) -> Ladder:
@@ -41,7 +58,10 @@ def carrying(plain: Placement) -> Ladder:
 
 
 def further(plain: Placement) -> Ladder:
-    """More of the first layers carried than the plan's, where it carries any: the first 4, 8, up to all of them."""
+    """More of the first layers carried than the plan's, where it carries any: the first 4, 8, up to all of them.
+
+    Where the drive goes on to write for much of the next forward, reads of these would wait for that.
+    """
     num_layers, carried = plain.layout.num_layers, plain.decision.carried
     more = (range(min(1 << power, num_layers)) for power in range(2, max(num_layers - 1, 0).bit_length() + 1))
     wanted = (dict.fromkeys((*carried, *filter(plain.by_unit.__contains__, layers))) for layers in more)
@@ -52,6 +72,11 @@ def retaining(plain: Placement) -> Ladder:
     """More and more of the topmost layers retained, and after them what the head shares with the embedding."""
     topmost: list[Unit] = [*reversed(range(plain.layout.num_layers)), TIED]
     return _ladder(plain, "retained", [unit for unit in topmost if unit in plain.by_unit])
+
+
+def holding(plain: Placement) -> Ladder:
+    """More and more checkpoints of the upper half held, from the top."""
+    return _ladder(plain, "held", range(plain.layout.num_layers)[::-1][: plain.layout.num_layers // 2])
 
 
 def earlier(plain: Placement) -> Ladder:
@@ -70,11 +95,6 @@ def deeper(plain: Placement) -> Ladder:
     return [plain.decided(lookahead=1 << power) for power in range(most.bit_length())]
 
 
-def holding(plain: Placement) -> Ladder:
-    """More and more checkpoints of the upper half held, from the top."""
-    return _ladder(plain, "held", range(plain.layout.num_layers)[::-1][: plain.layout.num_layers // 2])
-
-
 def _ladder(plain: Placement, name: str, units: Sequence[Unit]) -> Ladder:
     """With the first unit, the first two, and so on, as a field of the decision: each has other values in memory."""
     every = (plain.decided(**{name: tuple(units[:number])}) for number in range(1, len(units) + 1))
@@ -82,29 +102,30 @@ def _ladder(plain: Placement, name: str, units: Sequence[Unit]) -> Ladder:
 
 
 def without(planned: Placement, home_nbytes: int = 0) -> Sequence[Placement]:
-    """Less and less of both, where there is no room for all: the batch is larger than the one that they were chosen
-    for, or a run goes on with less memory.
+    """With less and less of what is kept, where there is no room for all: the batch is larger than the one that it was
+    chosen for, or a run goes on with less memory.
 
-    States that are read later cost this step alone; what is not carried is read again by this step and by the next one.
-    home_nbytes: of what lives on in a run that has begun, which stays mapped.
+    What is not carried is read again by this step and by the next one; all else costs this step alone. home_nbytes: of
+    what lives on in a run that has begun, which stays mapped.
     """
     none = planned.decided(carried=()).laid_out(home_nbytes=home_nbytes) if planned.decision.carried else planned
-    alone = {name: default for name, default in BOUNDARY.items() if name != "carried"}
-    return list(dict.fromkeys((planned, planned.decided(**alone), none, none.decided(**alone))))
+    plain, bare = (each.decided(retained=(), held=(), ahead=0, lookahead=0) for each in (planned, none))
+    return list(dict.fromkeys((planned, plain, none, bare)))
 
 
-def carried_nbytes(placement: Placement) -> int:
-    """The parameters that stay in memory from one step to the next."""
-    return _nbytes(placement, placement.carried_values)
+def said(placement: Placement) -> str:
+    """For people: what stays in memory between two uses, and what is read earlier; empty where nothing is."""
 
+    def kept(kind: str, values: Iterable[Value]) -> str:
+        return f"{format_bytes(sum(nbytes_of(placement, value) for value in values))} of {kind}"
 
-def retained_text(placement: Placement) -> str:
-    """For people: what stays in memory from the forward to the backward; empty where nothing does."""
+    carried, early, deep = placement.carried_values, placement.decision.ahead, placement.decision.lookahead
     kinds = {"parameters": placement.retained_values, "checkpoints": placement.held_values}
-    return " and ".join(
-        f"{format_bytes(_nbytes(placement, values))} of {kind}" for kind, values in kinds.items() if values
-    )
-
-
-def _nbytes(placement: Placement, values: Iterable[Value]) -> int:
-    return sum(nbytes_of(placement, value) for value in values)
+    retained = " and ".join(kept(kind, values) for kind, values in kinds.items() if values)
+    words = {
+        f"{kept('parameters', carried)} that the next step reads first stay in host memory until then": carried,
+        f"{retained} stay in host memory from the forward to the backward": retained,
+        f"states of the updates after the last backward are read {early} layer{'s' * (early > 1)} earlier": early,
+        f"all that is read from SSD is read {deep} stage{'s' * (deep > 1)} earlier": deep,
+    }
+    return "; ".join(text for text, is_so in words.items() if is_so)

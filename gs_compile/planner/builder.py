@@ -127,7 +127,11 @@ class StepBuilder:
         """
         yield from self.steps(placement)
         if placement.carried_values:
-            yield replace(self, shape=self.shape.forward_alone).program(placement)
+            yield self._evaluating.program(placement)
+
+    @cached_property
+    def _evaluating(self) -> StepBuilder:
+        return replace(self, shape=self.shape.forward_alone)
 
     def steps(self, placement: Placement) -> Iterator[Program]:
         """Those of `programs` that are of this shape."""

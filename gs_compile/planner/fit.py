@@ -16,7 +16,7 @@ from gs_compile.errors import CaptureError, NoFitError, PlanError
 from gs_compile.planner.in_pieces import smallest
 from gs_compile.planner.lp.counting import host_classes
 from gs_compile.planner.lp.solve import Solution
-from gs_compile.planner.plan import Planner, SizeSearch, planner_of
+from gs_compile.planner.plan import Planner, planner_of
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
 from gs_compile.planner.step_plan import SECONDS_PER_DAY
@@ -107,7 +107,7 @@ def longest_sequence(model: str | Path | PretrainedConfig, request: Request, *, 
     """
     with suppress(NoFitError):  # by the linear program: then not a token more does
         planner, found = _searched(planner_of(model, request, keeps=keeps))
-        return _longest(planner, _largest(planner, found.problem.workload.micro_batch_size))
+        return _longest(planner, _largest(planner, found.workload.micro_batch_size))
     return request.sequence
 
 
@@ -118,17 +118,17 @@ def ways(request: Request) -> Iterator[tuple[str, Request]]:
     yield f"the same over {codec}", replace(request, lora=rank, frozen=codec)
 
 
-def _searched(planner: Planner) -> tuple[Planner, SizeSearch]:
+def _searched(planner: Planner) -> tuple[Planner, Problem]:
     """What is found by the linear program, and what that was asked for."""
     return planner.or_storing_gradients(lambda each: (each, each.searched()[0]))
 
 
 def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
     try:
-        planner, (problem, search) = _searched(planner)
+        planner, problem = _searched(planner)
     except NoFitError as error:
         return Fit(way=way, missing=error.message)
-    best = _in_memory(problem, search.best)
+    best = _in_memory(problem)
     peaks, written = problem.needs(best)
     size, number = problem.workload.micro_batch_size, best.num_micro_batches
     largest = _largest(planner, size)
@@ -147,10 +147,11 @@ def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
     )
 
 
-def _in_memory(problem: Problem, best: Solution) -> Solution:
+def _in_memory(problem: Problem) -> Solution:
     """The best with everything in host memory where a run has it there, as the device reads that and it has room: the
     linear program has checkpoints on SSD to be spared a copy.
     """
+    best = problem.best
     if problem.profile.separate or problem.request.ratios.given():
         return best
     everything = dict.fromkeys(host_classes(problem.builder.layout), 1.0)

@@ -14,21 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
 
 from gs_compile.errors import NoFitError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.builder import SCARCE_UPDATES
+from gs_compile.planner.ladders import CLEARLY_FASTER
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.request import Request
+from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import on_tokens
-
-if TYPE_CHECKING:
-    from gs_compile.planner.problem import Problem
-    from gs_compile.planner.request import Request
-    from gs_compile.planner.step_plan import StepPlan
 
 SIZES = (8192, 2048, 512)  # tokens: what depends on them falls to a quarter each time
 WORTH = 0.95  # of the time with whole layers: what it takes to launch more, smaller operations is not counted
-FASTER = 0.99  # of the time with whole updates: all that those in pieces take is simulated
 
 
 def sizes(num_tokens: int, request: Request, *, separate: bool) -> tuple[int, ...]:
@@ -65,21 +62,21 @@ def _may_help(problem: Problem) -> bool:
     return problem.of(workload.scaled(workspace=0.0)).does_fit()
 
 
-def faster(problem: Problem, plan: StepPlan) -> Iterator[tuple[Problem, float]]:
-    """The problem of a plan with updates or with layers in pieces, where the memory that they save could make a step
-    faster, and the part of the plan's time that a step is to take then.
+def faster(problem: Problem) -> Iterator[tuple[Problem, float]]:
+    """The problem with updates or with layers in pieces, where the memory that they save could make a step faster, and
+    the part of the time with whole ones that a step is to take then.
     """
 
-    def bound_seconds(each: Problem) -> float:
-        found = each.solved(plan.num_micro_batches)
-        return found.seconds if found else inf
+    def part(other: Problem) -> float:
+        found, whole = (each.solved(problem.number) for each in (other, problem))
+        return found.seconds / whole.seconds if found and whole else inf
 
     scarce, as_published = problem.updated_in(SCARCE_UPDATES), problem.request.spec.as_published
-    if not as_published and bound_seconds(scarce) < FASTER * bound_seconds(problem):
-        yield scarce, FASTER
+    if not as_published and part(scarce) < CLEARLY_FASTER:
+        yield scarce, CLEARLY_FASTER
     if problem.in_pieces and not problem.request.saves:
         no_workspace = problem.of(problem.workload.scaled(workspace=0.0))
-        if bound_seconds(no_workspace) < WORTH * plan.bound_seconds:
+        if part(no_workspace) < WORTH:
             yield from ((problem.cut(size), WORTH) for size in problem.in_pieces)
 
 

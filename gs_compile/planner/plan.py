@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.options import Masters
@@ -28,7 +28,6 @@ from gs_compile.planner import in_pieces
 from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.decide import decide
 from gs_compile.planner.lp.counting import Counted
-from gs_compile.planner.lp.search import Search
 from gs_compile.planner.measure.cluster import of_one_rank
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import load, named
@@ -49,17 +48,6 @@ MORE = 1e-3  # of throughput: less is nothing
 MOST_SAMPLES = 1_000_000  # of a micro-batch: the bytes of its values are numbers of 64 bits
 
 T = TypeVar("T")
-
-
-class SizeSearch(NamedTuple):
-    """The search for steps of micro-batches of one size."""
-
-    problem: Problem
-    search: Search
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.problem.workload.tokens * self.search.best.throughput
 
 
 def plan(
@@ -124,12 +112,12 @@ class Planner:
         ratios = replace(request.ratios, gradient=None)
         other = self.asked(schedule=spec.batch_like, ratios=ratios)
         try:
-            problem, search = other.searched()[0]
+            like = other.searched()[0]
         except NoFitError:
             return self.of_any_batch()
         if spec.whole_batch:
-            return self.of_whole_batch(problem, search)
-        size, number = problem.workload.micro_batch_size, search.best.num_micro_batches
+            return self.of_whole_batch(like)
+        size, number = like.workload.micro_batch_size, like.best.num_micro_batches
         return self.asked(batch_size=None, micro_batch_size=size, num_micro_batches=number).of_any_batch()
 
     def problem(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Problem:
@@ -163,20 +151,18 @@ class Planner:
 
     def or_storing_gradients(self, made: Callable[[Planner], T]) -> T:
         """What is made of this, or of the same asked for as by `Request.or_storing_gradients`."""
-        return self.request.or_storing_gradients(lambda request: made(self._asked(request)))
+        return self.request.or_storing_gradients(lambda request: made(self.asked(accumulate=request.accumulate)))
 
     def asked(self, **changes: Any) -> Planner:
         """The planner of the same model and machine, asked for something else."""
-        return self._asked(replace(self.request, **changes))
-
-    def _asked(self, request: Request) -> Planner:
+        request = replace(self.request, **changes)
         if request == self.request:
             return self
         return replace(self, request=request, workloads=self.workloads.asked(request))
 
-    def searched(self) -> list[SizeSearch]:
-        """The micro-batch sizes that fit, until two larger ones have brought nothing; first the one with the highest
-        throughput, of equals the smallest batch. Where nothing fits so, what takes less memory is tried.
+    def searched(self) -> list[Problem]:
+        """The problems of micro-batch sizes that fit, until two larger ones have brought nothing; first the one with
+        the highest throughput, of equals the smallest batch. Where nothing fits so, what takes less memory is tried.
         """
         refusals: list[NoFitError] = []
         for first in in_pieces.smaller(self.problem(self.request.sizes[0])):
@@ -186,47 +172,46 @@ class Planner:
                 refusals.append(error)
         raise refusals[-1]
 
-    def _searched(self, first: Problem) -> list[SizeSearch]:
-        """The searches of all sizes, with updates and layers in pieces as those of the first problem."""
-        searches: list[SizeSearch] = []
+    def _searched(self, first: Problem) -> list[Problem]:
+        """Those of all sizes, with updates and layers in pieces as of the first one."""
+        fitting: list[Problem] = []
         for size in self.request.sizes:
             log.info("micro-batches of %d samples", size)
             problem = self.problem(size, layer_tokens=first.layer_tokens).updated_in(first.layer_updates)
             problem.check()
             try:
-                searches.append(SizeSearch(problem, problem.search()))
+                _ = problem.found
             except PlanError:
-                if not searches:
+                if not fitting:
                     raise
                 break  # a larger one needs more memory
-            if len(searches) > 2 and searches[-1].tokens_per_second <= searches[-3].tokens_per_second * (1 + MORE):
+            fitting.append(problem)
+            if len(fitting) > 2 and fitting[-1].tokens_per_second <= fitting[-3].tokens_per_second * (1 + MORE):
                 break
-        searches.sort(key=attrgetter("tokens_per_second"), reverse=True)
-        least = searches[0].tokens_per_second * (1 - WORTH_SAYING)
-        near = (each for each in searches if each.tokens_per_second >= least)
-        chosen = min(near, key=lambda each: each.problem.workload.tokens * each.search.best.num_micro_batches)
-        return [chosen, *(each for each in searches if each is not chosen)]
+        fitting.sort(key=attrgetter("tokens_per_second"), reverse=True)
+        least = fitting[0].tokens_per_second * (1 - WORTH_SAYING)
+        near = (each for each in fitting if each.tokens_per_second >= least)
+        chosen = min(near, key=lambda each: each.workload.tokens * each.best.num_micro_batches)
+        return [chosen, *(each for each in fitting if each is not chosen)]
 
     def of_any_batch(self) -> StepPlan:
         """The plan of the first search whose program keeps the budgets, else of the smallest batch.
 
         Where nobody has given the batch, half as many micro-batches are tried before another size.
         """
-        searches: list[SizeSearch] = []
+        fitting: list[Problem] = []
         with suppress(NoFitError):  # but the program of the least may fit
-            searches = self.searched()
-        for problem, first in searches:
-            most = first.best.num_micro_batches
+            fitting = self.searched()
+        for problem in fitting:
+            most = problem.best.num_micro_batches
             for number in (most,) if problem.number or most == 1 else (most, most // 2):
-                steps = problem.at(number)
+                log.info("simulating %d micro-batches", number)
                 try:
-                    search = first if number == most else steps.search()
-                    log.info("simulating %d micro-batches", number)
-                    plan = decide(steps, search)
+                    plan = decide(problem.at(number))
                 except MemoryBudgetError:
                     continue
-                others = [each for each in searches if each.problem is not problem]
-                return explained(plan, search, others, self.narrower(plan.problem))
+                others = [each for each in fitting if each is not problem]
+                return explained(plan, problem.found, others, self.narrower(plan.problem))
         problem = self.problem(self.request.sizes[0])
         return decide(problem.at(problem.number or 1))
 
@@ -240,16 +225,16 @@ class Planner:
                 sizes = workloads.workload(workload.micro_batch_size, workload.masters, pieces).sizes
                 yield states, problem.resized(with_products(sizes, self.profile))
 
-    def of_whole_batch(self, other: Problem, search: Search) -> StepPlan:
+    def of_whole_batch(self, other: Problem) -> StepPlan:
         """One forward and backward over the batch of `other`, or over the most samples of it that fit."""
-        batch_size = self.request.own_batch_size or search.best.num_micro_batches * other.workload.micro_batch_size
+        batch_size = self.request.own_batch_size or other.best.num_micro_batches * other.workload.micro_batch_size
         plans: dict[int, StepPlan] = {}
 
         def is_too_large(size: int) -> bool:
             problem = self.problem(size)
             try:
-                search = problem.search()
-                plans[size] = explained(decide(problem, search), search, [])
+                found = problem.found
+                plans[size] = explained(decide(problem), found, [])
             except MemoryBudgetError:
                 if size == 1:  # the least, or what it needs
                     plans[size] = decide(problem)

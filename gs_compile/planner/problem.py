@@ -1,8 +1,4 @@
-"""problem: one model on one machine within budgets, and what is asked for.
-
-    search      how many micro-batches, by the linear program                                   `lp.search`
-    choose      its solution as a placement whose own program keeps the budgets: the fastest of a few, by the simulator
-    reasons     what limits that
+"""problem: one model on one machine within budgets, and what is asked for; what fits, and what a step takes.
 
 A named model and a model at hand differ in where the machine's figures and the costs of code come from: they are asked
 for when they are needed, for what is settled without them need not be measured.
@@ -25,7 +21,7 @@ from gs_compile.placement.workload import UnitCost, UnitSize, Workload
 from gs_compile.planner.builder import StepBuilder, planned_peak
 from gs_compile.planner.lp.coefficients import Formulas
 from gs_compile.planner.lp.counting import CLASSES, DEVICE_RATIOS, Counted
-from gs_compile.planner.lp.search import Search, best_for, check, has_solution, search
+from gs_compile.planner.lp.search import Search, best_for, has_solution, search
 from gs_compile.planner.lp.solve import ProblemData, Solution, System
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.request import Budgets, Request
@@ -35,7 +31,6 @@ from gs_compile.schedules import BY_MICRO_BATCH
 
 LARGE = 2000  # computations of a forward: from there on candidates are compared with micro-batches in bundles
 NUM_BUNDLES = 8
-NOTHING: Mapping[str, int] = {"host": 0, "device": 0, "ssd": 0}  # bytes of a tier that are left free
 
 
 class Saving(Protocol):
@@ -200,13 +195,25 @@ class Problem:
         """What its linear programs are made from."""
         return ProblemData(self.formulas, self.budgets, self.request)
 
-    def search(self) -> Search:
-        """The best by the linear program, of its micro-batches, or of as many as saturate; see `lp.search`."""
+    @cached_property
+    def found(self) -> Search:
+        """What the linear program finds, of its micro-batches, or of as many as saturate (`lp.search`).
+
+        Raises `NoFitError` where nothing fits.
+        """
         return search(self.data, self.number or None)
+
+    @property
+    def best(self) -> Solution:
+        return self.found.best
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the best, by the linear program."""
+        return self.workload.tokens * self.best.throughput
 
     def does_fit(self) -> bool:
         """Whether a step does, by the linear program; of one micro-batch where their number is to be found."""
-        check(self.formulas)
         if self.profile.separate and self._room_nbytes < 0:
             return False  # whatever else is on the device, which need not be counted
         return has_solution(self.data, self.number or 1)
@@ -246,31 +253,30 @@ class Problem:
         """Bytes that the device has beside what code computes with; below 0 where that alone does not fit."""
         return self.budgets.device_nbytes - self.workload.workspace_nbytes
 
-    def fitting(self, placement: Placement, spare: Mapping[str, int] = NOTHING) -> Program | None:
-        """A placement's step among others, if none of its programs takes more than the budgets; `spare` bytes of these
-        are left free.
-        """
+    def fitting(self, placement: Placement) -> Program | None:
+        """A placement's step among others, if none of its programs takes more than the budgets."""
         programs = self.builder.programs(placement)
-        first, most = next(programs), self._most(spare)
-        return first if fits(chain((first,), programs), most) else None
+        first = next(programs)
+        return first if fits(chain((first,), programs), self._most) else None
 
     def lacking(self, placement: Placement) -> dict[str, int]:
         """By tier, the bytes that the steps of a placement take beyond the budgets, with what code computes with."""
         over = [self.excess(program) for program in self.builder.programs(placement)]
         return {tier: max(each.get(tier, 0) for each in over) for tier in TIERS if any(tier in each for each in over)}
 
-    def excess(self, program: Program, spare: Mapping[str, int] = NOTHING) -> dict[str, int]:
-        """By tier, the bytes that a step takes beyond its budget; `spare` bytes of it are left free."""
-        return excess(program, self._most(spare))
+    def excess(self, program: Program) -> dict[str, int]:
+        """By tier, the bytes that a step takes beyond its budget."""
+        return excess(program, self._most)
 
-    def _most(self, spare: Mapping[str, int]) -> dict[str, int]:
+    @property
+    def _most(self) -> dict[str, int]:
         """The most that a step may take, by tier. A run's store says itself what SSD has room for."""
         most = {"host": self.budgets.host_nbytes}
         if self.profile.separate:
             most["device"] = self._room_nbytes
         if not self.will_run:
             most["ssd"] = self.budgets.ssd_nbytes
-        return {tier: nbytes - spare.get(tier, 0) for tier, nbytes in most.items()}
+        return most
 
     def check(self) -> None:
         """Raise `OptionError` where the ratios that are asked for contradict what there is."""

@@ -20,7 +20,7 @@ from gs_compile.placement.levels import TOLERANCE
 from gs_compile.placement.liveness import live_ranges
 from gs_compile.placement.placement import ALL_LATE, Layout, Placement, StepContext
 from gs_compile.placement.slab import fixed_offsets, packed, placed_as
-from gs_compile.planner.boundary import carried_nbytes, retained_text, without
+from gs_compile.planner.boundary import said, without
 from gs_compile.planner.builder import planned_peak
 from gs_compile.planner.cost.workload import activations
 from gs_compile.planner.problem import fits
@@ -206,10 +206,8 @@ class StepPrograms:
         rows = [(WORDS[kind], stored(kind)) for kind in kinds]
         if placement.durability:
             rows.append((WORDS["seal"], commits_text(placement)))
-        if nbytes := carried_nbytes(placement):
-            rows.append(("carried", f"{format_bytes(nbytes)} of parameters, for the next step to begin with"))
-        if retained := retained_text(placement):
-            rows.append(("retained", f"{retained}, in host memory until their backward"))
+        if kept := said(placement):
+            rows.append(("kept", kept))
         late, trained = (sum(g.numel for u in placement.units for g in u.trained(*when)) for when in (("late",), ()))
         share = late / max(trained, 1)
         rows.append(("updates", f"{share:.0%} late, in the next forward (alpha {placement.decision.alpha:g})"))

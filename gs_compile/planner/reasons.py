@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain, combinations
+from operator import attrgetter
 from typing import Any
 
 from gs_compile.errors import NoFitError
@@ -36,14 +37,15 @@ ADAPTERS = "adapters alone (LoRA) write far less: `greedysnake fit` says for how
 Narrower = Iterable[tuple[States, Problem]]
 
 
-def explained(
-    plan: StepPlan, found: Search, others: Sequence[tuple[Problem, Search]], narrower: Narrower = ()
-) -> StepPlan:
-    """The plan with what limits it, what else there was, and notes. `others`: searches with other micro-batch sizes;
+def explained(plan: StepPlan, found: Search, others: Sequence[Problem], narrower: Narrower = ()) -> StepPlan:
+    """The plan with what limits it, what else there was, and notes. `others`: problems of other micro-batch sizes;
     narrower: as of `longer_life`.
     """
+    rows = [(number, each.seconds) for number, each in found.history if each is not None]
     return replace(
         plan,
+        simulated=plan.simulation,
+        history=tuple((number, seconds, number * plan.workload.tokens / seconds) for number, seconds in rows),
         binding=tuple(binding(plan.problem, plan.bound)),
         alternatives=tuple(alternatives(plan.problem, replace(found, best=plan.bound), others)),
         notes=(*plan.notes, *notes(plan), *longer_life(plan, narrower)),
@@ -70,7 +72,7 @@ def binding(problem: Problem, solution: Solution) -> Iterator[str]:
             yield f"{one} and {other}: {gained:.0%} faster"
 
 
-def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Problem, Search]]) -> Iterator[Alternative]:
+def alternatives(problem: Problem, chosen: Search, others: Sequence[Problem]) -> Iterator[Alternative]:
     """The settings nearest in throughput to the best of the search, by the linear program; all with its alpha, which
     the simulator may have chosen.
     """
@@ -80,10 +82,9 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[tuple[Proble
     tries: list[tuple[str, Workload, Solution | None]]
     tries = [(several(n), workload, problem.solved(n, alpha)) for n in fewer]
     if others:  # the best of them
-        other, result = max(others, key=lambda each: each[0].workload.tokens * each[1].best.throughput)
-        size = other.workload.micro_batch_size
-        solved = other.solved(result.best.num_micro_batches, alpha)
-        tries.append((f"micro-batches of {size}", other.workload, solved))
+        other = max(others, key=attrgetter("tokens_per_second"))
+        solved = other.solved(other.best.num_micro_batches, alpha)
+        tries.append((f"micro-batches of {other.workload.micro_batch_size}", other.workload, solved))
     if alpha and not (request.clip or request.accumulate):
         tries.append(("no delayed updates (alpha 0)", workload, problem.solved(number, 0.0)))
     ratios = [each.given() for each in solution.decision.ratios]
@@ -155,7 +156,7 @@ def sparing(plan: StepPlan, narrower: Narrower) -> Iterator[tuple[dict[str, Any]
         whole = problem.asked(request).at(0)
         for asked in (whole, whole.updated_in(SCARCE_UPDATES)):
             with suppress(NoFitError):
-                best = asked.search().best
+                best = asked.best
                 per_day = asked.needs(best)[1] / best.seconds * SECONDS_PER_DAY
                 yield ({"states": states} if states else {}) | lasting, best, per_day
                 break

@@ -30,13 +30,14 @@ from gs_compile.planner import in_pieces
 from gs_compile.planner.at_hand import Figures, ModelAtHand
 from gs_compile.planner.builder import StepBuilder, planned_peak
 from gs_compile.planner.cost.workload import activations
-from gs_compile.planner.decide import decide, undecided
+from gs_compile.planner.decide import decide
 from gs_compile.planner.lp.counting import Counted
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import STORES_GRADIENTS
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import ACCUMULATES, NUM_CALLS, as_before, facts_of, fingerprint
+from gs_compile.planner.settled import undecided
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import paragraph
 from gs_compile.runtime.ranks import Ranks
@@ -159,17 +160,15 @@ class RunPlanner:
         """
         whole_device = self.whole_device_nbytes
         budgets = CallBudgets(self.whole_nbytes, whole_device)
+        if self.num_calls == 1:
+            return self._plan(budgets, former)
         for number in range(MOST_ROUNDS):
             if number == MOST_ROUNDS - 1:
                 budgets = budgets._replace(host_nbytes=self.whole_nbytes // self.num_calls)
             try:
                 planned = self._plan(budgets, former)
             except MemoryBudgetError as error:
-                if self.num_calls == 1:
-                    raise
                 raise self._refused(error.message, whole_device) from error
-            if self.num_calls == 1:
-                return planned
             whole_device = whole_device or planned.device_nbytes
             budgets, fits = self._shared_out(planned, whole_device, is_last=number >= MOST_ROUNDS - 2)
             if fits:

@@ -1,15 +1,12 @@
 """saved: whether layers save activations beside their inputs, or in the place of these, such that a step is faster.
 
-    without levels      the plan whose backward runs every layer's forward again
-    with levels         the linear program has their shares, too; its solution is placed and simulated as any other
+    none            every backward runs its layer's forward again
+    by program      the linear program has shares of what is saved, too
+    at the turn     the topmost layers save what memory has room for until gradients and states come, or a part of that
 
-    at the turn         the topmost layers save what memory has room for until gradients and states come, or a part of
-                        that
-
-Of these the fastest by the simulator is taken, so that a step is never slower for what it saves, as far as can be
-known before a run. Where not even a backward without recomputation would be faster, levels are not made at all. The
-linear program alone cannot know that: it holds a drive that is slow for slower than it is once data stays in memory
-between two uses, so that a step that computes nearly all the time has levels, too.
+The fastest in simulation is taken. What layers can save is looked at where a step may gain by it: by the linear
+program, if nothing were computed again; or because it computes nearly all the time, as the linear program does not
+know what stays in memory between two uses.
 """
 
 from __future__ import annotations
@@ -23,10 +20,9 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.boundary import BOUNDARY
-from gs_compile.planner.choose import choose, fastest, is_small_step
+from gs_compile.planner.choose import choose, is_small_step
+from gs_compile.planner.ladders import CLEARLY_FASTER, fastest
 from gs_compile.planner.lp.counting import CLASSES
-from gs_compile.planner.lp.search import Search
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.reasons import WORTH_SAYING, richer
 from gs_compile.planner.request import Request
@@ -37,7 +33,6 @@ from gs_compile.program.ir import TIERS, Tier
 STEPS = 16  # of the part of items that save activations where nothing is planned
 PARTS = (1, 3 / 4, 1 / 2, 1 / 4)  # of all items, at most: fewer leave computation that drives hide behind
 MOST_COMPUTED = 0.9  # of a step: what is computed again is what it takes, whatever the linear program finds of drives
-WORTH = 1.01  # times as fast by the linear program: less is not worth another plan
 
 
 def is_open(request: Request) -> bool:
@@ -57,15 +52,14 @@ def with_saved(plan: StepPlan) -> StepPlan:
     best = min([*plans, *(_at_the_turn(wider, each) for each in plans)], key=lambda each: each.seconds)
     if not best.placement.decision.shares:
         return plan
-    return replace(best, history=plan.history, notes=(*best.notes, *text(best, plan.seconds)))
+    return replace(best, notes=(*best.notes, *text(best, plan.seconds)))
 
 
 def _by_program(problem: Problem, plan: StepPlan) -> Iterator[StepPlan]:
     """What the linear program saves, if that is worth it."""
-    solution = problem.solved(plan.num_micro_batches)
-    if solution and solution.decision.shares and solution.seconds * WORTH <= plan.bound_seconds:
-        with suppress(MemoryBudgetError):
-            yield choose(problem, Search(solution, ()))
+    with suppress(MemoryBudgetError):
+        if problem.best.decision.shares and problem.best.seconds <= CLEARLY_FASTER * plan.bound_seconds:
+            yield choose(problem)
 
 
 def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
@@ -75,24 +69,20 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     """
     here: Tier = "device" if problem.profile.separate else "host"
     others = Shares(share for share in plan.shares if share.tier != here)
-    steps = problem.steps
-    chosen = plan.placement.decision
-    beside = {name: getattr(chosen, name) for name in BOUNDARY}
+    steps, chosen = problem.steps, plan.placement.decision
 
-    def placed(relaxed: Decision, shares: Shares) -> Placement:
+    def placed(decision: Decision, shares: Shares) -> Placement:
         left = min(1.0, (1.0 - shares.part()) / others.part()) if others else 0.0
         rest = (share._replace(part=left * share.part) for share in others)
-        return steps.builder.placement(replace(relaxed, shares=Shares((*shares, *rest)), **beside))
+        return steps.builder.placement(replace(decision, shares=Shares((*shares, *rest))))
 
-    emptied = _emptied(problem, plan.relaxed) if here == "host" else plan.relaxed
-    decisions, levels = dict.fromkeys((plan.relaxed, emptied)), problem.workload.worthwhile
-    tops = [(relaxed, ladder) for relaxed in decisions for ladder in topmost(levels, here)]
-    ladders = ([placed(relaxed, shares) for shares in ladder] for relaxed, ladder in tops)
+    emptied = _emptied(problem, chosen) if here == "host" else chosen
+    decisions, levels = dict.fromkeys((chosen, emptied)), problem.workload.worthwhile
+    tops = [(decision, ladder) for decision in decisions for ladder in topmost(levels, here)]
+    ladders = ([placed(decision, shares) for shares in ladder] for decision, ladder in tops)
     parts = PARTS if is_small_step(problem) else PARTS[:1]
     simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
-    placement, solved = simulation.placement, plan.bound
-    relaxed = replace(plan.relaxed, ratios=placement.decision.ratios, shares=placement.decision.shares)
-    return replace(plan, problem=problem, relaxed=relaxed, placement=placement, solved=solved, simulated=simulation)
+    return replace(plan, problem=problem, placement=simulation.placement, simulated=simulation)
 
 
 def _emptied(problem: Problem, decision: Decision) -> Decision:
@@ -126,7 +116,7 @@ def _may_pay(plan: StepPlan) -> bool:
     layers = range(workload.num_layers)
     costs = {unit: cost.without_recomputation() if unit in layers else cost for unit, cost in workload.costs.items()}
     without = plan.problem.of(replace(workload, costs=costs)).solved(plan.num_micro_batches)
-    return without is not None and without.seconds * WORTH < plan.bound_seconds
+    return without is not None and without.seconds < CLEARLY_FASTER * plan.bound_seconds
 
 
 # What is said of it ---------------------------------------------------------------------------------------------------

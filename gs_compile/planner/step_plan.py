@@ -12,7 +12,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.placement.boundaries import at
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.levels import Shares
-from gs_compile.placement.placement import Decision, Placement
+from gs_compile.placement.placement import Placement
 from gs_compile.placement.stacks import stack_of
 from gs_compile.placement.traffic import traffic
 from gs_compile.placement.units import UnitPlacement
@@ -43,27 +43,20 @@ class StepPlan:
 
     problem: what was given and asked for.
     placement: of the simulated step, `problem.steps`; its decision has what was chosen.
-    relaxed: the ratios and shares of the linear program, in which items may be cut anywhere.
-    solved, simulated: the answer of the linear program, which spreads each lane's work evenly over its phase, and the
-        simulation, if the plan was made by them; otherwise they are made when they are first read.
-    history: micro-batches, seconds and tokens/s, by the linear program.
+    simulated: None: it is simulated when that is first asked for.
+    is_solved: the plan was made with figures of the machine, not by what is given and fits alone.
+    history: micro-batches, seconds and tokens/s, by the linear program, of each number that was tried.
     binding: what limits the step, and what more of it would bring.
     """
 
     problem: Problem = field(repr=False)
-    relaxed: Decision
     placement: Placement = field(repr=False)
-    solved: Solution | None = field(default=None, repr=False)
     simulated: Simulation | None = field(default=None, repr=False, compare=False)
+    is_solved: bool = False
     history: tuple[tuple[int, float, float], ...] = ()
     binding: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-
-    @property
-    def is_solved(self) -> bool:
-        """Whether the plan was made by the linear program and the simulator, not by what is given and fits alone."""
-        return self.simulated is not None
 
     @property
     def num_micro_batches(self) -> int:
@@ -81,7 +74,11 @@ class StepPlan:
 
     @cached_property
     def bound(self) -> Solution:
-        return self.solved or self.problem.valued(self.relaxed)
+        """The linear program's answer with the alpha that was chosen, or what it says of a plan that it holds for none:
+        it spreads each lane's work evenly over its phase.
+        """
+        best = self.problem.solved(self.num_micro_batches, self.alpha)
+        return best or self.problem.valued(self.placement.decision)
 
     @property
     def workload(self) -> Workload:
@@ -102,7 +99,7 @@ class StepPlan:
     @property
     def shares(self) -> Shares:
         """The shares of layers' micro-batches that save activations."""
-        return self.relaxed.shares
+        return self.placement.decision.shares
 
     @property
     def ratios(self) -> Mapping[str, float]:
@@ -118,7 +115,7 @@ class StepPlan:
     @cached_property
     def _means(self) -> Mapping[str, float]:
         """The ratios that are given, of all stacks: of each by how many elements, items or units it has."""
-        ratios, stacks = self.relaxed.ratios, self.placement.stacks
+        ratios, stacks = self.placement.decision.ratios, self.placement.stacks
         if len(ratios) == 1:
             return ratios[0].given()
         weights = {"checkpoint": [float(len(layers)) for layers in stacks]}

@@ -28,7 +28,7 @@ def with_variant(plan: StepPlan) -> StepPlan:
     steps, plain = plan.problem.priced.steps, plan.priced
     variants, program = _variants(plain), steps.builder.program
     if program(plain).ops == program(plain.decided(own=variants.unbounded)).ops:
-        return replace(plan, simulated=plan.simulation, notes=(variants.none, *plan.notes))
+        return replace(plan, simulated=plan.simulation, is_solved=True, notes=(variants.none, *plan.notes))
     others = []
     for part in variants.spare_parts if plan.is_solved else ():
         less = replace(steps.budgets, host_nbytes=int(steps.budgets.host_nbytes * (1 - part)))
@@ -40,10 +40,7 @@ def with_variant(plan: StepPlan) -> StepPlan:
             simulations.append(steps.predicted(placement))
     fastest = min(reversed(simulations), key=lambda each: each.seconds)
     notes = (variants.why(simulations[0], fastest), *plan.notes)
-    chosen = fastest.placement
-    if chosen.decision.ratios != plain.decision.ratios:  # it leaves more memory: what is said is said of this one
-        plan = replace(plan, relaxed=chosen.decision, solved=None)
-    return replace(plan, placement=chosen, simulated=fastest, notes=notes)
+    return replace(plan, placement=fastest.placement, simulated=fastest, is_solved=True, notes=notes)
 
 
 def own_within(problem: Problem, variants: Variants) -> object:

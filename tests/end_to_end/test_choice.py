@@ -18,7 +18,6 @@ from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.planner import at_hand, decide, reasons
 from gs_compile.planner.builder import planned_peak
 from gs_compile.planner.measure.profile import Profile
-from gs_compile.planner.problem import Problem
 
 KEEPS_CAPTURES = True
 MACHINE = Path(__file__).parent.parent / "machine.json"
@@ -232,7 +231,7 @@ def test_a_machine_from_a_file(harness, storage, budget, tmp_path):
 
 @pytest.mark.parametrize(
     ("broken", "error"),
-    [("problem.Problem.search", NoFitError("nothing fits")), ("apart.choose", MemoryBudgetError("no program fits"))],
+    [("problem.search", NoFitError("nothing fits")), ("decide.choose", MemoryBudgetError("no program fits"))],
     ids=["infeasible", "no program"],
 )
 def test_what_fits_runs_where_the_linear_program_finds_nothing(
@@ -252,7 +251,7 @@ def test_what_fits_runs_where_the_linear_program_finds_nothing(
 
 def test_what_is_wrong_with_a_plan_is_told(harness, storage, budget, monkeypatch):
     """Only that nothing fits has another way out."""
-    monkeypatch.setattr(Problem, "search", fails(PlanError("no matrix rate")))
+    monkeypatch.setattr("gs_compile.planner.problem.search", fails(PlanError("no matrix rate")))
     with (
         harness.fresh(adamw, given(storage, host_memory=budget)) as optimizer,
         pytest.raises(PlanError, match="no matrix rate"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from planned import A100, SSD_RATES, gpt, problem, ratios
@@ -13,12 +11,14 @@ from planned import A100, SSD_RATES, gpt, problem, ratios
 from gs_compile.passes.baselines.lifetime import Rooms
 from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Decision
-from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, further, holding, retaining
+from gs_compile.planner.boundary import FIRST, carrying, deeper, earlier, further, holding, retaining, with_boundary
 from gs_compile.planner.builder import StepBuilder, planned_peak
-from gs_compile.planner.choose import FASTER, _with_boundary, each_of, fastest
-from gs_compile.planner.decide import _boundary_for_free, decide
+from gs_compile.planner.decide import decide
+from gs_compile.planner.ladders import FASTER, each_of, fastest
+from gs_compile.planner.problem import Problem
 from gs_compile.planner.request import Request
 from gs_compile.planner.resumed import as_before, facts_of
+from gs_compile.planner.settled import _boundary_for_free
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import Value
 
@@ -54,8 +54,6 @@ def test_the_faster_one_that_fits_is_chosen():
         assert found.placement.carried_values
         assert found.seconds < before.seconds
         assert planned_peak(found.program, "host") <= host_nbytes
-        spare = {"host": host_nbytes, "device": 0}
-        assert fastest(given, before, [carrying(plain)], spare) is before
         moved, less = before.moved_nbytes, found.moved_nbytes
         assert moved - less >= sum(size.numel * size.itemsize for size in WORKLOAD.sizes if size.unit == "t") * 2
 
@@ -149,7 +147,6 @@ def test_reads_go_on_beside_a_head_that_computes_for_long():
     found = fastest(given, before, each_of(every))
     assert found.seconds < 0.97 * before.seconds
     assert found.moved_nbytes == before.moved_nbytes
-    assert fastest(given, before, each_of(every), {"host": 2 * peaks[-1], "device": 0}) is before
     assert not deeper(plain.decided(layer_updates=2))
 
 
@@ -174,8 +171,7 @@ def test_a_schedule_as_others_publish_it_moves_what_is_said_of_it():
     for schedule, is_published in (("horizontal", True), ("single", False)):
         given = problem(WORKLOAD, CPU, 1, host_nbytes=10**12, request=Request(schedule=schedule))
         plain = given.predicted(given.builder.placement(NOTHING))
-        chosen: Any = SimpleNamespace(simulation=plain, spare={"host": 0, "device": 0})
-        assert (_with_boundary(given, chosen, is_small=True) is plain) == is_published
+        assert (with_boundary(given, plain, is_small=True) is plain) == is_published
 
 
 def test_memory_of_what_drives_are_behind_with_is_given_on_later():
@@ -227,6 +223,16 @@ def test_all_that_is_chosen_is_taken_again(num_layers, vocabulary):
             assert as_before(given, former | {"decision": decision}, "it", 10**12) == each
 
 
+def test_what_ladders_have_in_common_is_lowered_once(monkeypatch):
+    given = problem(WORKLOAD, CPU, 2)
+    plain = given.builder.placement(NOTHING)
+    lowered, fitting = [], Problem.fitting
+    monkeypatch.setattr(Problem, "fitting", lambda *asked: lowered.append(asked) or fitting(*asked))
+    every = carrying(plain)
+    fastest(given, given.predicted(plain), [every, every, every[1:]])
+    assert len(lowered) == len({placement for _, placement in lowered})
+
+
 def test_what_has_no_room_is_not_carried():
     given = problem(WORKLOAD, CPU, 2, host_nbytes=10**12)
     plain = given.builder.placement(NOTHING)
@@ -238,8 +244,7 @@ def test_a_commit_keeps_nothing_of_what_only_a_schedule_can_read():
     """Such a plan is made again: its own data is no JSON."""
     given = problem(WORKLOAD, CPU, 2)
     plain = given.builder.placement(NOTHING)
-    known = {"problem": given, "relaxed": NOTHING}
-    found, own = (StepPlan(placement=each, **known) for each in (plain, plain.decided(own=Rooms.unbounded)))
+    found, own = (StepPlan(problem=given, placement=each) for each in (plain, plain.decided(own=Rooms.unbounded)))
     assert facts_of(found, "this model", 1, None)["decision"] == plain.decision.as_dict()
     assert facts_of(own, "this model", 1, None) == {}
 

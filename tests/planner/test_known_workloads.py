@@ -88,7 +88,7 @@ import gs_compile.planner.fit
 from gs_compile.planner.plan import planner_of
 from gs_compile.planner.request import Request
 planner = planner_of(Path(sys.argv[1]), Request(machine="a100", sequence=16), keeps=True)
-assert planner.problem(2).at(2).search().best
+assert planner.problem(2).at(2).best
 heavy = {"torch", "transformers", "rich"} & set(sys.modules)
 assert not heavy, heavy
 """

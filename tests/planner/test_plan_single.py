@@ -53,8 +53,8 @@ def test_the_batch_that_is_searched_is_one_micro_batch(planners):
     """Of `greedysnake fit`, whatever says how large it is."""
     single = planners[1]
     for settings, size in (({}, 2), ({"batch_size": 8, "micro_batch_size": None, "num_micro_batches": None}, 8)):
-        problem, search = single.asked(**settings).searched()[0]
-        assert (problem.workload.micro_batch_size, search.best.num_micro_batches) == (size, 1)
+        problem = single.asked(**settings).searched()[0]
+        assert (problem.workload.micro_batch_size, problem.best.num_micro_batches) == (size, 1)
 
 
 def test_the_batch_of_the_vertical_order_is_one_micro_batch(planners):

@@ -53,15 +53,16 @@ class Faked(SimpleNamespace):
     def updated_in(self, number):
         return self.of(most=self.most_in_pieces)
 
-    def search(self):
-        """The smallest number of micro-batches of which drives do not have a step wait."""
+    @property
+    def best(self):
+        """With the smallest number of micro-batches of which drives do not have a step wait."""
         assert self.number == 0, "a larger batch may be found"
         self.tried.append(self.request)
         steps = (solution(number, number / 2) for number in range(1, self.most + 1))
         rate = self.budgets.wear_bytes_per_second
         for each in steps:
             if self.needs(each)[1] <= rate * each.seconds:
-                return found(each)
+                return each
         raise NoFitError("nothing fits")
 
 
@@ -142,10 +143,8 @@ def test_the_nearest_come_first():
     """By throughput, of which two micro-batches in 1.9 s have less than four in 3.7 s."""
     best = solution(4, 3.7, alpha=0.3, resident=1.0)
     own = found(solution(1, 1.0), solution(2, 1.9), solution(3, 2.8), best)
-    other = (
-        problem(lambda *_: solution(2, 8.0), workload=replace(WORKLOAD, micro_batch_size=2)),
-        found(solution(2, 4.0)),
-    )
+    other = SimpleNamespace(best=solution(2, 4.0), tokens_per_second=256.0, solved=lambda *_: solution(2, 8.0))
+    other.workload = replace(WORKLOAD, micro_batch_size=2)
     seconds = {2: 1.9, 3: 2.8, 4: 3.75}
 
     def solved(other, number, alpha):

@@ -12,6 +12,7 @@ from planned import A100, gpt, lowered, placed, ratios, toys
 
 from gs_compile.placement import boundaries
 from gs_compile.planner.plan import plan
+from gs_compile.planner.problem import Problem
 from gs_compile.planner.simulate.prices import op_prices
 from gs_compile.planner.simulate.simulator import predict
 from gs_compile.planner.step_plan import nbytes_by_home
@@ -40,6 +41,18 @@ def test_homes_hold_everything_once(toy, shares, alpha, separate):
     assert total("x") == number * boundaries.total(workload.x_nbytes, workload.num_layers)
     assert {kind for kind, _ in homes} <= {"w", "s", "x", "dw"}
     assert all(homes.values())
+
+
+def test_a_step_is_simulated_once(monkeypatch):
+    """Where all is given the notes are the first to ask for it."""
+    asked, predicted = [], Problem.predicted
+    monkeypatch.setattr(Problem, "predicted", lambda *given: asked.append(given) or predicted(*given))
+    everything = dict.fromkeys(("parameter", "checkpoint", "optimizer"), 1.0)
+    settings = {"machine": replace(A100, device="cpu", device_nbytes=0), "micro_batch_size": 1, "num_micro_batches": 3}
+    given = plan(WORKLOAD, **settings, alpha=0.0, ratios=everything)
+    assert given.notes[0].startswith("ratios and alpha are given")
+    assert given.seconds > 0
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("durability", "often", "alpha"), [("step", "every step", 0.5), (10, "every 10 steps", 0.0)])

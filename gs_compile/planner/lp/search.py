@@ -56,7 +56,6 @@ def search(data: ProblemData, num_micro_batches: int | None = None) -> Search:
 
     Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
     """
-    check(data.formulas)
     tries, saturation = _Tries(data), data.request.saturation
     if num_micro_batches is not None:
         best = tries.at(num_micro_batches)
@@ -117,6 +116,7 @@ class _Tries:
     """The best solution of each number of micro-batches that was asked for."""
 
     def __init__(self, data: ProblemData, alphas: Sequence[float] = ()) -> None:
+        _check(data.formulas)
         self.system = lru_cache(MOST_SYSTEMS)(partial(System, data))
         self.known: dict[int, Solution | None] = {}
         self.most = dict.fromkeys(alphas or data.request.alphas, inf)  # by alpha, from where on nothing fits
@@ -200,7 +200,7 @@ class _Tries:
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def check(formulas: Formulas) -> None:
+def _check(formulas: Formulas) -> None:
     """Raise `PlanError` where the machine has no rate for what is computed, before anything is solved."""
     workload, profile = formulas.workload, formulas.profile
     timed = all(cost.seconds is not None for cost in workload.costs.values())

@@ -1,0 +1,54 @@
+"""ladders: of placements that may be faster than another one, the fastest that keeps the budgets.
+
+A ladder is what one idea proposes: placements, each of which takes no less memory than the one before. The last one
+that fits is a candidate, which is simulated.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import TypeVar
+
+from gs_compile.placement.placement import Placement
+from gs_compile.planner.problem import Problem
+from gs_compile.planner.simulate.simulator import Simulation
+
+T = TypeVar("T")
+Ladder = Sequence[Placement]
+
+FASTER = 0.999  # of the time of a step that takes less memory: less is nothing
+CLEARLY_FASTER = 0.99  # of the time of another kind of plan: less is not worth it, or is what two timings differ by
+
+
+def each_of(ladder: Ladder) -> Iterator[Ladder]:
+    """Each placement by itself, where none is sure to be faster than the one before."""
+    return ([each] for each in ladder)
+
+
+def highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> tuple[Placement, T] | None:
+    """The last placement of a ladder that fits, if any does, with what `fitting` makes of it."""
+    last: tuple[Placement, T] | None = None
+
+    def is_over(each: Placement) -> bool:
+        nonlocal last
+        if result := fitting(each):
+            last = each, result
+        return not result
+
+    bisect_left(ladder, True, key=is_over)
+    return last
+
+
+def fastest(problem: Problem, plain: Simulation, ladders: Iterable[Ladder], part: float = 1.0) -> Simulation:
+    """The first step that is as fast as the fastest one, of `plain` and then of what ladders propose, in their order.
+
+    part: of a step's time, that the fastest may take where both are as fast.
+    """
+    fitting = cache(problem.fitting)  # ladders may have placements in common
+    ends = (highest(ladder, fitting) for ladder in ladders)
+    programs = dict(each for each in ends if each)  # where memory is short, ladders end at the same placement
+    simulations = [plain, *(problem.predicted(*each) for each in programs.items())]
+    least = min(each.seconds for each in simulations)
+    return next(each for each in simulations if part * each.seconds <= least)
