@@ -61,8 +61,8 @@ class SpecializedModel:
     batch: the inputs of the captured graph that have the samples along a dimension, by index, and this dimension.
     costs: what is known of its units at all micro-batch sizes.
     loss_alone: of all that the model returns it makes the loss alone, also in an evaluation.
-    whole_numbers: those among the inputs of its first micro-batch, by index: code is timed with them, as what it makes
-        of others need be no index, such as the last token of a sequence without any.
+    whole_numbers: those among the inputs of its first micro-batch, by index, on the CPU: code is timed with them, as
+        what it makes of others need be no index, such as the last token of a sequence without any.
     """
 
     micro_batch_size: int
@@ -96,7 +96,7 @@ class SpecializedModel:
         """Keep `whole_numbers` of its first micro-batch."""
         for index, each in inputs.items() if not self.whole_numbers else ():
             if each.dtype != torch.bool and not (each.is_floating_point() or each.is_complex()):
-                self.whole_numbers[index] = each.clone()
+                self.whole_numbers[index] = each.to("cpu", copy=True)
 
     def in_pieces(self, num_tokens: int | None) -> SpecializedModel:
         """The model with layers that run on so many tokens at a time, as a plan says; None: as the options say."""

@@ -68,7 +68,8 @@ def _to_finish(problem: Problem, best: Solution) -> list[Candidate]:
     Raises `MemoryBudgetError` where none keeps the budgets.
     """
     candidates, emptied = refined(problem, best), problem.emptied
-    is_open = emptied is not problem and not problem.profile.separate
+    lasts = problem.budgets.wear_bytes_per_second is not None  # what stores nothing in memory writes most
+    is_open = emptied is not problem and not problem.profile.separate and not lasts
     if is_open and is_small_step(problem) and not any(each.is_good_enough for each in candidates):
         with suppress(MemoryBudgetError):
             candidates.append(min(refined(emptied, best), key=lambda each: each.seconds))

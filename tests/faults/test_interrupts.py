@@ -13,7 +13,7 @@ from tiered import adamw, loss_of, options, outcome, shared, step, tokens
 
 import gs_compile
 from gs_compile.errors import LaneError, StepOrderError, StorageFullError
-from gs_compile.model import engine, residency
+from gs_compile.model import engine, idle, residency
 from gs_compile.model.engine import Engine
 from gs_compile.model.residency import Residency, is_offloaded
 from gs_compile.runtime.issue import TieredExecutor
@@ -240,7 +240,7 @@ def test_an_interrupt_ahead_of_a_backward_does_not_bring_back_what_was_dropped(h
         optimizer.zero_grad()
         loss = loss_of(harness.model, tokens(2))
         with monkeypatch.context() as patched:
-            patched.setattr(engine, "have_zeros", interrupted)
+            patched.setattr(idle, "have_zeros", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 loss.backward()
         optimizer.step()

@@ -307,7 +307,7 @@ class _Trial:
         placeholders, dealt = unit.module.graph.find_nodes(op="placeholder"), masks_of(unit.module.graph)
         for source, spec, placeholder in zip(unit.sources, unit.specs, placeholders, strict=True):
             given = layout.whole_numbers.get(source.index) if source.kind == "input" else None
-            tensor = _random(spec, most, generator) if given is None else given
+            tensor = _random(spec, most, generator) if given is None else given.to(self.device)
             if spec.dtype == torch.bool and placeholder in dealt:
                 _memory(tensor).fill_(False)  # more places than there are entries would be an error
             if source.kind == "x":
