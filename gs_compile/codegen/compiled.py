@@ -95,7 +95,8 @@ class SpecializedModel:
     def note_inputs(self, inputs: Mapping[int, torch.Tensor]) -> None:
         """Keep `whole_numbers` of its first micro-batch."""
         for index, each in inputs.items() if not self.whole_numbers else ():
-            if each.dtype != torch.bool and not (each.is_floating_point() or each.is_complex()):
+            has_numbers = not (each.dtype == torch.bool or each.is_floating_point() or each.is_complex())
+            if has_numbers and not each.is_meta:
                 self.whole_numbers[index] = each.to("cpu", copy=True)
 
     def in_pieces(self, num_tokens: int | None) -> SpecializedModel:
