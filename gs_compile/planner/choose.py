@@ -27,7 +27,7 @@ from gs_compile.planner.step_plan import StepPlan, commits_text
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
 SMALL = 400  # computations of a forward
-MIDDLING = 0.3  # alpha
+MIDDLING = 0.3  # the alpha that is tried beside the one that is fastest before `boundary` changes the step
 NOTHING: Mapping[str, int] = {"host": 0, "device": 0, "ssd": 0}  # of memory, that the linear program is not given
 GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
 
