@@ -18,7 +18,7 @@ from gs_compile.planner.builder import StepBuilder
 from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.cost.timing import LayerLevels, priced, timed
 from gs_compile.planner.cost.workload import workload_of
-from gs_compile.planner.measure.machines import Where, remembered_code
+from gs_compile.planner.measure.machines import Where, code_file
 from gs_compile.planner.measure.machines import profile as measured_profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import ENVIRONMENT, named
@@ -101,12 +101,9 @@ class Figures:
 
     @cached_property
     def times(self) -> KnownTimes:
-        """The times of code that ran on this machine before; where figures are given nothing is kept."""
-        model = self.model
-        if named(model.options.machine):
-            return KnownTimes()
-        num_ranks = model.ranks.total if model.ranks else 1
-        return KnownTimes(remembered_code(model.options.storage, num_ranks, model.device))
+        """The times of code that ran on this machine before."""
+        options, num_ranks = self.model.options, self.model.ranks.total if self.model.ranks else 1
+        return KnownTimes(code_file(options.machine, options.storage, num_ranks, self.model.device))
 
     @property
     def workload(self) -> Workload:

@@ -17,6 +17,8 @@ import gs_compile
 from gs_compile.errors import MemoryBudgetError, NoFitError, PlanError
 from gs_compile.planner import at_hand, decide, reasons
 from gs_compile.planner.builder import planned_peak
+from gs_compile.planner.cost import timing
+from gs_compile.planner.cost.known_times import KnownTimes
 from gs_compile.planner.measure.profile import Profile
 
 KEEPS_CAPTURES = True
@@ -227,6 +229,22 @@ def test_a_machine_from_a_file(harness, storage, budget, tmp_path):
     ) as optimizer:
         step(harness.model, optimizer, tokens(0))
         assert optimizer.engine.planning.planned.plan.profile == named
+
+
+def test_code_is_timed_once_for_a_machine_in_a_file(harness, storage, budget, tmp_path, monkeypatch):
+    """Runs after the first, which plan with the same figures, plan the same."""
+    machine, asked, measure = tmp_path / "machine.json", [], timing._timed
+    machine.write_text(MACHINE.read_text())
+    monkeypatch.setattr(at_hand, "KnownTimes", KnownTimes)
+    monkeypatch.setattr(timing, "_timed", lambda *given: asked.append(given[2].unit) or measure(*given))
+    monkeypatch.setattr(timing, "_is_as_fast", lambda *_: True)
+    times = []
+    for named in (machine, machine, Profile.load(machine)):
+        with harness.fresh(adamw, given(storage, host_memory=budget, machine=named)) as optimizer:
+            step(harness.model, optimizer, tokens(0))
+        times.append(len(asked))
+    assert 0 < times[0] == times[1] < times[2]
+    assert {path.name for path in tmp_path.iterdir()} == {"machine.json", "machine.code"}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from gs_compile.planner.measure.probe import compute_rates, link_rates, network_
 from gs_compile.planner.measure.probe_drive import drive_rates, existing, room_nbytes
 from gs_compile.planner.measure.profile import FORMAT, Profile
 from gs_compile.planner.measure.rates import Figure
-from gs_compile.planner.measure.shipped import load, named
+from gs_compile.planner.measure.shipped import file_of, load, named
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import default_device, device_of, has_own_memory
 from gs_compile.runtime.threads import correct_thread_count
@@ -100,9 +100,15 @@ def remembered(storage: Sequence[Path], total: int = 1, device: torch.device | N
     return path.with_stem(f"{name}-busy") if _is_busy() and not path.exists() else path
 
 
-def remembered_code(storage: Sequence[Path], total: int, device: torch.device) -> Path:
-    """The file that keeps the seconds of code that was timed there."""
-    return remembered(storage, total, device).with_suffix(CODE)
+def code_file(
+    machine: str | Path | Profile | None, storage: Sequence[Path], total: int, device: torch.device
+) -> Path | None:
+    """The file that keeps the seconds of code that was timed on this machine, beside its figures; None: these are in
+    no file of the user's.
+    """
+    given = named(machine)
+    figures = remembered(storage, total, device) if given is None else file_of(given)
+    return figures.with_suffix(CODE) if figures else None
 
 
 # This machine ---------------------------------------------------------------------------------------------------------

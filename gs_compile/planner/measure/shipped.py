@@ -35,11 +35,19 @@ def load(machine: str | Path | Profile) -> Profile:
     return machine if isinstance(machine, Profile) else Profile.load(_path(machine))
 
 
+def file_of(machine: str | Path | Profile) -> Path | None:
+    """The file of the user's that a machine is in; None: it ships, or is a profile itself, or there is none."""
+    if isinstance(machine, Profile):
+        return None
+    path = Path(machine).expanduser()
+    return path if is_there(path) and not path.is_dir() else None  # of a machine's name may be a folder of results
+
+
 def _path(machine: str | Path) -> Path:
     """The file of a name, with or without its ending, or of a path."""
+    if (found := file_of(machine)) is not None:
+        return found
     path = Path(machine).expanduser()
-    if is_there(path) and not path.is_dir():  # of a machine's name may be a folder of results
-        return path
     name = path.name.removesuffix(".json")
     if path.name == str(path) and name in known():
         return SHIPPED / f"{name}.json"
