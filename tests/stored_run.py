@@ -35,10 +35,12 @@ def name_of(value: str, version: int = 0, run: str = RUN) -> str:
     return f"{run}-00ff-{REST if value == REST else f'{value[:-1]}-{value[-1]}'}.{version}"
 
 
-def part(folders, value: str, data: bytes, *, run: str = RUN, on_disk: bool = True) -> StoredPart:
+def part(
+    folders, value: str, data: bytes, *, version: int = 0, run: str = RUN, on_disk: bool = True
+) -> StoredPart:
     """A part in rows of two pages for each folder, and its files if `on_disk`."""
     stripe = Stripe((CHUNK,) * len(folders), -(-len(data) // (CHUNK * len(folders))))
-    files, name = [], name_of(value, run=run)
+    files, name = [], name_of(value, version, run)
     for drive, (folder, nbytes) in enumerate(zip(folders, lengths(len(data), stripe.chunks), strict=True)):
         pieces = [each for each in stripe.pieces(0, len(data)) if each.drive == drive]
         mine = b"".join(data[each.begin : each.begin + each.nbytes] for each in pieces)

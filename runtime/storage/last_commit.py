@@ -14,7 +14,7 @@ from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.stored import Manifest, StoredFile
 
-Step = tuple[int, str]  # its number, and the run of all ranks that it is of
+Step = tuple[int, int, str]  # its number, that of its commit, and the run of all ranks that it is of
 Steps = Mapping[Step, bool]  # of one rank, and whether each is committed, or prepared alone
 Agree = Callable[[Steps], Sequence[Steps]]  # gives those of all ranks
 
@@ -47,8 +47,8 @@ def newest_of(left: Iterable[Left], agree: Agree | None = None) -> Manifest | No
 
 
 def step_of(commit: Manifest) -> Step:
-    """What it has in common with those of other ranks."""
-    return commit.step, commit.together
+    """What it has in common with those of other ranks, which make as many: a step may be committed more than once."""
+    return (*order(commit), commit.together)
 
 
 def order(commit: Manifest) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def common_step(by_rank: Sequence[Steps]) -> Step | None:
     """
     common = set.intersection(*map(set, by_rank))
     if not common and any(is_committed for each in by_rank for is_committed in each.values()):
-        last = ("{} of run {}".format(*max(each)) if each else "none" for each in by_rank)
+        last = ("{} in commit {} of run {}".format(*max(each)) if each else "none" for each in by_rank)
         found = ", ".join(f"rank {rank}: {words}" for rank, words in enumerate(last))
         raise RankError(
             f"the ranks have commits of different steps ({found}): name the storage of one run on all, and start as "

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from stored_run import RUN, name_of, save, stored_folders, stored_run, values
+from stored_run import RUN, name_of, part, save, stored_folders, stored_run, values
 from test_store_command import names, printed, refused, run
 
 from gs_compile.cli.stored import verify
@@ -220,6 +220,17 @@ def test_export_takes_the_step_that_all_ranks_have(folders, commit, tmp_path):
     printed("gc", folders[0].parent)
     assert "step 4" in printed("export", folders[0].parent, tmp_path / "out")
     assert [report["step"] for report in reports("verify", folders[0])] == [4, 3, 4]
+
+
+def test_export_takes_one_of_two_commits_of_a_step(folders, commit, tmp_path):
+    """Fault: where a rank had prepared the second, the run was refused, as if a process had it."""
+    changed = part(folders, "wea", values(1)["wea"], version=1)
+    newer = replace(commit, number=2, parts=(changed, *commit.parts[1:]))
+    for folder in folders:
+        save(folder, newer, NEXT)
+    printed("export", folders[0].parent, tmp_path / "out")
+    found = loaded(tmp_path / "out")["embedding.weight"]
+    assert found.numpy().tobytes() == values(1)["wea"]
 
 
 @pytest.mark.parametrize("is_another_there", [False, True])

@@ -44,7 +44,7 @@ def looks(info, tmp_path):
         assert last_of(Options(storage=tmp_path, group=group)) == made
         (folder / manifest.NEXT).unlink(missing_ok=True)
         save(folder, replace(made, together="ab"[info.rank] * 8))  # as where one machine has a drive of another run
-        with pytest.raises(RankError, match="rank 0: 3 of run aaaaaaaa, rank 1: 3 of run bbbbbbbb"):
+        with pytest.raises(RankError, match="rank 0: 3 in commit 0 of run aaaaaaaa, rank 1: 3 in commit 0 of run bb"):
             last_of(Options(storage=tmp_path, group=group))
 
 
@@ -103,6 +103,20 @@ def test_ranks_on_other_machines_than_before_do_not_begin_anew(pair, tmp_path):
     pair.run(looks_elsewhere, tmp_path)
 
 
+def dies_in_commit(name, is_due=lambda: True):
+    """Have this process be killed once it has prepared a commit that is due, or where it would make that the last."""
+    call = manifest.system.rename
+
+    def rename(old, new, folder_fd):
+        if new == name and is_due():
+            if name == manifest.NEXT:
+                call(old, new, folder_fd)
+            os.kill(os.getpid(), signal.SIGKILL)
+        call(old, new, folder_fd)
+
+    manifest.system.rename = rename
+
+
 def trains(info, tmp_path, dies_at=None, saved=(), **changes):
     """Steps until the last; a rank is killed after it has prepared the commit of a step, or has made it."""
     torch.manual_seed(info.rank)
@@ -110,16 +124,7 @@ def trains(info, tmp_path, dies_at=None, saved=(), **changes):
     run = gs_compile.resume(learner.model, learner.optimizer, storage=tmp_path / "storage")
     if dies_at is not None and info.rank == 1:
         name, step = dies_at
-        call = manifest.system.rename
-
-        def rename(old, new, folder_fd):
-            if new == name and learner.optimizer.num_steps == step:
-                if name == manifest.NEXT:
-                    call(old, new, folder_fd)
-                os.kill(os.getpid(), signal.SIGKILL)
-            call(old, new, folder_fd)
-
-        manifest.system.rename = rename
+        dies_in_commit(name, lambda: learner.optimizer.num_steps == step)
     learner.train(*range(run.step, LAST))
     values = learner.values()
     placement = learner.optimizer.engine.placement  # the first rank plans for all
@@ -169,6 +174,40 @@ def test_a_step_is_committed_again_with_what_has_changed_since(pair, tmp_path):
     for found in pair.run(commits_again, tmp_path):
         first, again = (0, None, 1), (1, [0, 1], 1)
         assert found == [(*first, [0, 0]), (*first, [0, 1]), (*again, [1, 0]), (*again, [1, 1])]
+
+
+def commits_what_is_new(info, tmp_path, dies_at=None):
+    """A step is committed once more with another value; there a rank is killed, and the next processes go on."""
+    learner = Learner(info, tmp_path / "storage", durability="step")
+    run = gs_compile.resume(learner.model, learner.optimizer, storage=tmp_path / "storage")
+    weight = learner.model.lm_head.weight
+    if dies_at is None:
+        learner.call()
+        made = manifest.read(folder_in(tmp_path / "storage"))
+        assert all((folder_in(tmp_path / "storage") / each.name).exists() for each in made.files())
+        return run.user, weight.detach().clone()
+    learner.train(0)
+    for each in ("one", "other"):
+        with torch.no_grad():
+            weight.fill_(len(each))
+        learner.optimizer.kept.user = each
+        if info.rank and each == "other":
+            dies_in_commit(dies_at)
+        learner.optimizer.commit()
+    return None
+
+
+@pytest.mark.parametrize("dies_at", [manifest.NEXT, manifest.NAME])
+def test_ranks_go_on_from_one_of_two_commits_of_a_step(dies_at, pair, tmp_path):
+    """Fault: one rank took the first and another the second, or all the first, whose files were then all that stayed,
+    under the name of the second.
+    """
+    _, killed = pair.outcomes(commits_what_is_new, tmp_path, dies_at=dies_at)
+    assert f"ended with -{signal.SIGKILL.value}" in killed.failure
+    (user, weight), (other, same) = pair.run(commits_what_is_new, tmp_path)
+    assert user == other == "other" or dies_at == manifest.NEXT
+    assert torch.equal(weight, same)
+    assert bool((weight == len(user)).all())
 
 
 def keeps_what_no_commit_can(info, tmp_path, how):
