@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def alike(
     these folders.
     """
     same = {each.unit for each in {*former.units} & {*stored_units(placement, types)}}
-    moved = {each.unit for each in {*former.parameters} ^ {*parameters}}
+    there, here = ({replace(each, missed=0) for each in found} for found in (former.parameters, parameters))
+    moved = {each.unit for each in there ^ here}
     named = {
         value._replace(tier=None).name
         for unit in placement.units

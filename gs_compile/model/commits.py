@@ -15,13 +15,14 @@ import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gs_compile.capture.graph import Captured
 from gs_compile.capture.internals import changes
-from gs_compile.errors import OptimizerError, ResumeError
+from gs_compile.errors import ResumeError
 from gs_compile.model.in_memory import parameters_in_memory
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.optimizer_state import has_values
@@ -30,7 +31,7 @@ from gs_compile.model.residency import residency_of
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
-from gs_compile.runtime.step_record import StepRecord
+from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
@@ -41,15 +42,15 @@ VERSIONS = {"greedysnake": __version__, "torch": str(torch.__version__), "python
 class Durable:
     """Which steps are committed, with what.
 
-    optimizer: gives it, while it lives. plan: what commits keep of the plan. captured, read: as of `note_buffers`, of
-    the first call. former: the commit that the run has gone on from.
+    optimizer: gives it, while it lives. placed: the parameters. plan: what commits keep of the plan. captured, read: as
+    of `note_buffers`, of the first call. former: the commit that the run has gone on from.
     """
 
     def __init__(
         self,
         optimizer: Callable[[], Optimizer | None],
         tiers: Tiers,
-        parameters: Sequence[StoredParameter],
+        placed: Sequence[tuple[Slice, StoredParameter]],
         plan: Mapping[str, Any],
         captured: Captured,
         read: Mapping[str, torch.Tensor],
@@ -60,7 +61,7 @@ class Durable:
         self._kept: Mapping[str, Any] = {}  # by the user, for the commit that is due
         self._captures: list[Captured] = []  # of the calls so far
         self._read: dict[str, torch.Tensor] = {}  # the buffers that these have read, as the latest of them had them
-        self._optimizer = optimizer
+        self._optimizer, self._placed = optimizer, placed
         self.note_buffers(captured, read)
         self._tiers = tiers
         setting = tiers.setting
@@ -69,7 +70,6 @@ class Durable:
             "versions": VERSIONS,
             "plan": dict(plan),
             "units": tuple(stored_units(setting.placement, setting.types)),
-            "parameters": tuple(parameters),
             "rank": setting.ranks.rank if setting.ranks else 0,
             "world": setting.placement.world,
             "together": _name_of_run(tiers),
@@ -79,18 +79,6 @@ class Durable:
         self.former = setting.store.former if setting.store else None
         self.goes_on = self.former is not None
         tiers.commits.snapshot = self.snapshot
-
-    @staticmethod
-    def refuse_idle(record: StepRecord) -> None:
-        """Raise `OptimizerError` where a step leaves out parameters, and a run that goes on would not know of it."""
-        if record.idle:
-            first = min(record.idle, key=str)
-            raise OptimizerError(
-                f"{len(record.idle)} of the trained parameters get no gradient, for example one of shape {first.shape} "
-                f"in unit {first.unit}, but in a durable run each step updates all of them. Freeze parameters that are "
-                "never trained (requires_grad_(False)) before the model's first call. Or add 0.0 * output.sum() of "
-                "their output to the loss: they get zeros then, and weight decay. Nothing was updated"
-            )
 
     def take_random_state(self) -> Mapping[str, str] | None:
         """The random state that the run goes on from, once: for the first call."""
@@ -198,11 +186,25 @@ class Durable:
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "optimizer": type(optimizer).__name__,
             "components": optimizer.components,
+            "parameters": self._parameters(optimizer),
             "random": dict(self._random or random_state()),
             **self._kept,
             "rest": laid_out(rest),
         }
         return lambda parts: Manifest(parts=parts, **facts), rest
+
+    def _parameters(self, optimizer: Optimizer) -> tuple[StoredParameter, ...]:
+        """The parameters, with the steps that they have missed by now; who is frozen misses none."""
+        missed = {optimizer.trained_span(parameter): number for parameter, number in optimizer.steps.missed.items()}
+        numbers = ((each, missed.get(span, 0) if each.trained else each.missed) for span, each in self._placed)
+        return tuple(each if each.missed == number else replace(each, missed=number) for each, number in numbers)
+
+    def missed(self, optimizer: Optimizer, former: Manifest) -> dict[torch.Tensor, int]:
+        """The inverse: the steps that the optimizer's parameters have missed by a commit."""
+        known = {each.name: each.missed for each in former.parameters}
+        numbers = {span: known.get(each.name, 0) for span, each in self._placed}
+        found = ((parameter, optimizer.trained_span(parameter)) for parameter in optimizer.group_of)
+        return {parameter: numbers[span] for parameter, span in found if span is not None}
 
     def _changed_buffers(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """Buffers that a script changes between steps, as no forward does, by their names in `rest`."""

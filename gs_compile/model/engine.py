@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -92,11 +92,12 @@ class Engine(ParameterStore):
             self.sums = Sums(tiers)
             plan = self.planning.planned.facts
             buffers = call.compilation.captured, call.compilation.buffers(call.args)
-            self.durable = Durable(self._optimizer, tiers, stored, plan, *buffers) if tiers.commits else None
+            placed = tuple(zip(layout.spans.values(), stored, strict=True))
+            self.durable = Durable(self._optimizer, tiers, placed, plan, *buffers) if tiers.commits else None
             spans = {call.args[index]: span for index, span in layout.spans.items()}
             self._parameters = [weakref.ref(each) for each in spans]
             trained = {i: span for i, span in layout.spans.items() if call.args[i].requires_grad and self.ranks is None}
-            self.idle = Idle(trained, call.models[0].split.idle, is_durable=self.durable is not None)
+            self.idle = Idle(trained, call.models[0].split.idle)
             if self.durable is not None and self.durable.former is not None:
                 self.durable.find_buffers()
                 rest = take_up(self, spans, stored)
@@ -125,6 +126,10 @@ class Engine(ParameterStore):
     @property
     def placement(self) -> Placement:
         return self.planning.placement
+
+    @property
+    def never(self) -> Set[Slice]:
+        return self.idle.never
 
     @property
     def accumulates(self) -> bool:
@@ -233,8 +238,6 @@ class Engine(ParameterStore):
         record.losses = [self.tiers.setting.device.read(loss.double().sum()) for loss in losses]
         record.num_losses = len(losses)
         self.idle.tell(record, optimizer, reached)
-        if self.durable is not None and not self.accumulates:  # else `finish` does, as other backwards may follow
-            self.durable.refuse_idle(record)
         if self.record is not None and not zeroed:
             record.adds, record.earlier = True, (*self.record.earlier, *self.record.losses)
             record.idle &= self.record.idle
@@ -309,8 +312,6 @@ class Engine(ParameterStore):
             raise StepOrderError(
                 "gradients have come only from outside of the compiled model: a step needs a backward of the model"
             )
-        if self.durable is not None:
-            self.durable.refuse_idle(record)
         if (engine := self.first_step.engine_for_step(self, record, dropped=dropped)) is not self:
             return engine.step_to_finish(dropped=dropped)
         return record
@@ -321,7 +322,6 @@ class Engine(ParameterStore):
         record.predicted_seconds = self._predicted_seconds
         self.sums.end_step(record)
         self.num_steps += 1
-        self.idle.num_steps += not record.skipped
         if self.num_steps == 1:
             tell_what_calls_cost(self.num_backwards, *self.stepped)
         self.num_backwards = 0
@@ -385,7 +385,6 @@ class Engine(ParameterStore):
         if self.open.undone:  # given-up ones too, which could be repeated otherwise; an engine that begins has none
             self.open.abandon("a state of the optimizer was loaded")
         super().load_state(span, state)
-        self.idle.num_steps = 0
         self.is_changed = True
 
     def trained_span(self, parameter: Tensor) -> Slice | None:

@@ -271,15 +271,17 @@ def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
     optimizer.kept.values_have_come()
     if former is None:
         optimizer.load_into_engine()
+    elif optimizer.kept.step is None:  # else `resume` has done so; what was set since then counts
+        assert engine.durable is not None, "it has a commit"
+        optimizer.go_on(former)
+        optimizer.steps.missed = engine.durable.missed(optimizer, former)
+        optimizer.kept.step = former.step
+        if optimizer.kept.user is None:
+            optimizer.kept.user = former.user
     for parameter in filter(engine.trained_span, optimizer.group_of):
         # In place of one that was loaded, where the run has its own; or the engine before had no use for it.
         if former is not None or parameter not in optimizer.state:
             optimizer.show_state(parameter)
-    if former is not None and optimizer.kept.step is None:  # else `resume` has done so; what was set since then counts
-        optimizer.go_on(former)
-        optimizer.kept.step = former.step
-        if optimizer.kept.user is None:
-            optimizer.kept.user = former.user
 
 
 def _has_uncommitted(engine: Engine) -> bool:

@@ -256,7 +256,9 @@ class Optimizer(torch.optim.Optimizer):
         return optimizer_state.has_values(self.state.get(parameter, {}))
 
     def _of_trained(self, missed: Mapping[Tensor, int]) -> dict[Tensor, int]:
-        return {p: n for p, n in missed.items() if self._is_trained(p)}
+        """Of those that updates count for."""
+        idle = {None, *(self.engine.never if self.engine is not None else ())}
+        return {p: n for p, n in missed.items() if self.trained_span(p) not in idle}
 
     def trained_span(self, parameter: Tensor) -> Slice | None:
         """Where the engine has a parameter that it trains; None for others, and where there is no engine."""

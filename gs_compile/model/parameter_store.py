@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -97,6 +97,11 @@ class ParameterStore:
     @property
     def closed(self) -> bool:
         return self.tiers.closed
+
+    @property
+    def never(self) -> Set[Slice]:
+        """Where parameters are that no step so far has brought a gradient, of those that are trained."""
+        return frozenset()
 
     @property
     def mesh(self) -> DeviceMesh | None:

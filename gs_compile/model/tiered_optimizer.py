@@ -120,9 +120,11 @@ class TieredOptimizer(Optimizer):
 
         Updates leave these as they are, as torch does.
         """
-        if record.skipped or not record.idle:
+        assert self.engine is not None, "it has closed the step"
+        spans = record.idle | self.engine.never
+        if record.skipped or not spans:
             return
-        idle = [each for each in self._parameters if self.trained_span(each) in record.idle]
+        idle = [each for each in self._parameters if self.trained_span(each) in spans]
         self.steps.missed = {**self.steps.missed, **{each: self.steps.missed.get(each, 0) + 1 for each in idle}}
         for each in idle:
             self.show_state(each)

@@ -12,7 +12,6 @@ from torch.nn import functional
 from zoo import GPT, VOCAB, WIDTH, Block, batch, compile_model, loss_of
 
 import gs_compile
-from gs_compile.errors import OptimizerError
 
 SETTINGS = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.5}
 OURS = {
@@ -168,19 +167,67 @@ def test_what_gets_its_first_gradient_later_takes_its_first_step(tmp_path):
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
-def test_a_durable_run_does_not_begin_to_train_more(tmp_path):
-    """It would be resumed without the number of steps that a parameter has missed."""
+def unfreezing(tmp_path, **changes):
     model = Unfreezing(num_layers=3)
     optimizer = gs_compile.AdamW(model.parameters(), **SETTINGS)
-    model.compile(backend="greedysnake", options=options(tmp_path, durability="step"))
-    model(*batch(4), 1).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(OptimizerError, match="get their first gradient in step 2"):
-        model(*batch(4), 0).backward()
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    model.compile(backend="greedysnake", options=options(tmp_path, **changes))
+    return model, optimizer
+
+
+def unfreeze(model, optimizer, firsts, start=0):
+    for seed, first in enumerate(firsts, start):
+        model(*batch(4, seed=seed), first).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
+@pytest.mark.parametrize("firsts", [(1, 1, 1, 0), pytest.param((1, 1, 0, 0), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how",
+    ["state dicts", "resume", *(pytest.param(each, marks=pytest.mark.slow) for each in ("the option", "freezing"))],
+)
+def test_what_had_no_gradient_so_far_takes_its_first_step_where_training_goes_on(how, firsts, tmp_path):
+    """Fault: nobody knew that it had missed steps, in another process or where another parameter was frozen."""
+    durable = {"durability": "step"} if how in ("resume", "the option") else {}
+    plain = Unfreezing(num_layers=3)
+    expected = torch.optim.AdamW(plain.parameters(), **SETTINGS)
+    model, optimizer = unfreezing(tmp_path, **durable)
+    for each, one in ((plain, expected), (model, optimizer)):
+        unfreeze(each, one, firsts[:2])
+    if how == "freezing":
+        for each in (plain, model):
+            each.norm.bias.requires_grad_(False)
+    else:
+        states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        optimizer.engine.tiers.close()
+        model, optimizer = unfreezing(tmp_path, **durable, **({"resume": "auto"} if how == "the option" else {}))
+    if how == "resume":
+        gs_compile.resume(model, optimizer, storage=tmp_path)
+    elif how == "state dicts":
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    for each, one in ((plain, expected), (model, optimizer)):
+        unfreeze(each, one, firsts[2:], start=2)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+    taken, wanted = (
+        {n: float(one["step"]) for n, one in each.state_dict()["state"].items()} for each in (optimizer, expected)
+    )
+    assert taken == {**dict.fromkeys(taken, 0.0), **wanted}
+
+
+@pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
+def test_an_older_state_is_loaded_beside_what_has_no_gradient(tmp_path):
+    """Which has missed more steps since."""
+    model, optimizer = unfreezing(tmp_path)
+    unfreeze(model, optimizer, (1,))
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    unfreeze(model, optimizer, (1,), start=1)
+    values = copy.deepcopy(model.state_dict())
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    unfreeze(model, optimizer, (1,), start=1)
+    torch.testing.assert_close(model.state_dict(), values, rtol=0, atol=0)
 
 
 class Empty(Block):
