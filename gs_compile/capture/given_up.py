@@ -60,10 +60,12 @@ class Watch:
 
     def __init__(self) -> None:
         self.words = ""  # of the last one, until the next step of any optimizer
-        self._last: dict[str, object] = {}  # frames that are compiled no more, with what was compiled last by then
+        self._own = set[str]()  # Dynamo's numbers of the frames that were for this package
         # Of each module, by Dynamo's number of the frame, why that was given up; empty: it was not.
         self._frames: MutableMapping[nn.Module, dict[str, str]] = WeakKeyDictionary()
-        self._first: object = None  # later ones of what Dynamo has kept have numbers since its reset
+        # Of what Dynamo has kept of its compilations: the last one before its reset, and the last at which `warn` looked.
+        self._first: object = None
+        self._seen: object = None
         register_optimizer_step_pre_hook(self.warn)  # for good: torch calls its hooks while it goes through them
         callback_handler.end_callbacks = _Callbacks(callback_handler.end_callbacks)
         self.begin()
@@ -71,10 +73,10 @@ class Watch:
     def begin(self) -> None:
         """Dynamo was reset, or is new: it numbers frames from the first one on."""
         set_from_the_start()
-        self._last.clear()
+        self._own.clear()
         self._frames.clear()
         REASONS.new()
-        self._first = next(reversed(get_compilation_metrics()), None)
+        self._first = self._seen = _latest()
         callback_handler.register_end_callback(self.end)
 
     def end(self, ended: CallbackArgs) -> None:
@@ -89,9 +91,10 @@ class Watch:
         if isinstance(error, Unsupported) and str(error).startswith(RAISES):
             # The next call may be of a good batch, and by itself Dynamo would never capture the frame again.
             error.frame_exec_strategy = TRACE_ANEW
-        words = _given_up(error) if isinstance(error, Unsupported) else ""
+        words, frame = _given_up(error) if isinstance(error, Unsupported) else "", _frame_of(current_compile_id())
+        self._own.add(frame)
         for module in modules_in(compiled["locals"]).values():
-            self._frames.setdefault(module, {})[frame_of(current_compile_id())] = words
+            self._frames.setdefault(module, {})[frame] = words
         self.words = words or self.words
 
     def forget(self) -> None:
@@ -111,30 +114,15 @@ class Watch:
         theirs = set(parameters)
         own = [frames for module, frames in self._frames.items() if not theirs.isdisjoint(module.parameters())]
         reasons = [reason for frames in own for reason in frames.values() if reason]
-        words = self.over_limit({*chain.from_iterable(own)}) or "".join(reasons[-1:])
+        words = _over_limit({*chain.from_iterable(own)}, self._first) or "".join(reasons[-1:])
         return words and f". {words}"
-
-    def over_limit(self, frames: Container[str], since: object = None) -> str:
-        """Words on the last of these frames that Dynamo did not compile for its limit; empty: there is none.
-
-        since: one of what Dynamo has kept of its compilations; None: from its reset on.
-        """
-        since = self._first if since is None else since
-        lately = takewhile(lambda each: each is not since, reversed(get_compilation_metrics()))
-        return next(filter(None, (over_limit(each) for each in lately if frame_of(each.compile_id) in frames)), "")
-
-    def tell_of_limit(self, frame: str) -> None:
-        """Dynamo compiles a frame for the last time: warn at a step after it would have had to once more."""
-        self._last[frame] = next(reversed(get_compilation_metrics()), None)
 
     def warn(self, optimizer: object, *_: Any) -> None:
         """An optimizer steps; one of this package finds no backward, and says why itself."""
         told = [] if getattr(optimizer, "tells_of_given_up", False) else [self.words]
         self.forget()
-        for frame, since in list(self._last.items()):
-            if words := self.over_limit({frame}, since):
-                del self._last[frame]
-                told.append(words)
+        told.append(_over_limit(self._own, self._seen))
+        self._seen = _latest()
         for words in filter(None, told):
             warnings.warn(words, UncapturedWarning, stacklevel=3)
 
@@ -151,6 +139,20 @@ def _given_up(error: Unsupported) -> str:
     )
 
 
-def frame_of(compile_id: object) -> str:
+def _over_limit(frames: Container[str], since: object) -> str:
+    """Words on the last of these frames that Dynamo did not compile for its limit; empty: there is none.
+
+    since: one of what Dynamo has kept of its compilations, which is before these.
+    """
+    lately = takewhile(lambda each: each is not since, reversed(get_compilation_metrics()))
+    return next(filter(None, (over_limit(each) for each in lately if _frame_of(each.compile_id) in frames)), "")
+
+
+def _latest() -> object:
+    """What Dynamo has kept of its last compilation."""
+    return next(reversed(get_compilation_metrics()), None)
+
+
+def _frame_of(compile_id: object) -> str:
     """The number of the frame that was compiled: ``3`` of ``3/0``."""
     return str(compile_id).partition("/")[0]

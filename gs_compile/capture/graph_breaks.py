@@ -23,9 +23,8 @@ from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters, orig_code_map
 from torch._dynamo.utils import get_compilation_metrics as get_compilation_metrics
-from torch._guards import CompileContext
 
-from gs_compile.capture.frame_settings import compiled_frame, modules_in
+from gs_compile.capture.frame_settings import modules_in
 from gs_compile.errors import ABSENT, GROUPED, CaptureError, GraphBreakError
 
 _TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
@@ -227,19 +226,6 @@ def _resumed_at(node: fx.Node) -> str:
     """The line at which Dynamo broke forward before this node: the name of the function it resumed in says so."""
     found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")
     return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else ""
-
-
-# Dynamo's limit -------------------------------------------------------------------------------------------------------
-
-
-def is_last_compile() -> bool:
-    """Whether Dynamo will compile the frame that it compiles now no more: it has reached a limit."""
-    current: Any = CompileContext.current_compile_id()
-    if current is None:
-        return False
-    others: Any = compiled_frame("cache_size")["cache_size"]
-    is_limit = others.num_cache_entries_with_same_id_matched_objs + 1 >= dynamo_config.recompile_limit
-    return bool(is_limit or current.frame_compile_id + 1 >= dynamo_config.accumulated_recompile_limit)
 
 
 def over_limit(metrics: Any) -> str:

@@ -21,12 +21,11 @@ from gs_compile.capture.dynamo import (
     SkipFrame,
     capture,
     complete_guards,
-    current_compile_id,
     forget_code,
     guard_model,
 )
-from gs_compile.capture.given_up import frame_of, watch
-from gs_compile.capture.graph_breaks import is_last_compile, refuse, refuse_block
+from gs_compile.capture.given_up import watch
+from gs_compile.capture.graph_breaks import refuse, refuse_block
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.inductor import check_mode
 from gs_compile.capture.internals import without_overrides, without_packing
@@ -116,7 +115,6 @@ class _Run:
         self.is_new = True  # no call of it has succeeded
         self.is_as_written = False  # an evaluation of what is no model in layers
         self.tail: Tail | None = None  # what runs behind the model, of all samples at once
-        self.is_last, self.frame = is_last_compile(), frame_of(current_compile_id())
 
     def run(self, *args: Any) -> list[Any]:
         try:
@@ -146,7 +144,6 @@ class _Run:
                 self.is_as_written = True
                 return run_as_written(self.module, args)
             roll_back(args)
-            self._tell_if_last()
             if not isinstance(error, CaptureError):
                 raise
             try:
@@ -155,8 +152,6 @@ class _Run:
                 if ranks is not None or not broken.is_of_a_raise:
                     raise
                 return run_until_it_raises(self.module, args, GraphBreakError(broken.message))
-        if type(call) is Call:  # else a backward says so
-            self._tell_if_last()
         with without_packing():
             results = call.run()
         return results if self.tail is None else self.tail.run(results, given)
@@ -174,12 +169,6 @@ class _Run:
         self.compilation, self.tail = found
         self.begin = partial(_begin, self.compilation)
         return self._begun(args, ranks)
-
-    def _tell_if_last(self) -> None:
-        """What Dynamo would have to compile the model for from now on runs as it is written."""
-        if self.is_last:
-            self.is_last = False
-            watch().tell_of_limit(self.frame)
 
 
 def check(*, mode: str | None = None, options: Mapping[str, Any] | Options | None = None) -> Options:
