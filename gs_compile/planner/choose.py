@@ -2,8 +2,9 @@
 
 Why the program is asked. The linear program does not know cuts at whole tensors, nor how values fit beside each other.
 Where a program takes more than a budget, the linear program is given less. And a late update that costs nothing in the
-linear program, as long as the forward hides its traffic, stands between two steps in the program. Nor does it know what
-else memory is good for: of a small step, the fastest of those that store nothing there is finished, too.
+linear program, as long as the forward hides its traffic, stands between two steps in the program. Where parameters fill
+a device's memory, what leaves it late has others wait for its room: then some is left free. Nor does it know what else
+memory is good for: of a small step, the fastest of those that store nothing there is finished, too.
 
 What is found so is finished by `boundary`.
 """
@@ -19,12 +20,14 @@ from dataclasses import dataclass, replace
 from gs_compile.errors import MemoryBudgetError
 from gs_compile.placement.placement import Placement
 from gs_compile.planner import boundary
+from gs_compile.planner.ladders import FASTER
 from gs_compile.planner.lp.solve import Solution
 from gs_compile.planner.problem import Problem
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan, commits_text
 
 MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
+SPARE_LAYERS = (1, 2, 4)  # of a layer's parameters and gradient, for which device memory is left free; while faster
 LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
 SMALL = 400  # computations of a forward
 MIDDLING = 0.3  # the alpha that is tried beside the one that is fastest before `boundary` changes the step
@@ -130,16 +133,34 @@ def _whole(problem: Problem, tried: Candidate) -> Candidate | None:
 
 def _tries(problem: Problem, best: Solution) -> list[Candidate]:
     """With the best alpha; then with others, where those may be faster."""
-    first = _candidate(problem, None)
-    candidates = [first] if first else []
+    candidates = _with_spare(problem, None)
+    first = candidates[-1] if candidates else None
     if first and first.is_good_enough:
         return candidates
     for alpha in _other_alphas(problem, first.solution if first else best):
         bound = problem.solved(problem.number, alpha)
-        is_open = bound and (first is None or bound.seconds < first.seconds)
-        if is_open and (candidate := _candidate(problem, alpha)):
-            candidates.append(candidate)
+        if bound and (first is None or bound.seconds < first.seconds):
+            candidates += _with_spare(problem, alpha)
     return candidates
+
+
+def _with_spare(problem: Problem, alpha: float | None) -> list[Candidate]:
+    """A candidate, and those with memory left free on the device that it fills, as long as that is faster."""
+    last = _candidate(problem, alpha)
+    found = [last] if last else []
+    if last is None or not any(part for each in last.solution.decision.ratios for part in each.on_device().values()):
+        return found
+    sizes = (each for each in problem.workload.sizes if isinstance(each.unit, int))
+    layer = max((each.num_trained * (each.itemsize + each.gradient_itemsize) for each in sizes), default=0)
+    for number in SPARE_LAYERS:
+        if last.is_good_enough:
+            break
+        less = {**found[0].less, "device": found[0].less["device"] + int(number * layer)}
+        other = _candidate(problem, last.solution.alpha, less)
+        if other is None or other.seconds > FASTER * last.seconds:
+            break
+        found.append(last := other)
+    return found
 
 
 def _other_alphas(problem: Problem, best: Solution) -> Iterator[float]:

@@ -35,6 +35,7 @@ class Faked:
     few = None  # what a large step is looked at with; itself
     number = 3
     unsolved = ()  # alphas with which nothing fits
+    seconds_on_device = staticmethod(lambda nbytes: 1.0)
     values_nbytes, _room_nbytes = Problem.values_nbytes, Problem._room_nbytes
     steps, excess, _most = Problem.steps, Problem.excess, Problem._most
     builder = property(lambda self: self)
@@ -52,7 +53,9 @@ class Faked:
             return None
         alpha = self.best if alpha is None else alpha
         names = {"resident": budgets.host_nbytes, "device": budgets.device_nbytes, "alpha": alpha}
-        return SimpleNamespace(seconds=self.bound, num_micro_batches=number, decision=SimpleNamespace(**names), **names)
+        shares = ratios(0.0, 0.0, 0.0, 0.0, 0.5 * bool(budgets.device_nbytes))
+        decision = SimpleNamespace(ratios=(shares,), **names)
+        return SimpleNamespace(seconds=self.bound, num_micro_batches=number, decision=decision, **names)
 
     @property
     def trial(self):
@@ -71,6 +74,7 @@ class Faked:
 
     def predicted(self, placement, program=None):
         seconds = self.seconds(placement.resident) * self.late(placement.alpha)
+        seconds *= self.seconds_on_device(placement.device)
         return SimpleNamespace(seconds=seconds)
 
     def refined(self, host_nbytes=BUDGET, best=0.0, device_nbytes=0, **asked):
@@ -130,6 +134,17 @@ def test_the_device_keeps_its_budget():
     faked.beyond = 2000 + inside
     with pytest.raises(MemoryBudgetError, match=r"no program .* keeps the budgets"):
         faked.refined(device_nbytes=inside + 1000)
+
+
+def test_device_memory_is_left_free_for_what_leaves_late():
+    """Data that lives there takes the room that gradients wait in: a layer's gradient and parameters is enough."""
+    layer = max(size.num_trained for size in WORKLOAD.sizes if isinstance(size.unit, int)) * (2 + 4)
+    faked = Faked()
+    faked.profile = A100
+    faked.seconds_on_device = lambda nbytes: 2.0 if nbytes > 7 * layer else 1.0
+    found = faked.refined(device_nbytes=8 * layer)
+    assert (found.seconds, found.less) == (1.0, {"host": 0, "device": layer, "ssd": 0})
+    assert set(faked.asked) == {BUDGET}
 
 
 @pytest.mark.parametrize("over", [lambda alpha: BUDGET, None])
