@@ -7,9 +7,11 @@ on the speed of the machine, and takes the fixture `given_figures`, which undoes
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,18 +38,20 @@ def factor(name: str) -> float:
 
 
 def machine() -> Path:
-    """The file of a profile; of a machine with other rates where there is a seed."""
-    if not os.environ.get(SEED):
-        return MACHINE
+    """The file of a profile, in a folder for what is kept beside it; of a machine with other rates where there is a
+    seed.
+    """
     figures = json.loads(MACHINE.read_text())
-    for name, figure in figures.items():
+    for name, figure in figures.items() if os.environ.get(SEED) else ():
         if isinstance(figure, dict):
             figures[name] = {key: value * factor(f"{name} {key}") for key, value in figure.items()}
         elif name.endswith("_per_second"):
             figures[name] = figure * factor(name.replace("_mixed", ""))  # never faster than alone
         elif name.endswith("_seconds"):
             figures[name] = figure * factor(name)
-    path = Path(tempfile.mkdtemp()) / MACHINE.name
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder) / MACHINE.name
     path.write_text(json.dumps(figures))
     return path
 
@@ -90,4 +94,5 @@ def give() -> None:
     at_hand.KnownTimes = lambda _: KnownTimes()  # a test takes none from another
     for owner, name, given in GIVEN:
         setattr(owner, name, given)
-    os.environ.setdefault(ENVIRONMENT, str(machine()))
+    if ENVIRONMENT not in os.environ:
+        os.environ[ENVIRONMENT] = str(machine())

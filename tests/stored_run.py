@@ -35,9 +35,7 @@ def name_of(value: str, version: int = 0, run: str = RUN) -> str:
     return f"{run}-00ff-{REST if value == REST else f'{value[:-1]}-{value[-1]}'}.{version}"
 
 
-def part(
-    folders, value: str, data: bytes, *, version: int = 0, run: str = RUN, on_disk: bool = True
-) -> StoredPart:
+def part(folders, value: str, data: bytes, *, version: int = 0, run: str = RUN, on_disk: bool = True) -> StoredPart:
     """A part in rows of two pages for each folder, and its files if `on_disk`."""
     stripe = Stripe((CHUNK,) * len(folders), -(-len(data) // (CHUNK * len(folders))))
     files, name = [], name_of(value, version, run)

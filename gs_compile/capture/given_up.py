@@ -63,7 +63,7 @@ class Watch:
         self._own = set[str]()  # Dynamo's numbers of the frames that were for this package
         # Of each module, by Dynamo's number of the frame, why that was given up; empty: it was not.
         self._frames: MutableMapping[nn.Module, dict[str, str]] = WeakKeyDictionary()
-        # Of what Dynamo has kept of its compilations: the last one before its reset, and the last at which `warn` looked.
+        # Of what Dynamo has kept of its compilations: the last before its reset, and the last at which `warn` looked.
         self._first: object = None
         self._seen: object = None
         register_optimizer_step_pre_hook(self.warn)  # for good: torch calls its hooks while it goes through them
