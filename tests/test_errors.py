@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.checkpoint import checkpoint
 from zoo import GPT, TOKENS, WIDTH, Block, batch, compile_model, train
 
+from gs_compile.capture import exchange
 from gs_compile.capture.dynamo import check_torch
 from gs_compile.errors import (
     CaptureError,
@@ -184,7 +186,10 @@ def reduced_in_a_block(losses):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
 @pytest.mark.parametrize("reduced", [reduced_in_place, Reduced.apply, reduced_in_a_block])
-def test_an_exchange_with_other_ranks_in_the_forward(reduced):
+def test_an_exchange_with_other_ranks_in_the_forward(reduced, monkeypatch):
+    group = SimpleNamespace(size=lambda: 2)  # so the capture is told of the one rank's
+    monkeypatch.setattr(exchange, "_resolve_process_group", lambda name: group)
+
     class Counts(GPT):
         def forward(self, ids, labels):
             return reduced(super().forward(ids)[0].mean(2).mul(labels > 3).sum(1)).sum()
@@ -197,6 +202,13 @@ def test_an_exchange_with_other_ranks_in_the_forward(reduced):
 
 
 # Inputs ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor():
+    """Fault: it ended with an AttributeError of Dynamo's, for a size that has no number."""
+    ids = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
+    assert "ids is a nested tensor, whose samples have no common length" in refused(CaptureError, GPT(), ids, ids)
 
 
 def test_no_batch_input():

@@ -55,6 +55,7 @@ try:
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
     from torch._guards import CompileContext
 
+    from gs_compile.capture.exchange import leave_out_alone
     from gs_compile.capture.frame_settings import (
         batch_dims,
         enter_settings,
@@ -100,6 +101,7 @@ def capture(
     input, inputs on several devices) when the graph cannot be used.
     """
     broadcast(module)
+    leave_out_alone(module)
     place_first(module.graph)
     nodes = module.graph.find_nodes(op="placeholder")
     inputs = [_input(node, example) for node, example in zip(nodes, example_inputs, strict=True)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from gs_compile.capture.in_place import in_memory_of
 from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
@@ -19,6 +20,36 @@ from gs_compile.capture.operations import is_free, operation, tensor_spec
 from gs_compile.capture.reached import made_of
 
 NAMESPACE = "_c10d_functional"  # how that of the functional ones begins
+
+
+def leave_out_alone(module: fx.GraphModule) -> None:
+    """Put a copy of its input in the place of each collective of one rank alone, as of Megatron's groups of one; what it
+    would have changed in place stays as it is.
+    """
+    for graph in [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]:
+        given: dict[Any, Any] = {}  # to what each copy stands for
+        for node in list(graph.nodes):
+            source, result = (*node.args, None, None)[:2]
+            if is_collective(node) and _is_alone(node):
+                with graph.inserting_before(node):
+                    found = graph.call_function(torch.clone, (source,))
+                found.meta = node.meta
+                given[found] = given.get(source, source)
+            elif operation(node) == "copy" and result in given and given[result] is source:
+                found = source
+            else:
+                continue
+            node.replace_all_uses_with(found)
+            graph.erase_node(node)
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Whether a collective of one tensor has a group of one rank; of what waits for a result, whether it has none."""
+    source, *others = node.args
+    *_, group = None, *(each for each in (*others, *node.kwargs.values()) if isinstance(each, str))
+    if not isinstance(source, fx.Node) or group is None:
+        return isinstance(source, fx.Node) and not is_collective(source)
+    return bool(_resolve_process_group(group).size() == 1)
 
 
 def first_exchange(module: fx.GraphModule, known: Collection[str] = ()) -> fx.Node | None:

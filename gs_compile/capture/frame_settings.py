@@ -34,7 +34,7 @@ from torch.fx.experimental import _config
 from gs_compile.capture import toolchain, tracing
 from gs_compile.capture.adapters import trace_libraries
 from gs_compile.capture.graph import hint
-from gs_compile.errors import GreedySnakeError
+from gs_compile.errors import CaptureError, GreedySnakeError
 from gs_compile.options import Options
 from gs_compile.progress import stage
 
@@ -142,12 +142,23 @@ def _begin(begun: CallbackArgs) -> None:
         trace_libraries()  # those that were imported since the last one, too
         _keep_whole(compiled["compiler_fn"])
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
+        _refuse_nested(given)
         named = zip(given, batch_dims(list(given.values())), strict=True)
         dims = {source: dim for source, dim in named if dim is not None}
         free({source: dim for source, dim in dims.items() if given[source].shape[dim] > 1})
         vars(_current())["guessed"] = dims
         if given and options is not None:
             toolchain.ask_for(of_batch(list(given.values())).device, options)
+
+
+def _refuse_nested(given: Mapping[str, torch.Tensor]) -> None:
+    if nested := [source for source, each in given.items() if each.is_nested]:
+        name = re.sub(r"^L\['(\w+)'\]", r"\1", nested[0])
+        error = CaptureError(
+            f"{name} is a nested tensor, whose samples have no common length, so it cannot be cut into micro-batches: "
+            "pass torch.nested.to_padded_tensor(tensor, 0), and a mask of what is not padding"
+        )
+        raise Refused(error)
 
 
 def _checked(backend: Any) -> Options | None:

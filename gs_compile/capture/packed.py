@@ -55,7 +55,7 @@ def pack(values: Sequence[fx.Node], readers: Sequence[fx.Node]) -> tuple[list[fx
     Returns the nodes that make it, it last, and those that take it apart.
     """
     graph, specs = values[0].graph, [value.meta["spec"] for value in values]
-    sizes = [reduce(Length.product, spec.shape[1:]) for spec in specs]
+    sizes = [reduce(Length.product, spec.shape[1:], 1) for spec in specs]
     requires_grad = any(spec.requires_grad for spec in specs)
     whole = _rows(replace(specs[0], requires_grad=requires_grad), reduce(Length.sum, sizes))
     made, taken, found = list[fx.Node](), list[fx.Node](), dict[fx.Node, fx.Node]()

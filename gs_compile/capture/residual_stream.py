@@ -96,7 +96,7 @@ def fit(values: Sequence[fx.Node]) -> bool:
     """
     specs = [spec for value in values if (spec := tensor_spec(value)) is not None and not is_changed(value)]
     kinds = {(spec.shape[:1], spec.dtype, spec.device, spec.batch_dims) for spec in specs}
-    are_rows = all(len(spec.shape) > 1 and spec.is_sized and spec.dtype.is_floating_point for spec in specs)
+    are_rows = all(spec.shape and spec.is_sized and spec.dtype.is_floating_point for spec in specs)
     is_one_kind = len(kinds) == 1 and specs[0].batch_dims in ((0,), ())  # none: the batch is one sample
     return 1 < len(values) == len(specs) and is_one_kind and are_rows
 

@@ -147,7 +147,8 @@ class Residency:
             raise ReleasedParameterError(
                 f"a state dict's value of a parameter of shape {tuple(parameter.shape)} was changed in place, and the "
                 "parameter was not: it lives on the tiers, and a state dict has a copy. Give the state dict to "
-                "model.load_state_dict(), or change the parameter itself under torch.no_grad(), as by p.copy_(values)"
+                "model.load_state_dict(), or change the parameter itself under torch.no_grad(), as by p.copy_(values). "
+                "Values that are to differ from the model's, as of merged adapters, are made in a value.clone()"
             )
 
     def check(self) -> None:

@@ -184,3 +184,45 @@ def test_blocks_of_other_kinds_beside_them_are_layers_too(build, tokens, joint, 
     assert [sorted({captured.inputs[each].path.rsplit(".", 2)[0] for each in read}) for read in layers] == blocks
     assert split.joints == ({joint} if joint else set())
     optimizer.engine.tiers.close()
+
+
+class Coupling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(WIDTH // 2, WIDTH)
+
+    def forward(self, x, log_det):
+        one, other = x.chunk(2, -1)
+        scale, shift = self.net(one).tanh().chunk(2, -1)
+        return torch.cat([other * scale.exp() + shift, one], -1), log_det + scale.sum((1, 2))
+
+
+class Flow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.blocks = nn.Linear(4, WIDTH), nn.ModuleList(Coupling() for _ in range(LAYERS))
+
+    def forward(self, x):
+        x, log_det = self.enter(x), torch.zeros(len(x), dtype=x.dtype)
+        for block in self.blocks:
+            x, log_det = block(x, log_det)
+        return (x.square().sum((1, 2)) / 2 - log_det).mean()
+
+
+def test_one_number_for_each_sample_goes_on_beside_them(tmp_path):
+    """Fault: refused, as normalizing flows with a log determinant are."""
+    model = Flow().double()
+    plain = copy.deepcopy(model)
+    optimizers = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    for number in range(2):
+        inputs = torch.randn(SAMPLES, 3, 4, generator=torch.Generator().manual_seed(number)).double()
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+    (compilation,) = compilations_of[model.enter.weight]
+    assert {each.split.num_layers for each in compilation.models.values()} == {LAYERS}
+    optimizers[0].engine.tiers.close()

@@ -162,3 +162,53 @@ def test_as_distributed_data_parallel(pair, tmp_path):
     (first, timed), (second, others) = pair.run(learns, tmp_path)
     assert timed > 0 == others
     assert max(*first.values(), *second.values()) < 1e-6, (first, second)
+
+
+class Summed(torch.autograd.Function):
+    """As Megatron's losses, which sum over the ranks that share a vocabulary."""
+
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(found := x.clone())
+        return found
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Reducing(zoo.Block):
+    def forward(self, x_BTD):
+        found = super().forward(x_BTD)
+        dist.all_reduce(most := found.detach().amax(-1, keepdim=True), dist.ReduceOp.MAX)
+        return Summed.apply(found - most)
+
+
+class OfOneRank(zoo.GPT):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Reducing() for _ in self.blocks)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+def test_a_group_of_one_rank_exchanges_nothing(tmp_path):
+    """Fault: refused in several micro-batches, as Megatron-Core's GPT on one device was."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models, found = [OfOneRank().double(), OfOneRank().double()], []
+        models[1].load_state_dict(models[0].state_dict())
+        for kind, model in zip((gs_compile.AdamW, torch.optim.AdamW), models, strict=True):
+            optimizer = kind(model.parameters(), lr=0.01, eps=1e-3)
+            if kind is gs_compile.AdamW:
+                model.compile(backend="greedysnake", options=options(tmp_path))
+            losses = []
+            for number in range(2):
+                torch.manual_seed(number)
+                losses.append(loss := model(*zoo.batch())[1])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([*map(torch.detach, losses), *(value.clone() for value in model.state_dict().values())])
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    finally:
+        dist.destroy_process_group()
