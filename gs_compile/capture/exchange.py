@@ -23,8 +23,9 @@ NAMESPACE = "_c10d_functional"  # how that of the functional ones begins
 
 
 def leave_out_alone(module: fx.GraphModule) -> None:
-    """Put a copy of its input in the place of each collective of one rank alone, as of Megatron's groups of one; what it
-    would have changed in place stays as it is.
+    """Put a copy of its input in the place of each collective of one rank alone, as of Megatron's groups of one.
+
+    What it would have changed in place stays as it is.
     """
     for graph in [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]:
         given: dict[Any, Any] = {}  # to what each copy stands for
@@ -32,8 +33,9 @@ def leave_out_alone(module: fx.GraphModule) -> None:
             source, result = (*node.args, None, None)[:2]
             if is_collective(node) and _is_alone(node):
                 with graph.inserting_before(node):
-                    found = graph.call_function(torch.clone, (source,))
-                found.meta = node.meta
+                    own = source if "autograd" in str(node.target) else graph.call_function(torch.detach, (source,))
+                    found = graph.call_function(torch.clone, (own,))
+                own.meta, found.meta = own.meta or node.meta, node.meta
                 given[found] = given.get(source, source)
             elif operation(node) == "copy" and result in given and given[result] is source:
                 found = source

@@ -181,7 +181,7 @@ class Reducing(zoo.Block):
     def forward(self, x_BTD):
         found = super().forward(x_BTD)
         dist.all_reduce(most := found.detach().amax(-1, keepdim=True), dist.ReduceOp.MAX)
-        return Summed.apply(found - most)
+        return Summed.apply(found - most) + gathered(found)
 
 
 class OfOneRank(zoo.GPT):
