@@ -48,10 +48,11 @@ def leave_out_alone(module: fx.GraphModule) -> None:
 def _is_alone(node: fx.Node) -> bool:
     """Whether a collective of one tensor has a group of one rank; of what waits for a result, whether it has none."""
     source, *others = node.args
-    *_, group = None, *(each for each in (*others, *node.kwargs.values()) if isinstance(each, str))
-    if not isinstance(source, fx.Node) or group is None:
-        return isinstance(source, fx.Node) and not is_collective(source)
-    return bool(_resolve_process_group(group).size() == 1)
+    names = [each for each in (*others, *node.kwargs.values()) if isinstance(each, str)]
+    if isinstance(source, fx.Node) and names:
+        group: Any = names[-1]
+        return bool(_resolve_process_group(group).size() == 1)
+    return isinstance(source, fx.Node) and not is_collective(source)
 
 
 def first_exchange(module: fx.GraphModule, known: Collection[str] = ()) -> fx.Node | None:
