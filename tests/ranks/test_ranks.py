@@ -24,12 +24,12 @@ from gs_compile.codegen import codes
 from gs_compile.errors import OptionError, RankError
 from gs_compile.options import Options
 from gs_compile.runtime import ranks as module
-from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.groups import gathered, team_of
 from gs_compile.runtime.ranks import ranks_of
 from gs_compile.runtime.storage.folder import folder_in
 
 KEEPS_CAPTURES = True  # each process captures its own
+SECONDS = 60  # for what ends by itself
 
 
 def moves(info, tmp_path):
@@ -131,19 +131,24 @@ def test_a_state_dict_of_one_rank_while_the_others_wait_for_it(pair, tmp_path):
 
 
 def meets(info, tmp_path):
-    """What Python keeps for the end of this process, and threads, after each of some meetings that are still known."""
-    kept, met = [], []
+    """What Python keeps for the end of this process after each of some meetings that are still known, and new threads."""
+    kept, met, known = [], [], set()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "register_at_fork", lambda **_: pytest.fail("one more hook"))
         for _ in range(3):
             met.append(ranks_of(Options()))
-            ours = [thread.native_id for thread in threading.enumerate() if thread.name.startswith(OF_US)]
             met[-1].close()
-            while any(Path(f"/proc/self/task/{each}").exists() for each in ours):  # for the other rank, and the system
+            known = known or threads()  # also those that are about to end
+            end = time.monotonic() + SECONDS
+            while (new := threads() - known) and time.monotonic() < end:  # for the other rank, and the system
                 time.sleep(0.01)
-            ends = threading._threading_atexits, multiprocessing.util._finalizer_registry
-            kept.append((*map(len, ends), len(list(Path("/proc/self/task").iterdir()))))
+            kept.append((len(threading._threading_atexits), len(multiprocessing.util._finalizer_registry), len(new)))
     return kept
+
+
+def threads():
+    """The numbers of this process's threads, as the system lists them: for a moment also those that have ended."""
+    return {each.name for each in Path("/proc/self/task").iterdir()}
 
 
 def test_a_meeting_leaves_nothing_behind(pair, tmp_path):
