@@ -19,7 +19,7 @@ import gs_compile
 
 KEEPS_CAPTURES = True
 NUM_ACTIONS = 40
-TOLERANCE = 1e-7  # of all values; clipping finds its factor in float32, as torch's does
+TOLERANCE = 3e-7  # of all values; clipping finds its factor in float32, as torch does, and each side rounds twice
 SETTINGS = {
     "AdamW": {"lr": 1e-2, "eps": 1e-3},
     "Adam": {"lr": 1e-2, "eps": 1e-3},
