@@ -1,6 +1,6 @@
 """Random walks of scripts: each action as in plain PyTorch in float64, and the same bits wherever data is.
 
-A failing walk is named by its seed, and its note tells what it has done: `-k "plain_pytorch and 7"` repeats it.
+A failing walk is named by its seed, and its note tells what it has done: `[7-40]` is seed 7, of 40 actions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from walks import Side, Walk
 import gs_compile
 
 KEEPS_CAPTURES = True
-NUM_ACTIONS = 40
+NUM_ACTIONS, FEW = 40, 20
 TOLERANCE = 3e-7  # of all values; clipping finds its factor in float32, as torch does, and each side rounds twice
 SETTINGS = {
     "AdamW": {"lr": 1e-2, "eps": 1e-3},
@@ -34,8 +34,10 @@ OURS = {  # with settings that PyTorch has not, too
 }
 
 
-def seeds(number: int, *, fast: int) -> list[Any]:
-    return [pytest.param(seed, marks=[pytest.mark.slow] * (seed != fast)) for seed in range(number)]
+def walks(number: int, *, fast: int) -> list[Any]:
+    """Seeds and numbers of actions: few of the fast one."""
+    slow = (pytest.param(seed, NUM_ACTIONS, marks=pytest.mark.slow) for seed in range(number))
+    return [(fast, FEW), *slow]
 
 
 def place(chance: random.Random, precision: str = "model", *, accumulates: bool) -> dict[str, Any]:
@@ -60,8 +62,8 @@ def double() -> torch.nn.Module:
     return gpt2().double()
 
 
-@pytest.mark.parametrize("seed", seeds(40, fast=4))
-def test_a_walk_is_that_of_plain_pytorch(seed, tmp_path):
+@pytest.mark.parametrize(("seed", "num_actions"), walks(40, fast=4))
+def test_a_walk_is_that_of_plain_pytorch(seed, num_actions, tmp_path):
     chance = random.Random(seed)
     kind, norm = chance.choice(list(SETTINGS)), chance.choice(NORMS)
     given = place(chance, accumulates=chance.random() < 0.4) | {"micro_batch_size": chance.choice([1, 2, 3])}
@@ -70,11 +72,11 @@ def test_a_walk_is_that_of_plain_pytorch(seed, tmp_path):
     make = partial(getattr(gs_compile, kind), max_grad_norm=norm, **SETTINGS[kind])
     with harness.fresh(make, options(tmp_path, **given)) as optimizer:
         sides = Side(0, harness.model, optimizer, norm), Side(1, plain, theirs, norm)
-        Walk(chance, *sides, TOLERANCE).go(NUM_ACTIONS)
+        Walk(chance, *sides, TOLERANCE).go(num_actions)
 
 
-@pytest.mark.parametrize("seed", seeds(20, fast=0))
-def test_a_walk_with_an_optimizer_of_torch_is_that_of_plain_pytorch(seed):
+@pytest.mark.parametrize(("seed", "num_actions"), walks(20, fast=0))
+def test_a_walk_with_an_optimizer_of_torch_is_that_of_plain_pytorch(seed, num_actions):
     """Its parameters stay in memory."""
     torch._dynamo.reset()
     chance = random.Random(seed)
@@ -85,11 +87,11 @@ def test_a_walk_with_an_optimizer_of_torch_is_that_of_plain_pytorch(seed):
     )
     optimizers = [getattr(torch.optim, kind)(two_groups(model), **SETTINGS[kind]) for model in models]
     sides = (Side(index, models[index], optimizers[index], norm) for index in range(2))
-    Walk(chance, *sides, TOLERANCE).go(NUM_ACTIONS)
+    Walk(chance, *sides, TOLERANCE).go(num_actions)
 
 
-@pytest.mark.parametrize("seed", seeds(24, fast=9))
-def test_a_walk_has_the_same_bits_wherever_data_is(seed, tmp_path):
+@pytest.mark.parametrize(("seed", "num_actions"), walks(24, fast=9))
+def test_a_walk_has_the_same_bits_wherever_data_is(seed, num_actions, tmp_path):
     chance = random.Random(seed)
     kind, norm, precision = chance.choice(list(OURS)), chance.choice(NORMS), chance.choice(["model", "model", "bf16"])
     make = partial(getattr(gs_compile, kind), max_grad_norm=norm, **chance.choice(OURS[kind]))
@@ -101,4 +103,4 @@ def test_a_walk_has_the_same_bits_wherever_data_is(seed, tmp_path):
     ]
     with harnesses[0].fresh(make, given[0]) as first, harnesses[1].fresh(make, given[1]) as second:
         sides = Side(0, harnesses[0].model, first, norm), Side(1, harnesses[1].model, second, norm)
-        Walk(chance, *sides, tolerance=0.0).go(NUM_ACTIONS)
+        Walk(chance, *sides, tolerance=0.0).go(num_actions)
