@@ -184,10 +184,11 @@ class Update:
         return self._sums[start:][: stretch.numel]
 
     def _has_gradient(self, run: Run) -> bool:
-        """Whether one has come from outside of the model, as none does on several ranks; torch leaves parameters that
-        have none as they are.
+        """Whether one has come in this step, from outside of the model or as its calls reach more than the first did;
+        torch leaves parameters that have none as they are. Of ranks each looks at what it has: a matrix is of all.
         """
-        stretches = self._stretches(run, run.start, run.stop) if self._world == 1 else ()
+        is_shared = run.matrices is not None and self._world > 1
+        stretches = () if is_shared else self._stretches(run, run.start, run.stop)
         return any(bool(self._gradient(each).any()) for each in stretches)
 
     def _master(self, piece: Piece, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -71,11 +71,11 @@ LIMITS: dict[str, list[Case]] = {
     "A durable run that is resumed": [
         ("hf/test_images_ahead.py", "test_a_resumed_run_encodes_with_the_values_of_its_commit", "torch.no_grad"),
     ],
-    "In durable runs, steps in which a trained parameter gets no gradient": [
+    "On several ranks a trained parameter that gets no gradient": [
         (
-            "end_to_end/test_chosen_outputs.py",
-            "test_a_durable_run_refuses_what_it_would_not_know_again",
-            "2 of the trained",
+            "ranks/test_frozen_ranks.py",
+            "test_what_gets_its_first_gradient_later_is_trained_from_then_on",
+            "nor has weight decay moved it",
         ),
     ],
     "Gradients of gradients": [("end_to_end/test_autograd.py", "test_a_gradient_of_gradients_is_refused", "asked for")],
