@@ -68,8 +68,8 @@ LIMITS: dict[str, list[Case]] = {
     "Steps that read other parameters": [
         ("end_to_end/test_what_calls_read.py", "test_a_call_that_reads_other_parameters", "call the model the same way")
     ],
-    "A durable run that is resumed": [
-        ("hf/test_images_ahead.py", "test_a_resumed_run_encodes_with_the_values_of_its_commit", "torch.no_grad"),
+    'The option `resume="auto"` alone': [
+        ("hf/test_images_ahead.py", "test_a_resumed_run_encodes_with_the_values_of_its_commit", "gs_compile.resume"),
     ],
     "On several ranks a trained parameter that gets no gradient": [
         (

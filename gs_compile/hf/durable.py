@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from gs_compile.errors import LeftoverError, ResumeError
+from gs_compile.errors import LeftoverError, OptimizerError, ResumeError
 from gs_compile.model.resume import last_of, resume
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -178,11 +178,24 @@ class _States:
     def __init__(self, trainer: DurableTrainer) -> None:
         self._trainer = weakref.ref(trainer)
 
+    @property
+    def is_gone(self) -> bool:
+        """Nobody who only reads values has a step committed then."""
+        return self._trainer() is None
+
     def state_dict(self) -> dict[str, Any]:
-        """As of the end of a step, also where a callback reads values before Trainer has counted that step."""
+        """As of the end of a step, also where a callback reads values before Trainer has counted that step.
+
+        Raises OptimizerError where the Trainer is gone.
+        """
         from transformers.trainer_callback import ExportableState, TrainerState
 
         trainer: Any = self._trainer()
+        if trainer is None:
+            raise OptimizerError(
+                "commits of this run have the state of its Trainer, which is gone: keep the Trainer as long as its "
+                f'model is trained or committed, or have commits without it: optimizer.kept.states.pop("{_NAME}")'
+            )
         state = {each.name: getattr(trainer.state, each.name) for each in fields(TrainerState)}
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         exported = [each for each in callbacks if isinstance(each, ExportableState)]

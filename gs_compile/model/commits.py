@@ -13,6 +13,7 @@ from __future__ import annotations
 import platform
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.rest import Tensors, laid_out
 from gs_compile.runtime.spans import Slice
+from gs_compile.runtime.storage.manifest import refuse_large
 from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredParameter, StoredPart
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
@@ -74,6 +76,7 @@ class Durable:
             "world": setting.placement.world,
             "together": _name_of_run(tiers),
         }
+        refuse_large({**self._fixed, "parameters": [each for _, each in placed]}, len(placed))
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
         self._is_open = False  # that commit was made between two calls: schedulers and values may change after it
         self.former = setting.store.former if setting.store else None
@@ -135,10 +138,12 @@ class Durable:
     def seals_between_calls(self, num_steps: int, *, always: bool) -> bool:
         """Whether a program between two calls commits what `num_steps` have left; `always`: it is asked for.
 
-        On ranks it has to be asked for, as all do together: one of them alone may have asked for values. A run that
-        goes on may have changed what it has taken up, before its first step.
+        On ranks it has to be asked for, as all do together: one of them alone may have asked for values; and where an
+        object of the user's is gone, which a commit needs. A run that goes on may have changed what it has taken up,
+        before its first step.
         """
-        is_alone = self._tiers.setting.ranks is None
+        optimizer = self._optimizer()
+        is_alone = self._tiers.setting.ranks is None and not (optimizer is not None and optimizer.kept.has_lost)
         self._num_steps, self._is_open = num_steps, self._is_open or always or is_alone
         is_due = is_alone and num_steps > self._num_committed and num_steps % self.every == 0
         first = -1 if self.goes_on else 0
@@ -248,40 +253,69 @@ def rest_nbytes(optimizer: Optimizer, stored: Container[torch.Tensor]) -> int:
     return sum((1 + len(optimizer.components)) * each.nbytes + as_step(0).nbytes for each in beside)
 
 
+def give_back_rest(
+    optimizer: Optimizer, rest: Tensors, args: Sequence[Any], buffers: Mapping[str, torch.Tensor] | None
+) -> None:
+    """The inverse, in a call with these arguments with which a run goes on. buffers: by name; None: they have theirs,
+    and a script may have changed them since, as steps of their own may have changed states.
+    """
+    if is_first := optimizer.kept.step is None:  # else `resume` has given values back, or the engine before
+        _refuse_made_before(args, optimizer, rest)
+        give_back_values(optimizer, rest)
+    _forget_shown(optimizer)
+    give_back_states(optimizer, rest, anew=is_first)
+    if buffers is not None:
+        _give_back_buffers(buffers, rest)
+
+
 def _refuse_made_before(args: Sequence[Any], optimizer: Optimizer, rest: Tensors) -> None:
     """Raise ResumeError where an argument of the first call was made by parameters that get their values with it."""
-    beside = list(optimizer.group_of)
-    others = {number: values for number, values in rest.items() if number.isdecimal()}
     made = [each for each in args if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf]
-    if made and not all(torch.equal(beside[int(number)], values) for number, values in others.items()):
+    if made and not all(torch.equal(parameter, values) for parameter, values in _values_in(optimizer, rest)):
         raise ResumeError(
             f"an input of shape {tuple(made[0].shape)} was made by parameters outside of the compiled model, as of an "
-            "encoder ahead of it, which get their values of the commit with the model's first call: in a run that is "
-            "resumed, call the model once under torch.no_grad() before the first step, with any batch"
+            "encoder ahead of it, which get their values of the commit with the model's first call: call "
+            "`run = gs_compile.resume(model, optimizer, storage=...)` before it, which gives them these values"
         )
 
 
 @torch.no_grad()
-def give_back_rest(
-    optimizer: Optimizer, rest: Tensors, buffers: Mapping[str, torch.Tensor], args: Sequence[Any] | None
-) -> None:
-    """The inverse; buffers: by name, get what a script has made of them. Who has no state there has none here.
+def give_back_values(optimizer: Optimizer, rest: Tensors) -> None:
+    """The inverse of `rest_of`, for the values of parameters."""
+    for parameter, values in _values_in(optimizer, rest):
+        parameter.copy_(values)
 
-    args: of the call with which the values come; None: these have come before, and the script may have changed them
-    since, as steps of their own may have changed states that are there.
-    """
-    states_alone = args is None
-    if args is not None:
-        _refuse_made_before(args, optimizer, rest)
-    stepped = {each for each, state in optimizer.state.items() if states_alone and has_values(state)}
-    for parameter in [each for each in optimizer.state if residency_of(each).tiered is None and each not in stepped]:
-        del optimizer.state[parameter]
+
+def _values_in(optimizer: Optimizer, rest: Tensors) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     beside = list(optimizer.group_of)
+    return ((beside[int(name)], values) for name, values in rest.items() if name.isdecimal())
+
+
+def give_back_states(optimizer: Optimizer, rest: Tensors, *, anew: bool) -> None:
+    """The same for states; anew: in the place of those that are there, which else stay, as steps may have changed
+    them.
+    """
+    known = {each for each, state in optimizer.state.items() if has_values(state)}
+    for parameter in known if anew else ():
+        del optimizer.state[parameter]
+    beside, found = list(optimizer.group_of), defaultdict[torch.Tensor, dict[str, torch.Tensor]](dict)
     for name, values in rest.items():
         number, _, component = name.partition(".")
-        is_buffer = name.startswith(BUFFER)
-        if component and not is_buffer:
-            if beside[int(number)] not in stepped:
-                optimizer.state[beside[int(number)]][component] = values
-        elif not states_alone:
-            (buffers[name.removeprefix(BUFFER)] if is_buffer else beside[int(number)]).copy_(values)
+        if component and number.isdecimal():
+            found[beside[int(number)]][component] = values
+    optimizer.state.update({each: state for each, state in found.items() if anew or each not in known})
+
+
+def _forget_shown(optimizer: Optimizer) -> None:
+    """Parameters beside the tiers show no state without values: the commit that a run goes on from may have none."""
+    for parameter, state in list(optimizer.state.items()):
+        if residency_of(parameter).tiered is None and not has_values(state):
+            del optimizer.state[parameter]
+
+
+@torch.no_grad()
+def _give_back_buffers(buffers: Mapping[str, torch.Tensor], rest: Tensors) -> None:
+    """Buffers, by name, get what a script has made of them."""
+    for name, values in rest.items():
+        if name.startswith(BUFFER):
+            buffers[name.removeprefix(BUFFER)].copy_(values)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from gs_compile.capture.internals import has_scheduler
 from gs_compile.codegen.layout import ParameterLayout
@@ -17,13 +21,17 @@ from gs_compile.model.residency import is_offloaded
 from gs_compile.options import Options
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.runtime.former import alike
+from gs_compile.runtime.groups import Team, gathered
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.rest import read_rest
 from gs_compile.runtime.storage.folder import folder_in, folder_of
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
 from gs_compile.runtime.storage.store import Store
 from gs_compile.runtime.storage.stored import Manifest, StoredParameter
 
 log = logging.getLogger(__name__)
+
+BESIDE = "it has other parameters beside the compiled model"
 
 
 def former_plan(
@@ -43,6 +51,19 @@ def former_plan(
             check_alike(newest, optimizer, stored, world=1, may_have_more=not training)
             return newest.plan
     return {}
+
+
+def rest_left(former: Manifest, storage: Sequence[Path], team: Team | None) -> Mapping[str, Tensor]:
+    """What a commit has beside the compiled model, if parameters are among it; raises as `Store` does.
+
+    team: the ranks that train together, all of which call this.
+    """
+    if not any(each.name.isdecimal() for each in former.rest):
+        return {}
+    gc.collect()  # what earlier models have left: their folders are locked
+    weights, agree = [1.0] * len(storage), partial(gathered, team) if team else None
+    with Store(storage, weights=weights, durable=True, resume=storage, agree=agree) as store:
+        return read_rest(store)
 
 
 def open_store(
@@ -157,11 +178,11 @@ def _differences(
             yield f"{ours.name} was {'no' if ours.components else 'a'} matrix that updates orthogonalize there"
     if len(former.groups) != len(optimizer.param_groups):
         yield f"its optimizer has {len(former.groups)} param groups, and {len(optimizer.param_groups)} here"
-    beside = {each.name: tuple(each.shape) for each in former.rest if each.name.isdigit()}
+    beside = {each.name: tuple(each.shape) for each in former.rest if each.name.isdecimal()}
     found = ((str(number), each) for number, each in enumerate(optimizer.group_of))
     trained = {name: each for name, each in found if name in beside or (each.requires_grad and not is_offloaded(each))}
     if beside != {name: tuple(each.shape) for name, each in trained.items()}:  # one may have been frozen since
-        yield "it has other parameters beside the compiled model"
+        yield BESIDE
     for there, ours in pairs:
         if there.group != ours.group:
             yield f"{ours.name} was in param group {there.group} there, and is in {ours.group} here"
@@ -188,6 +209,16 @@ def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *,
         if wanted == "absent":
             what += " (an evaluation that does not read it can come after the first step)"
         raise _other(former, what)
+
+
+def check_beside(former: Manifest, optimizer: Optimizer) -> None:
+    """Raise ResumeError where an optimizer cannot take what a commit has of parameters beside the compiled model."""
+    shapes = {str(number): tuple(each.shape) for number, each in enumerate(optimizer.group_of)}
+    stored = {each.name: tuple(each.shape) for each in former.rest if each.name.isdecimal()}
+    if stored and former.optimizer != type(optimizer).__name__:
+        raise _other(former, f"its optimizer is {former.optimizer}")
+    if not stored.items() <= shapes.items():
+        raise _other(former, BESIDE)
 
 
 def _other(former: Manifest, what: str) -> ResumeError:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from gs_compile.errors import OptimizerError, ResumeError, StepOrderError
 from gs_compile.model.optimizer_state import settings_of
 from gs_compile.model.residency import await_value
-from gs_compile.runtime.storage.manifest import check_plain
+from gs_compile.runtime.storage.manifest import check_plain, check_room
 
 
 @dataclass
@@ -75,6 +75,11 @@ class Kept:
                 "take a state dict, under torch.no_grad() where no step is left"
             )
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether one of the objects tells that what it has the state of is gone, as a Trainer."""
+        return any(getattr(each, "is_gone", False) for each in self.states.values())
+
     def end_step(self) -> None:
         """A step has ended, and nobody has taken the next batch yet."""
         self.positions = {name: _plain(each.state_dict()) for name, each in self._positioned}
@@ -98,6 +103,7 @@ class Kept:
         try:
             for name, each in {"states": states, **live}.items():
                 check_plain(each, name)
+            check_room({**states, **live})
         except ValueError as error:
             raise OptimizerError(f"a commit cannot keep this: {error}") from None
         return {"states": states, **deepcopy(live)}

@@ -9,7 +9,7 @@ Each part is of use alone: `resume` takes any loader, and `StepSampler` any loop
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from gs_compile.errors import OPTIMIZERS, OptimizerError, OptionError, ResumeError, StepOrderError
-from gs_compile.model.former_run import check_parameters
+from gs_compile.model.commits import give_back_states, give_back_values
+from gs_compile.model.former_run import check_beside, check_parameters, rest_left
 from gs_compile.model.kept import Kept
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
@@ -58,8 +59,9 @@ def resume(
     `states` are objects with `state_dict` and `load_state_dict`, such as schedulers and samplers. Each commit stores
     their states by name, and that of the optimizer's LossScaler, and this loads them; None: resume without that state.
     States of torch's samplers and data loaders are those at `optimizer.step()`, before the next batch is drawn. The
-    optimizer's settings are those of that step. The model's values come with its first call; until then `state_dict`,
-    and what reads or writes them, raises StepOrderError.
+    optimizer's settings are those of that step. Parameters outside of the compiled model, as of an encoder ahead of it,
+    have their values when this returns. The model's come with its first call; until then `state_dict`, and what reads
+    or writes them, raises StepOrderError.
 
     Raises ResumeError if the run is of another model or optimizer, or has other states, ManifestError for a damaged
     commit, and StepOrderError after the model's first call. Then nothing has changed.
@@ -71,18 +73,14 @@ def resume(
             raise OptionError(f"{name} has no state_dict and load_state_dict: a {type(each).__name__}")
     options, kept = Options(storage=storage, group=group, mesh=mesh), optimizer.kept
     team, former = team_of(options), last_of(options)
+    rest: Mapping[str, torch.Tensor] = {}
     if former is not None:
         named = {name.removeprefix("_orig_mod."): each for name, each in model.named_parameters(remove_duplicate=False)}
         check_parameters(former, {name: tuple(each.shape) for name, each in named.items()})
-        if missing := sorted(states.keys() - former.states.keys()):
-            known = ", ".join(sorted(former.states)) or "none"
-            raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
-        if left := sorted(former.states.keys() - every.keys()):
-            raise ResumeError(
-                f"the commit of step {former.step} has a state of {', '.join(left)}, which would not be restored: pass "
-                f"it as {left[0]}=..., or pass {left[0]}=None to resume without it"
-            )
-        optimizer.settings_left(former)  # before anything is changed
+        _check_states(former, states.keys(), every.keys())
+        optimizer.settings_left(former)
+        check_beside(former, optimizer)
+        rest = rest_left(former, options.storage, team)  # before anything is changed
         Kept(_given(every)).give_back(former.states)
     kept.storage, kept.ranks = options.storage, team.everyone if team else ()
     kept.states.update(states)
@@ -91,10 +89,24 @@ def resume(
         return Resumed()
     optimizer.steps.missed = {named[each.name]: each.missed for each in former.parameters}
     optimizer.go_on(former)
+    give_back_values(optimizer, rest)
+    give_back_states(optimizer, rest, anew=True)
     kept.user = former.user
     kept.begin_at(former.states)
     kept.await_values(model, [named[each.name] for each in former.parameters])
     return Resumed(former.step, former.user)
+
+
+def _check_states(former: Manifest, given: Set[str], every: Set[str]) -> None:
+    """Raise ResumeError where a commit has none of a state that is given, or one that is not among `every` known."""
+    if missing := sorted(given - former.states.keys()):
+        known = ", ".join(sorted(former.states)) or "none"
+        raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
+    if left := sorted(former.states.keys() - every):
+        raise ResumeError(
+            f"the commit of step {former.step} has a state of {', '.join(left)}, which would not be restored: pass "
+            f"it as {left[0]}=..., or pass {left[0]}=None to resume without it"
+        )
 
 
 def _given(states: Mapping[str, Any]) -> dict[str, Any]:

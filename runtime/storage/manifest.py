@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ NEXT = ".manifest.next"  # of one rank, until all ranks have theirs
 BESIDE = ".manifest.json"  # while it is written
 MAX_NBYTES = 64 << 20
 MAX_ENTRIES = 1 << 20  # objects, lists, their elements, escaped letters: each takes up to 200 bytes when it is parsed
+_COUNTED = (",", "[", "{", "\\")  # of a text: as many entries
 MAX_DEPTH = 100
 MAX_KEYS = 10_000  # of an object
 MAX_DIGITS = 50  # of a number: 128 bits have 39
@@ -96,7 +97,7 @@ def encoded(manifest: Manifest) -> bytes:
     try:
         for name in ("groups", "states", "user", "plan"):
             check_plain(getattr(manifest, name), name)
-        data = json.dumps(manifest, default=vars, separators=(",", ":")).encode()
+        data = _json(manifest)
         _check_size(data)
     except ValueError as error:
         raise ManifestError(errno.EINVAL, f"the state cannot be stored: {error}", NAME) from error
@@ -132,6 +133,42 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
         raise ValueError(f"{where}: {type(value).__name__}: not of JSON, or too large")
 
 
+def check_room(values: Mapping[str, Any]) -> None:
+    """Raise a ValueError, which names the largest, where states have more entries than a manifest may have."""
+    numbers = {name: _num_entries(each) for name, each in values.items()}
+    if sum(numbers.values()) > MAX_ENTRIES:
+        name = max(numbers, key=lambda each: numbers[each])
+        raise ValueError(
+            f"{name} has {numbers[name]} entries, and a commit {MAX_ENTRIES} at most: keep what these follow from, as "
+            "a seed and a position in the place of an order"
+        )
+
+
+def _num_entries(value: object) -> int:
+    """What `_check_size` counts of it, or some more."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(_num_entries, value.values()))
+    if isinstance(value, list | tuple):
+        return 1 + len(value) + (0 if _are_plain(value) else sum(map(_num_entries, value)))
+    return sum(map(json.dumps(value).count, _COUNTED)) if isinstance(value, str) else 0
+
+
+def refuse_large(facts: Mapping[str, Any], num_parameters: int) -> None:
+    """Raise ManifestError where what all commits of a run have is more than a manifest may have."""
+    try:
+        _check_size(_json(facts))
+    except ValueError as error:
+        what = (
+            f"steps of a model of {num_parameters} parameters cannot be durable: {error}. Leave durability out, and "
+            "save state dicts"
+        )
+        raise ManifestError(errno.E2BIG, what, NAME) from None
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, default=vars, separators=(",", ":")).encode()
+
+
 def _check_text(text: str, where: str) -> None:
     """Raise a ValueError for what is no text: a JSON parser refuses half of a pair of surrogates."""
     try:
@@ -150,8 +187,10 @@ def _check_size(data: bytes | bytearray) -> None:
     """Raise a ValueError where parsing could take more memory than a few times `MAX_NBYTES`."""
     if len(data) > MAX_NBYTES:
         raise ValueError(f"{format_bytes(len(data))}, and a manifest has {format_bytes(MAX_NBYTES)} at most")
-    if not data.isascii() or sum(map(data.count, (b",", b"[", b"{", b"\\"))) > MAX_ENTRIES:
-        raise ValueError(f"more than {MAX_ENTRIES} entries, or not ASCII")
+    if not data.isascii():
+        raise ValueError("not ASCII")
+    if (number := sum(data.count(each.encode()) for each in _COUNTED)) > MAX_ENTRIES:
+        raise ValueError(f"{number} entries, and a manifest has {MAX_ENTRIES} at most")
 
 
 # Read -----------------------------------------------------------------------------------------------------------------

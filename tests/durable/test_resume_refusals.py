@@ -14,8 +14,9 @@ from stored_run import save
 from tiered import Harness, adamw, gpt2, options, sgd, tokens
 
 import gs_compile
-from gs_compile.errors import LeftoverError, OptimizerError, ResumeError, StepOrderError
+from gs_compile.errors import LeftoverError, ManifestError, OptimizerError, ResumeError, StepOrderError
 from gs_compile.model.former_run import check_alike
+from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.manifest import read
 from gs_compile.runtime.storage.stored import FOLDER
 
@@ -254,3 +255,18 @@ def test_what_no_commit_can_keep_is_said_at_the_first_call(harness, tmp_path, wh
             optimizer.kept.states["average"] = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
         with pytest.raises(OptimizerError, match=f"a commit cannot keep this: {what}[.].*"):
             steps(harness, optimizer, (0,))
+
+
+def test_a_model_of_more_parameters_than_a_commit_has_room_for(harness, monkeypatch, tmp_path):
+    """Fault: the run ended with the commit of its first step."""
+    monkeypatch.setattr(manifest, "MAX_ENTRIES", 200)
+    before = {name: each.clone() for name, each in harness.model.state_dict().items()}
+    with harness.fresh(adamw, options(tmp_path, durability="step")) as optimizer:
+        with pytest.raises(
+            ManifestError, match=r"of 24 parameters cannot be durable: .* entries, .*Leave durability out"
+        ):
+            harness.model(input_ids=tokens(0), labels=tokens(0))
+        assert optimizer.engine is None
+        after = harness.model.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert read(tmp_path / FOLDER) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,8 +16,8 @@ from test_trainer import EAGER, curve, samples, trainer
 from transformers import TrainerCallback
 
 import gs_compile.hf
-from gs_compile.errors import LeftoverError, ResumeError
-from gs_compile.hf.durable import DurableTrainer
+from gs_compile.errors import LeftoverError, OptimizerError, ResumeError
+from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.model.resume import last_of
 from gs_compile.options import Options
 from gs_compile.runtime.storage.manifest import NAME
@@ -157,6 +158,25 @@ def test_its_checkpoint_has_weights_alone(tmp_path, monkeypatch, caplog):
     assert mine._later(str(weights), tmp_path / "commit", options) == str(weights)
     (weights / "trainer_state.json").write_text('{"global_st')  # fault: no run went on from a kill as that was written
     assert mine._later(str(weights), tmp_path / "commit", options) == str(tmp_path / "commit")
+
+
+def test_a_trainer_that_is_gone(tmp_path):
+    """Fault: whoever read the values of a run that had been broken off got an AttributeError of its state."""
+    first = attached(tmp_path)
+    first.add_callback(Interrupts(2))
+    with pytest.raises(InterruptedByTestError):
+        first.train()
+    model, optimizer, gone = first.model, unwrapped(first.optimizer), weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None
+    assert all(torch.isfinite(value).all() for value in values(model).values())
+    assert committed(tmp_path) == 1
+    with pytest.raises(OptimizerError, match="state of its Trainer, which is gone"):
+        optimizer.commit()
+    optimizer.kept.states.pop("trainer")
+    optimizer.commit()
+    assert committed(tmp_path) == 2
 
 
 @pytest.mark.slow

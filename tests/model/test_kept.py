@@ -63,6 +63,17 @@ def test_what_json_cannot_hold_is_refused_by_name():
         Kept(user={"mean": torch.zeros(1)}).snapshot([])
 
 
+def test_more_than_a_commit_has_room_for_is_refused_by_name(monkeypatch):
+    """Fault: the commit of the first step failed, and with it the run, and it did not say of what there was too much."""
+    monkeypatch.setattr(manifest, "MAX_ENTRIES", 1000)
+    Kept(user={"order": [0] * 900, "words": "a" * 5000}).snapshot([])
+    for large in ([0] * 1000, {"a": [[0]] * 500}, "," * 1001):
+        with pytest.raises(
+            OptimizerError, match=r"user has 1\d\d\d entries, and a commit 1000 at most: keep what these"
+        ):
+            Kept(user=large).snapshot([])
+
+
 @pytest.mark.parametrize(("among", "words"), [(-LARGEST, "int"), (torch.zeros(1), "Tensor"), ([[LARGEST]], "int")])
 def test_a_list_of_numbers_is_looked_through_as_one(monkeypatch, among, words):
     """Each commit of a durable run does so: of 40,000 numbers one by one in 12 ms."""
