@@ -169,7 +169,7 @@ class Homes:
         return found if dtype in EIGHT_BITS else found.view(span.shape)
 
     def _write(self, span: Slice, number: int | None, values: Tensor) -> None:
-        for value, start, source in self._pieces(span, number, values.contiguous().view(-1).view(torch.uint8)):
+        for value, start, source in self._pieces(span, number, _bytes_of(values)):
             content = self.to_change(value)
             if isinstance(content, Extent):
                 content.write(source, start).wait()
@@ -231,3 +231,9 @@ class Homes:
 def _bytes(content: Tensor, start: int, like: Tensor) -> Tensor:
     """The bytes of a part in memory, as many as `like` has."""
     return content.view(torch.uint8)[start : start + len(like)]
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """The bytes of values in their order; an expanded one of a single element has a stride of 0."""
+    whole = values.contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)

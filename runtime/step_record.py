@@ -64,6 +64,7 @@ class StepRecord:
     num_tokens: int = 0  # of this rank's calls whose backward has run, padding too
     predicted_seconds: float = math.nan  # of such a step, as it was planned
     idle: frozenset[Slice] = frozenset()  # trained parameters that no gradient has come to: they stay as they are
+    woken: frozenset[Slice] = frozenset()  # those that the first call shows none comes to, and one has come to since
     missed: Mapping[Slice, int] = field(default_factory=dict)  # the steps that parameters have been so, or frozen
     means: Mapping[Tensor, int] = field(default_factory=dict)  # over ranks, of gradients in memory: their versions
 
@@ -124,6 +125,12 @@ class StepRecord:
         text = re.sub(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?", lambda found: f"{float(found[0]):.6g}", repr(settings))
         rates = ", ".join(f"{group.get('lr', 0):.6g}" for group in self.groups)
         return f"lr {rates:.60}, all settings {zlib.crc32(text.encode()):08x}"
+
+    @property
+    def told(self) -> str:
+        """In words: alike where `told_settings` and what is woken are."""
+        text = " ".join(sorted(map(str, self.woken)))
+        return self.told_settings + (f", late first gradients {zlib.crc32(text.encode()):08x}" if text else "")
 
     def so_far(self) -> StepRecord:
         """What is known when an update is issued; what comes later does not change it."""

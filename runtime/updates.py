@@ -88,7 +88,7 @@ class Update:
         """Update all of it, as the record of the step says."""
         self._record, is_skipped = record, record.skipped  # which asks the device for each norm so far
         for run in self._runs():
-            self._skipped = is_skipped or (run.is_idle and not self._has_gradient(run))
+            self._skipped = is_skipped or run.is_idle
             if run.matrices is not None:
                 self._matrices(run, run.matrices, orthogonalizer)
             elif run.second:
@@ -103,7 +103,8 @@ class Update:
         spans = sorted(
             (each for each in idle.union(missed) if each.unit == self._unit.unit), key=lambda each: each.offset
         )
-        for run in self._rules.runs[self._unit.unit]:
+        for planned in self._rules.runs[self._unit.unit]:
+            run = planned._replace(is_idle=planned.is_idle and not self._is_woken(planned))
             at = run.start
             for span in spans:
                 number, is_idle = missed.get(span, run.missed), run.is_idle or span in idle
@@ -114,6 +115,14 @@ class Update:
                     yield run._replace(start=span.offset, stop=at, missed=number, is_idle=is_idle)
             if at < run.stop:
                 yield run._replace(start=at)
+
+    def _is_woken(self, run: Run) -> bool:
+        """Whether a gradient has come to a parameter, this run, to which the first call shows that none comes."""
+        woken = [each for each in self._record.woken if each.unit == self._unit.unit]
+        if not woken or run.start == run.stop:
+            return False
+        at = run.start if run.matrices else place_of(self._unit.pieces, self._rank, self._world, run.start)
+        return any(each.offset <= at < each.offset + each.padded for each in woken)
 
     def _elements(self, run: Run, piece: Piece) -> None:
         """Update what the rule needs nothing else for."""
@@ -182,14 +191,6 @@ class Update:
     def _gradient(self, stretch: Stretch) -> Tensor:
         start = stretch.unit_start if self._is_whole else stretch.start
         return self._sums[start:][: stretch.numel]
-
-    def _has_gradient(self, run: Run) -> bool:
-        """Whether one has come in this step, from outside of the model or as its calls reach more than the first did;
-        torch leaves parameters that have none as they are. Of ranks each looks at what it has: a matrix is of all.
-        """
-        is_shared = run.matrices is not None and self._world > 1
-        stretches = () if is_shared else self._stretches(run, run.start, run.stop)
-        return any(bool(self._gradient(each).any()) for each in stretches)
 
     def _master(self, piece: Piece, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
         """The parameters, what is updated, taken out of the state if it is there, and what of them follows it."""

@@ -96,12 +96,12 @@ class Engine(ParameterStore):
             self.durable = Durable(self._optimizer, tiers, placed, plan, *buffers) if tiers.commits else None
             spans = {call.args[index]: span for index, span in layout.spans.items()}
             self._parameters = [weakref.ref(each) for each in spans]
-            trained = {i: span for i, span in layout.spans.items() if call.args[i].requires_grad and self.ranks is None}
-            self.idle = Idle(trained, call.models[0].split.idle)
+            trained = {i: span for i, span in layout.spans.items() if call.args[i].requires_grad}
+            self.idle = Idle(trained, call.models[0].split.idle, counts=self.ranks is None)
             if self.durable is not None and self.durable.former is not None:
                 self.durable.find_buffers()
                 rest = take_up(self, spans, stored)
-                give_back_rest(optimizer, rest, self.durable.buffers, call.args if prepared is None else None)
+                give_back_rest(optimizer, rest, call.args, self.durable.buffers if prepared is None else None)
             else:
                 move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
             self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
@@ -221,7 +221,7 @@ class Engine(ParameterStore):
         step have left was dropped. What ends the block early ends the run: the step has a part of its gradients.
         """
         record = self._new_record(losses, reached, zeroed=zeroed)
-        self.announce("one more backward" if record.adds else "the backward", f", {record.told_settings}")
+        self.announce("one more backward" if record.adds else "the backward", f", {record.told}")
         with self.tiers.whole():
             self._take(record, zeroed=zeroed)
             executor.record = record

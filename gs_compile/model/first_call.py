@@ -221,7 +221,8 @@ def _param_groups(call: Call, optimizer: Optimizer) -> dict[int, tuple[int, int,
                 f"{captured.inputs[index].path} is trained, but the gs_compile optimizer does not have it; give the "
                 "optimizer all parameters that require a gradient, or freeze this one"
             )
-        if args[index].grad is not None and not isinstance(args[index].grad, UnavailableGradient):
+        gradient = args[index].grad
+        if gradient is not None and not isinstance(gradient, UnavailableGradient) and bool(gradient.any()):
             raise OptimizerError(
                 f"{captured.inputs[index].path} has a gradient from before the model's first call, which would be "
                 "lost: call optimizer.zero_grad() before, or call the model first"

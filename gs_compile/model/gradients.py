@@ -46,11 +46,15 @@ def forget_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def have_zeros(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those whose gradient was set to zero in place, or replaced by zeros, as `take_given` leaves no other there: torch
-    updates them by it, also where no other comes.
+    """Those whose gradient was set to zero in place, or is zeros of somebody's, as `take_given` leaves no other there:
+    torch updates them by it, also where no other comes.
     """
-    found = _marks(parameters)
-    return [each for each, grad, mark in found if grad is not None and (grad is not mark or mark.is_zeroed)]
+    found = ((each, residency_of(each).gradient) for each in parameters if is_offloaded(each))
+    with without_overrides():
+        grads = [(each, each.grad, mark) for each, mark in found]
+    return [
+        each for each, grad, mark in grads if grad is not None and (mark is None or grad is not mark or mark.is_zeroed)
+    ]
 
 
 def take_given(parameters: Iterable[Tensor]) -> None:

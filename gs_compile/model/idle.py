@@ -16,26 +16,35 @@ from gs_compile.runtime.step_record import StepRecord
 class Idle:
     """Of one engine.
 
-    trained: all that it trains, by number; none on several ranks, which may differ in what they train, and count
-    nothing: such a parameter has zeros for a gradient. never: at first those that no gradient comes to, as far as the
-    first call shows; of these, those that none has come to so far.
+    trained: all that it trains, by number. never: those that no gradient comes to, as far as the first call shows.
+    counts: not on several ranks, which may differ in what they train: there others have zeros for a gradient.
     """
 
-    def __init__(self, trained: Mapping[int, Slice], never: Set[int]) -> None:
-        self._counts = bool(trained)
-        self.never = frozenset(span for number, span in trained.items() if number in never)
-        self._may_be = frozenset(trained.values()) - self.never
+    def __init__(self, trained: Mapping[int, Slice], never: Set[int], *, counts: bool) -> None:
+        self._counts = counts
+        self._never = frozenset(span for number, span in trained.items() if number in never)
+        self._may_be = frozenset(trained.values()) - self._never if counts else frozenset()
+        self._woken: frozenset[Slice] = frozenset()
+
+    @property
+    def never(self) -> frozenset[Slice]:
+        """Those of `never` that none has come to so far, where steps are counted."""
+        return self._never if self._counts else frozenset()
 
     def tell(self, record: StepRecord, optimizer: Optimizer, reached: Collection[Slice]) -> None:
         """Have the record of a step, whose backward brings gradients to some, name the others."""
-        self.reach(record, optimizer, self.never.intersection(reached))
         zeros = map(optimizer.trained_span, have_zeros(optimizer.group_of))
-        record.idle = self._may_be.difference(reached, zeros)
+        come = {*reached, *(span for span in zeros if span is not None)}
+        self.reach(record, optimizer, come)
+        record.idle = self._may_be - come
 
     def reach(self, record: StepRecord | None, optimizer: Optimizer | None, spans: Set[Slice]) -> None:
         """Gradients come to some in the step of a record: of those that had none in any step, it is the first one."""
         if optimizer is not None and record is not None:
-            self._may_be, self.never = self._may_be | (self.never & spans), self.never - spans
+            woken = self._never & spans
+            self._never, self._woken = self._never - woken, self._woken | woken
+            self._may_be |= woken if self._counts else frozenset()
             counts = optimizer.steps.missed.items() if self._counts else ()
             found = ((optimizer.trained_span(parameter), number) for parameter, number in counts)
-            record.missed = {span: n for span, n in found if span is not None and span not in self.never}
+            record.missed = {span: n for span, n in found if span is not None and span not in self._never}
+            record.woken, record.idle = self._woken, record.idle - spans

@@ -234,10 +234,12 @@ class Optimizer(torch.optim.Optimizer):
             after(self)
 
     def stored_state(self, parameter: Tensor) -> dict[str, Any] | None:
-        """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained."""
-        span = self.trained_span(parameter)
+        """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained, or no
+        gradient has come to it in the steps so far.
+        """
+        span, number = self.trained_span(parameter), self.steps.of(parameter)
         if self.engine is not None and span is not None:
-            return self.engine.state(span, self.steps.of(parameter))
+            return self.engine.state(span, number) if number or not self.steps.taken else None
         state = self.state.get(parameter, {})
         is_shown = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
         if self.engine is not None and not state:

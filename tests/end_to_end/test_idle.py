@@ -251,3 +251,84 @@ def test_a_parameter_without_elements(tmp_path):
         loss_of(each, *batch(4)).backward()
         optimizer.step()
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def both(model, settings=SETTINGS, **given):
+    """Torch's optimizer with a copy of a model, then this package's with the model itself."""
+    plain = copy.deepcopy(model)
+    yield plain, torch.optim.AdamW(plain.parameters(), **settings)
+    optimizer = gs_compile.AdamW(model.parameters(), **settings)
+    model.compile(backend="greedysnake", options=options(**given))
+    yield model, optimizer
+
+
+def test_state_dicts_have_no_state_of_what_no_gradient_came_to(tmp_path):
+    """Fault: the state of such a parameter had the number of the run's steps. One of them that is loaded goes back, too."""
+    (plain, theirs), (model, optimizer) = both(Model(), storage=tmp_path)
+    found = []
+    for each, own in ((plain, theirs), (model, optimizer)):
+        trained(each, own)
+        found.append(own.state_dict())
+    wanted, saved = found
+    names = [name for name, _ in model.named_parameters()]
+    assert {names[number] for number in wanted["state"].keys() ^ range(len(names))} == {
+        f"blocks.{block}.score.{name}" for block in range(2) for name in ("weight", "bias")
+    }
+    assert saved["state"].keys() == wanted["state"].keys()
+    assert all(float(each["step"]) == 3 for each in saved["state"].values())
+    theirs.load_state_dict(saved)
+    trained(model, optimizer)
+    optimizer.load_state_dict(saved)
+    assert optimizer.num_steps == 3
+    assert optimizer.state_dict()["state"].keys() == wanted["state"].keys()
+
+
+class Cut(GPT):
+    """Its embedding gets no gradient, or one that is exactly zero, as its calls choose."""
+
+    def forward(self, ids, labels, reaches):
+        x_BTD = self.embedding(ids)
+        x_BTD = x_BTD.detach() + 0.0 * x_BTD if reaches else x_BTD.detach()
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return functional.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), labels.flatten())
+
+
+def test_a_first_gradient_that_is_zero_is_one(tmp_path):
+    """Fault: weight decay, which torch applies from then on, passed the parameter over until a gradient was not zero."""
+    for each, optimizer in (pair := list(both(Cut(), storage=tmp_path))):
+        for seed, reaches in enumerate((False, True, True)):
+            each(*batch(4, seed=seed), reaches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (plain, _), (model, _) = pair
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_zeros_that_a_script_gives_are_a_gradient(accumulate, tmp_path):
+    """Before the first call, too. Fault: they were refused there, and later they were none."""
+    for each, optimizer in (pair := list(both(Model(), storage=tmp_path, accumulate=accumulate))):
+        for seed in range(3):
+            for parameter in each.parameters() if seed != 1 else ():
+                parameter.grad = torch.zeros_like(parameter)
+            each(*batch(4, seed=seed)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (plain, _), (model, _) = pair
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+
+
+def test_steps_that_were_missed_stay_so_where_others_are_trained(tmp_path):
+    """Fault: they counted from the freezing on, so the first step had Adam's correction of a later one."""
+    for each, optimizer in (pair := list(both(Model(), storage=tmp_path, accumulate=True))):
+        for seed in range(4):
+            each.head.bias.requires_grad_(seed < 2)
+            loss = each(*batch(4, seed=seed))
+            if seed == 3:
+                loss = loss + each.blocks[1].score.weight.square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (plain, _), (model, _) = pair
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)

@@ -15,11 +15,13 @@ from launch import Fleet
 from learner import distance
 from tiered import Harness, adamw, gpt2, muon, options, outcome, shared, tokens, two_groups
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from transformers import T5Config, T5ForConditionalGeneration
 
 import gs_compile
 from gs_compile.errors import NonFiniteWarning
+from gs_compile.model.files import whole
 from gs_compile.runtime.optimizer import OptimizerStep
 
 KEEPS_CAPTURES = True  # each process captures its own
@@ -131,6 +133,64 @@ def test_two_ranks_against_ddp(pair, tmp_path, name, num_steps):
 def test_two_ranks_with_several_backwards_a_step_against_ddp(pair, tmp_path):
     """Each adds this rank's share of its gradient to that of the ones before."""
     check(pair.run(learn_all, tmp_path, names=["positional"], backwards=2, bound=1.45, num_steps=FEW, accumulate=True))
+
+
+class Cut(zoo.GPT):
+    """Its embedding gets a gradient as its calls choose."""
+
+    def forward(self, ids, labels, reaches):
+        x_BTD = self.embedding(ids)
+        x_BTD = x_BTD if reaches else x_BTD.detach()
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return functional.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), labels.flatten())
+
+
+def first_gradients(info, tmp_path, reaches):
+    """How far the values are from those of plain PyTorch, with the same batch on all ranks; reaches: of each, by step."""
+    model = Cut()
+    plain = copy.deepcopy(model)
+    settings = {"lr": 0.1, "weight_decay": 0.5}
+    for each, kind in ((model, gs_compile.SGD), (plain, torch.optim.SGD)):
+        optimizer = kind(each.parameters(), **settings)
+        if each is model:
+            each.compile(backend="greedysnake", options=options(tmp_path))
+        for number, reached in enumerate(reaches[info.rank]):
+            each(*zoo.batch(4, seed=number), reached).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return distance({name: whole(value) for name, value in model.state_dict().items()}, dict(plain.state_dict()))
+
+
+def test_what_gets_its_first_gradient_in_a_later_step_is_trained_on_ranks(pair, tmp_path):
+    """Fault: it stayed as it was in all steps, without a word."""
+    both = [(False, True, True)] * 2
+    assert max(pair.run(first_gradients, tmp_path, reaches=both)) < 1e-6
+
+
+def test_ranks_that_differ_in_first_gradients_are_told(pair, tmp_path):
+    found = pair.outcomes(first_gradients, tmp_path, reaches=[(False, True), (False, False)])
+    assert all("the ranks ask for different things" in each.failure for each in found)
+    assert all("late first gradients" in each.failure for each in found)
+
+
+class Squared(zoo.GPT):
+    def forward(self, ids):
+        return super().forward(ids)[0].mean().square()
+
+
+def refused(info, tmp_path):
+    model = Squared()
+    optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    model(zoo.batch(4)[0])
+    return optimizer
+
+
+def test_what_one_rank_computes_behind_the_model_is_refused_with_a_way_out(pair, tmp_path):
+    """Fault: nothing said that it is so on several ranks alone."""
+    found = pair.outcomes(refused, tmp_path)
+    assert any("One rank alone computes this behind the model" in each.failure for each in found)
 
 
 @pytest.fixture(scope="module")
