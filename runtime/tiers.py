@@ -43,6 +43,8 @@ class Tiers(Homes):
     kept mapped at a time. alike: as of `Commits`.
     """
 
+    _is_closing = False  # a step
+
     def __init__(
         self,
         setting: Setting,
@@ -197,8 +199,12 @@ class Tiers(Homes):
             self.values.free(value)
 
     def check_late(self) -> None:
-        """Raise as `check`, and `StepOrderError` where a program under way makes the late updates that are to come."""
+        """Raise as `check`, and `StepOrderError` where a program under way makes the late updates that are to come, or
+        a step is being closed.
+        """
         self.check()
+        if self._is_closing:
+            raise used_within_step()
         if self.pending is not None:
             self._refuse_within_step()
 
@@ -256,6 +262,16 @@ class Tiers(Homes):
         except BaseException as error:
             self.fail(error)
             raise
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """A step is closed in the block, as a whole: who asks for values or commits meanwhile is a signal's handler."""
+        self._is_closing = True
+        try:
+            with self.whole():
+                yield
+        finally:
+            self._is_closing = False
 
     def fail(self, error: BaseException) -> None:
         """After an error nothing goes on: threads end, files go. Raises what failed first, where that is the cause."""

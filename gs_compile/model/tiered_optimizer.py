@@ -88,7 +88,7 @@ class TieredOptimizer(Optimizer):
         in_memory.refuse_narrow(self.param_groups)
         if finished is not None and self.engine.durable is not None and not is_late:
             self.kept.end_step()  # ahead of all that changes: objects of the user's may raise
-        with self.engine.tiers.whole():
+        with self.engine.tiers.closing():
             if finished is not None:
                 self.engine.finish(record)
             in_memory.update(self, in_memory.with_gradients(self.param_groups), record)

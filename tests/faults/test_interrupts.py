@@ -13,7 +13,7 @@ from tiered import adamw, loss_of, options, outcome, shared, step, tokens
 
 import gs_compile
 from gs_compile.errors import LaneError, StepOrderError, StorageFullError
-from gs_compile.model import engine, idle, residency
+from gs_compile.model import engine, idle, in_memory, residency
 from gs_compile.model.engine import Engine
 from gs_compile.model.residency import Residency, is_offloaded
 from gs_compile.runtime.issue import TieredExecutor
@@ -204,6 +204,26 @@ def test_a_handler_that_saves_while_late_updates_run_is_told_so(harness, monkeyp
                 patched.setattr(TieredExecutor, "_compute", signalled)
                 with pytest.raises(StepOrderError, match="let the handler note the signal"):
                     loss_of(harness.model, tokens(1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_saves_while_a_step_is_closed_is_told_so(harness, monkeypatch, tmp_path):
+    """Fault: values were those behind the step, and the number of steps that ahead of it, in a commit as well."""
+    real, saved = in_memory.update, []
+
+    def signalled(*given):
+        signal.raise_signal(signal.SIGUSR1)
+        real(*given)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: saved.append(optimizer.state_dict()))
+    try:
+        with harness.fresh(adamw, options(tmp_path)) as optimizer:
+            loss_of(harness.model, tokens(0)).backward()
+            monkeypatch.setattr(in_memory, "update", signalled)
+            with pytest.raises(StepOrderError, match="let the handler note the signal"):
+                optimizer.step()
+            assert not saved
     finally:
         signal.signal(signal.SIGUSR1, before)
 
