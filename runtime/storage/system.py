@@ -26,6 +26,7 @@ REMEDIES: Mapping[int, str] = {  # of what a run finds on a drive, or of this pr
     errno.EMFILE: "a run has a file for each part and each checkpoint: raise the limit (ulimit -Hn), give a larger "
     "micro_batch_size, or keep more in memory (host_memory=)",
 }
+OF_ANY_PATH = (*FULL, errno.EIO, errno.EMFILE)
 SPARE_FILES = 64  # that are left to all else in the process: libraries, loaders, commits
 MOST_FILES = 1 << 17  # with a limit of a thousand million some programs take seconds to close what they do not have
 
@@ -50,9 +51,13 @@ def check_files(number: int, folder: Path) -> None:
 
 
 def failed(what: str, error: OSError, path: Path, remedy: str = "") -> StorageError:
-    """What an error of the system is raised as: what failed, with all that is said of it, why, and what to do."""
+    """What an error of the system is raised as: what failed, with all that is said of it, why, and what to do.
+
+    remedy: for a path that was given; it is passed over where any other path would fail in the same way.
+    """
     number = error.errno or errno.EIO
-    remedy = remedy or REMEDIES.get(number, "")
+    if not remedy or number in OF_ANY_PATH:
+        remedy = REMEDIES.get(number, "")
     kind = StorageFullError if number in FULL else StorageError
     return kind(number, f"{what}: {error.strerror}{remedy and '; '}{remedy}", str(path))
 

@@ -188,6 +188,17 @@ def test_a_full_disk_is_found_before_the_first_step(tmp_path, monkeypatch):
         opened.allocate("w1", 8 * MIB)
 
 
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE])
+def test_a_folder_that_cannot_be_locked_has_the_remedy_of_its_drive(tmp_path, monkeypatch, error):
+    """Fault: of a full disk it was that the path had to be a directory, as it was."""
+    fail(monkeypatch, "open_file", error)
+    with pytest.raises(StorageError) as caught:
+        Store([tmp_path])
+    assert str(caught.value).count(system.REMEDIES[error]) == 1
+    assert "has to be a directory" not in str(caught.value)
+    assert isinstance(caught.value, StorageFullError) == (error in system.FULL)
+
+
 def test_an_extent_larger_than_the_disk_leaves_nothing(tmp_path):
     with Store([tmp_path]) as opened:
         with pytest.raises(StorageError):
