@@ -33,6 +33,8 @@ from gs_compile.planner.variants import with_variant
 
 log = logging.getLogger(__name__)
 
+MOST_NAMED = 8  # units, in a note
+
 
 def decide(problem: Problem) -> StepPlan:
     """The plan of a step of the problem's micro-batches; updates are in pieces where whole ones do not fit.
@@ -70,7 +72,20 @@ def _decided(problem: Problem) -> StepPlan:
     """The plan with one kind of masters."""
     found = settled.undecided(problem)
     plan = _solved(found) if isinstance(found, Problem) else found
-    return with_layer_tokens(with_variant(plan) if problem.request.spec.variants else plan)
+    plan = with_layer_tokens(with_variant(plan) if problem.request.spec.variants else plan)
+    return replace(plan, notes=(*plan.notes, *_of_timing(plan))) if plan.is_solved else plan
+
+
+def _of_timing(plan: StepPlan) -> Iterator[str]:
+    """The units whose code was not timed, of a run, where code is; or beside others whose code was."""
+    costs = plan.workload.costs
+    unknown = [str(unit) for unit, cost in costs.items() if cost.seconds is None]
+    if unknown and (plan.problem.will_run or len(unknown) < len(costs)):
+        first = ", ".join(unknown[:MOST_NAMED]) + (", ..." if len(unknown) > MOST_NAMED else "")
+        yield (
+            f"The code of {len(unknown)} of {len(costs)} units ({first}) was not timed, as what it computes depends on "
+            "a batch's values: its seconds are estimated from its operations."
+        )
 
 
 def _solved(problem: Problem) -> StepPlan:

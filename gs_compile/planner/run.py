@@ -46,6 +46,7 @@ from gs_compile.runtime.threads import update_threads
 
 log = logging.getLogger(__name__)
 
+MANY = 5000  # micro-batches of layers: a plan lowers and simulates steps of all of them, 2000 in 10 s and more
 MOST_ROUNDS = 4  # of planning with less: what several calls share is known once it is planned
 
 
@@ -251,6 +252,10 @@ class RunPlanner:
     def _decide(self, budgets: CallBudgets) -> StepPlan:
         """The plan of what is asked for, as of `Request.or_storing_gradients`."""
         problem = self.problem(budgets, self.model.masters)
+        layout = problem.builder.layout
+        if layout.num_micro_batches * layout.num_layers > MANY:
+            sizes = layout.num_micro_batches, layout.num_layers
+            log.warning("a step of %d micro-batches in %d layers takes minutes to plan: raise micro_batch_size", *sizes)
         plan = self.request.or_storing_gradients(lambda request: decide(problem.asked(request)))
         if plan.problem.request.accumulate and not self.request.accumulate:
             log.warning("%s", STORES_GRADIENTS)

@@ -7,6 +7,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from planned import gpt
 
@@ -39,6 +40,16 @@ def planner_of_two_layers() -> RunPlanner:
     options = Options.of({"host_memory": 10**9})
     given = {"sizes": {"split": ()}, "layouts": [layout], "tied": frozenset(), "clip": False}
     return RunPlanner(ModelAtHand(options=options, where=Where(torch.device("cpu")), **given))
+
+
+@pytest.mark.parametrize("number", [2500, 2501])
+def test_a_plan_that_takes_minutes_says_so_first(number, monkeypatch, caplog):
+    """Fault: a first call with thousands of micro-batches seemed to hang."""
+    planner = planner_of_two_layers()
+    planner.batch = {name: each * number for name, each in planner.batch.items()}
+    monkeypatch.setattr(run, "decide", lambda problem: SimpleNamespace(problem=problem))
+    planner._decide(CallBudgets(10**9, None))
+    assert ("2501 micro-batches in 2 layers takes minutes" in caplog.text) == (number == 2501)
 
 
 def test_nothing_else_holds_the_planner_of_a_run():

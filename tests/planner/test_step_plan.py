@@ -8,14 +8,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planned import A100, gpt, lowered, placed, ratios, toys
+from planned import A100, gpt, lowered, placed, problem, ratios, toys
 
 from gs_compile.placement import boundaries
+from gs_compile.planner.decide import decide
 from gs_compile.planner.plan import plan
 from gs_compile.planner.problem import Problem
+from gs_compile.planner.request import Request
 from gs_compile.planner.simulate.prices import op_prices
 from gs_compile.planner.simulate.simulator import predict
 from gs_compile.planner.step_plan import nbytes_by_home
+from gs_compile.planner.summary import paragraph
 
 WORKLOAD = gpt(4, 512, sequence=256, vocabulary=5000)
 SLOW = replace(A100, ssd_write_bytes_per_second=3e8, ssd_write_mixed_bytes_per_second=2e8)
@@ -71,6 +74,21 @@ def test_commits_are_priced_and_explained(durability, often, alpha):
     assert durable.seconds >= usual.seconds
     alike = usual.problem.updated_in(durable.placement.decision.layer_updates).solved(usual.num_micro_batches)
     assert durable.bound_seconds == pytest.approx(alike.seconds * (1 + _slower(durable.notes[0])), rel=1e-3)
+
+
+@pytest.mark.parametrize("will_run", [True, False])
+def test_a_plan_says_whose_code_was_not_timed(will_run):
+    """Fault: it stood in the log of a run alone, where nobody looks who reads the plan."""
+    known = replace(WORKLOAD.costs["e"], seconds=(1e-3, 1e-3))
+    part = replace(WORKLOAD, costs={u: c if u in (1, "h") else known for u, c in WORKLOAD.costs.items()})
+    in_memory = Request(host_memory="160MiB", alpha=0.0)
+    for workload, words in ((part, "2 of 6 units (1, h)"), (WORKLOAD, "6 of 6" if will_run else "")):
+        found = decide(problem(workload, A100, 2, request=in_memory, will_run=will_run))
+        said = [each for each in found.notes if "was not timed" in each]
+        assert found.is_solved
+        assert len(said) == bool(words)
+        assert words in "".join(said)
+        assert words in paragraph(found)
 
 
 def _slower(note):
