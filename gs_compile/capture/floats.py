@@ -30,7 +30,12 @@ _OF_NUMBERS = {operator.add, operator.sub, operator.mul, operator.truediv, opera
 
 
 def as_tensors(module: fx.GraphModule) -> None:
-    """Have operations of a captured graph read floats that are inputs as tensors; guard those that cannot be."""
+    """Have operations of a captured graph read floats that are inputs as tensors; guard those that cannot be, also what
+    a graph inside reads, as of a function's backward.
+    """
+    for inside in module.modules():
+        if inside is not module and isinstance(inside, fx.GraphModule):
+            _fix(inside)
     made_from: dict[fx.Node, set[fx.Node]] = {}  # of each number, the inputs
     for node in module.graph.nodes:
         read = node.all_input_nodes
@@ -48,6 +53,17 @@ def as_tensors(module: fx.GraphModule) -> None:
     for number in reversed(made_from):
         if not number.users:
             module.graph.erase_node(number)
+    module.recompile()
+
+
+def _fix(module: fx.GraphModule) -> None:
+    """Have a graph inside of another one read numbers in the place of floats that are inputs, which are guarded."""
+    for node in [each for each in module.graph.nodes if each.target == "item" and _is_open(each)]:
+        known: dict[fx.Node, Any] = {node: guard_scalar(node.meta["example_value"])}
+        known |= {each: each for user in node.users for each in user.all_input_nodes if each is not node}
+        for user in list(node.users):
+            user.args = fx.node.map_arg(user.args, known.__getitem__)
+        module.graph.erase_node(node)
     module.recompile()
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from traceback import walk_stack
 from typing import Any
@@ -71,6 +71,12 @@ def enter_settings() -> bool:
         return False
     _keep_whole(compiled_frame()["compiler_fn"])
     return bool(_Settings())
+
+
+def undo_if_it_fails(undo: Callable[[], None]) -> None:
+    """Have this called where Dynamo's compile of this frame ends with an error, as where the user interrupts it."""
+    if (current := _current()) is not None:
+        current.undone.append(undo)
 
 
 def compiled_frame(*names: str) -> Mapping[str, Any]:
@@ -261,7 +267,8 @@ class _Settings(ExitStack):
         self.sources: dict[str, int] = {}  # of batch inputs, and their dimensions of samples
         self.guessed: dict[str, int] = {}  # as the frame was called, those of one sample too
         self.numbers: list[str] = []  # patterns of the sources of whole numbers that are symbols
-        self._before = compiler_config.dynamic_sources
+        self.undone: list[Callable[[], None]] = []  # where the compile fails
+        self._before, self._handled = compiler_config.dynamic_sources, sys.exception()  # as the compile begins
         # Floats that have changed are inputs; with ``dynamic=True`` all would be.
         fixes_floats = not dynamo_config.assume_static_by_default
         self.enter_context(dynamo_config.patch(specialize_float=fixes_floats, capture_dynamic_output_shape_ops=True))
@@ -298,4 +305,6 @@ class _Settings(ExitStack):
 
     def end(self, _: object) -> None:
         callback_handler.remove_end_callback(self.end)
-        self.close()
+        with self:
+            for undo in self.undone if sys.exception() is not self._handled else ():
+                undo()

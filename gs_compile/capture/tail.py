@@ -60,7 +60,7 @@ class Tail:
             log.warning(
                 "an output of the model, such as its loss, needs all samples of the batch at once, so it is computed "
                 "behind the model: it reads %s of the model's results, which stay in memory until the backward, beside "
-                "the plan",
+                "the plan. On several ranks it is refused",
                 format_bytes(nbytes),
             )
         made = self.module(*(args[index] for index in self.arguments), *read)

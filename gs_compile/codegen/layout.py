@@ -267,10 +267,11 @@ def bind(split: Split, args: Sequence[Any], spans: Mapping[int, Slice], units: S
             if not isinstance(arg, torch.nn.Parameter):
                 others[graph.unit][index] = arg
             elif span is None or span.unit not in (graph.unit, TIED):
+                there = "" if span is None else f" (it did in unit {span.unit}: weights are tied before it)"
                 raise OptimizerError(
                     f"this call reads a parameter of shape {tuple(arg.shape)} in unit {graph.unit} that the first call "
-                    "did not: call the model the same way in every step. To train others from now on, as another "
-                    "adapter, save the model and begin a run with a model of its own"
+                    f"did not{there}: call the model the same way in every step, with the same hooks. To train others "
+                    "from now on, as another adapter, save the model and begin a run with a model of its own"
                 )
             else:
                 with without_overrides():

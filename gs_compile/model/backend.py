@@ -24,6 +24,7 @@ from gs_compile.capture.dynamo import (
     forget_code,
     guard_model,
 )
+from gs_compile.capture.frame_settings import undo_if_it_fails
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.graph_breaks import refuse, refuse_block
 from gs_compile.capture.hooks import is_in_hook
@@ -67,6 +68,11 @@ from gs_compile.runtime.units import CompiledUnits, WholeBatch
 log = logging.getLogger(__name__)
 
 OF_A_CALL = ("micro_batch_size", "outputs", "deterministic", "mode")  # options that the first call does not settle
+
+OF_ONE_RANK = (
+    "One rank alone computes this behind the model, of all samples of its batch at once; several ranks do not: return "
+    "what it is made of, and compute it outside of the model"
+)
 
 watch()
 
@@ -120,7 +126,7 @@ class _Run:
         try:
             with (
                 turn(args),
-                failing_together(ranks := meet(args, self.options, self.compilation)),
+                failing_together(ranks := self._met(args)),
                 deterministic(self.options.deterministic),
             ):
                 results = self._run_together(args, ranks)
@@ -130,6 +136,13 @@ class _Run:
             raise
         self.is_new = False
         return results
+
+    def _met(self, args: Sequence[Any]) -> Ranks | None:
+        try:
+            return meet(args, self.options, self.compilation)
+        except BaseException:  # also where the user interrupts it: the others may not come
+            roll_back(args)
+            raise
 
     def _run_together(self, args: Sequence[Any], ranks: Ranks | None) -> list[Any]:
         if self.is_as_written:
@@ -161,11 +174,13 @@ class _Run:
         found = None
         try:
             return self.begin(args, ranks)  # type: ignore[no-any-return]
-        except SeparationError:
-            if self.tail is None and self.compilation is not None and ranks is None:
+        except SeparationError as error:
+            if self.tail is None and self.compilation is not None:
                 found = self.compilation.without_tail(sizes_of(self.compilation, args))
             if found is None:
                 raise
+            if ranks is not None:
+                raise SeparationError(f"{error.message}. {OF_ONE_RANK}") from error
         self.compilation, self.tail = found
         self.begin = partial(_begin, self.compilation)
         return self._begun(args, ranks)
@@ -304,8 +319,8 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     """Stash parameters that go to the tiers while they are captured: what Dynamo guards are placeholders.
 
     So the model is captured once, not once more when its parameters have left. What an evaluation reads beside those of
-    a run, as another adapter, stays in memory. Returns whether any has another dtype there, with which it is to be
-    captured.
+    a run, as another adapter, stays in memory. Where the capture fails or is interrupted, all are as they were. Returns
+    whether any has another dtype there, with which it is to be captured.
     """
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
@@ -317,14 +332,14 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
         return False
     for parameter in parameters:
         check_kind(parameter)
-    changed = False
-    for parameter in parameters:
-        before, dtype = parameter.dtype, kept_dtype(parameter, options)
-        if not is_offloaded(parameter) or before != dtype:
-            stash(parameter, dtype)
-            changed |= before != dtype
+    dtypes = {parameter: kept_dtype(parameter, options) for parameter in parameters}
+    changed = [parameter for parameter, dtype in dtypes.items() if parameter.dtype != dtype]
+    leaving = [parameter for parameter in parameters if not is_offloaded(parameter)]
+    undo_if_it_fails(partial(roll_back, [*leaving, *changed]))
+    for parameter in dict.fromkeys([*leaving, *changed]):
+        stash(parameter, dtypes[parameter])
     guard_model(parameters)
-    return changed
+    return bool(changed)
 
 
 def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
@@ -406,7 +421,8 @@ def _refuse_other_layers(engine: Engine, model: SpecializedModel, *, training: b
         raise OptimizerError(
             f"{words}, and only these are planned: run all of them in each step, and multiply the output of a layer to "
             "leave out by 0; call a teacher on the tiers, which another model's hook calls, before it; or use a "
-            "torch.optim optimizer, which leaves parameters in memory. Nothing was updated"
+            "torch.optim optimizer, which leaves parameters in memory. A hook that makes a layer another one has to be "
+            "there from the first call on, or in calls under torch.no_grad() alone. Nothing was updated"
         )
     raise CaptureError(words)
 

@@ -29,7 +29,7 @@ from gs_compile.capture.internals import (
 )
 from gs_compile.errors import ReleasedParameterError, UncapturedWarning
 from gs_compile.model.files import own_rows
-from gs_compile.model.stand_in import StandIn, Used, applied, plain
+from gs_compile.model.stand_in import StandIn, Used, applied, plain, warn_of_two
 
 # Names of torch's functions that do not need a tensor's values: they ask for what it is, such as its shape, or make
 # another tensor like it. Names that begin with one of `_ASKS`, or with "new_", are among them.
@@ -167,7 +167,11 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
             return
         if isinstance(values, Conversion) and values.parameter is self:
             self._greedysnake.convert(self, values.dtype, values.device)
-        elif (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device):
+            return
+        owner = values.parameter if isinstance(values, View) else values
+        if isinstance(owner, OffloadedParameter) and owner is not self:
+            warn_of_two(self.shape)
+        if (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device):
             self._greedysnake.replace(self, _read(values))
         elif values.shape == self.shape and values.device == self.device:  # such as of parameter.data.to(dtype)
             self._greedysnake.take(self, _read(values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.internals import changes, tree_map_only
+from gs_compile.errors import SharedMemoryWarning
 
 
 class StandIn(Tensor):
@@ -73,3 +75,15 @@ def shares_memory(first: Tensor, second: Tensor) -> bool:
 def plain(tensor: Tensor) -> Tensor:
     """An ordinary tensor of the same memory."""
     return cast(Tensor, nn.Parameter.__torch_function__(Tensor.as_subclass, (), (tensor, Tensor), {}))
+
+
+def warn_of_two(shape: Sequence[int]) -> None:
+    """Say that two parameters on the tiers share no memory, as they would by ``parameter.data = other.data``."""
+    warnings.warn(
+        f"a parameter of shape {tuple(shape)} on the tiers is given the memory of another one (parameter.data = "
+        "other.data), but each has its own there: it gets the values of now, and what changes one from now on does not "
+        "change the other. To tie both, assign the Parameter (head.weight = words.weight) before the model's first "
+        "call; to copy values, use copy_()",
+        SharedMemoryWarning,
+        stacklevel=5,
+    )

@@ -5,10 +5,11 @@ from collections import defaultdict
 
 import pytest
 import torch
+import zoo
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch.nn import functional
-from zoo import GPT, VOCAB, WIDTH, batch, compile_model, train
+from zoo import GPT, VOCAB, WIDTH, assert_same_gradients, batch, compile_model, train
 
 import gs_compile
 from gs_compile.capture.frame_settings import set_from_the_start
@@ -75,6 +76,44 @@ class Dropped(nn.Module):
         for block in self.blocks:
             x = block(x)
         return functional.cross_entropy(self.head(functional.dropout(x, p)).flatten(0, 1), ids.flatten())
+
+
+class Reversed(torch.autograd.Function):
+    """Reverses a gradient, as adversarial training of domains does."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient, None
+
+
+class Adversarial(Dropped):
+    def forward(self, ids, factor):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = Reversed.apply(x, factor)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo itself makes one
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_number_that_a_backward_reads_is_guarded(kind):
+    """Fault: a second one was refused as a size that depends on values. As a tensor it is captured once."""
+    torch._dynamo.reset()
+    model = Adversarial()
+    plain = copy.deepcopy(model)
+    compile_model(model, 2)
+    for factor in (0.1, 0.2, 0.4):
+        for each in (model, plain):
+            each.zero_grad()
+            each(batch()[0], kind(factor)).backward()
+        assert_same_gradients(zoo.gradients(model), zoo.gradients(plain))
+    assert len(compilations_of[model.head.weight]) == (3 if kind is float else 1)
 
 
 class Tally:

@@ -98,6 +98,29 @@ def test_a_hook_on_the_backward_of_a_module_is_refused_by_name():
     loss_of(model, *batch()).backward()
 
 
+@pytest.mark.filterwarnings("ignore:the model.s blocks are of:gs_compile.errors.UniformityWarning")
+@pytest.mark.filterwarnings("ignore:this evaluation runs as plain:gs_compile.errors.UncapturedWarning")
+def test_hooks_by_which_layers_are_others_say_how_they_may_run(tmp_path):
+    """As of experiments that patch what one layer gives into another. Fault: that was said of layers left out alone."""
+    torch._dynamo.reset()
+    model, seen = GPT(num_layers=4), {}
+    optimizer = adamw([{"params": list(model.parameters())}])
+    model.compile(backend="greedysnake", options=options(tmp_path, outputs="all"))
+    loss_of(model, *batch()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    hooks = [model.blocks[0].register_forward_hook(lambda *given: seen.update(found=given[-1]))]
+    hooks.append(model.blocks[3].register_forward_hook(lambda *given: given[-1] + seen["found"]))
+    with pytest.raises(OptimizerError, match=r"A hook that makes a layer another one .* under torch.no_grad\(\)"):
+        loss_of(model, *batch())
+    with torch.no_grad():
+        patched = loss_of(model, *batch())
+        for hook in hooks:
+            hook.remove()
+        assert not torch.equal(loss_of(model, *batch()), patched)
+    optimizer.engine.tiers.close()
+
+
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     """A model on storage, of as many layers as no other here, after a step."""

@@ -123,6 +123,7 @@ def test_it_trains_on_the_tiers(tmp_path, caplog):
     optimizer.engine.tiers.close()
     (told,) = (each for each in caplog.messages if "computed behind the model" in each)
     assert f"it reads {8 * (SAMPLES * WIDTH + 2)} B of" in told  # a row for each sample, and two parameters
+    assert told.endswith("On several ranks it is refused")
 
 
 def test_clip_of_transformers():

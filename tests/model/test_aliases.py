@@ -77,6 +77,21 @@ def test_arrays_are_told_of_and_keep_their_memory(tmp_path):
         model.lm_head.weight.detach().numpy()[:] = 0
 
 
+@pytest.mark.parametrize("how", ["data", "set_"])
+def test_a_parameter_that_is_given_the_memory_of_another_one_is_told_of(how, tmp_path):
+    """Fault: plain PyTorch ties both, and here each went on alone, without a word."""
+    model, optimizer = made(tmp_path, gpt2(tied=False))
+    step(model, optimizer, tokens(0))
+    words, head = model.transformer.wte.weight, model.lm_head.weight
+    with pytest.warns(SharedMemoryWarning, match="given the memory of another one"), torch.no_grad():
+        setattr(head, "data", words.data) if how == "data" else head.set_(words)
+    assert torch.equal(head, words)
+    own = head.data
+    head.data = own  # as a script that swaps values has it
+    step(model, optimizer, tokens(1))
+    assert not torch.equal(head, words)
+
+
 @pytest.mark.parametrize("other", ["parameter", "buffer"])
 def test_one_memory_for_two_tensors_of_a_model_is_refused(other, tmp_path):
     model = gpt2(tied=False)

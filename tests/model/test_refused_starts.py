@@ -25,6 +25,7 @@ from gs_compile.errors import (
     UncapturedWarning,
     UniformityError,
 )
+from gs_compile.model import backend
 from gs_compile.model.backend import check, greedysnake
 from gs_compile.options import Options
 
@@ -130,6 +131,26 @@ def test_starts_that_are_refused_leave_nothing(tmp_path):
             model.compile(backend="greedysnake", options=options(tmp_path, **wrong))
             with pytest.raises(GreedySnakeError, match=next(iter(wrong))) if wrong else nullcontext():
                 step(model, optimizer, tokens(0))
+    assert optimizer.num_steps == 1
+    optimizer.engine.tiers.close()
+
+
+@pytest.mark.parametrize("at", ["guard_model", "Compilation", "meet"])
+def test_an_interrupt_within_the_first_capture_leaves_parameters_as_they_were(at, monkeypatch, tmp_path):
+    """Fault: they had left the model, and had another dtype, so a script that went on without it had neither."""
+    torch._dynamo.reset()
+    model = gpt2()
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    optimizer = adamw(two_groups(model))
+    model.compile(backend="greedysnake", options=options(tmp_path, precision="bf16"))
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, at, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            step(model, optimizer, tokens(0))
+    for name, each in model.named_parameters():
+        assert type(each) is nn.Parameter
+        assert torch.equal(each.data, before[name])  # which has the dtype, too
+    step(model, optimizer, tokens(0))
     assert optimizer.num_steps == 1
     optimizer.engine.tiers.close()
 
