@@ -2,7 +2,7 @@
 
     none            every backward runs its layer's forward again
     by program      the linear program has shares of what is saved, too
-    at the turn     the topmost layers save what memory has room for until gradients and states come
+    at the turn     the topmost layers save what memory has room for until gradients and states come, or a part of that
 
 The fastest in simulation is taken. What layers can save is looked at where a step may gain by it: by the linear
 program, if nothing were computed again; or because it computes nearly all the time, as the linear program does not
@@ -20,7 +20,7 @@ from gs_compile.errors import MemoryBudgetError
 from gs_compile.placement.levels import Share, Shares
 from gs_compile.placement.placement import Decision, Placement
 from gs_compile.placement.workload import Workload
-from gs_compile.planner.choose import choose
+from gs_compile.planner.choose import choose, is_small_step
 from gs_compile.planner.ladders import CLEARLY_FASTER, fastest
 from gs_compile.planner.lp.counting import CLASSES
 from gs_compile.planner.problem import Problem
@@ -31,6 +31,7 @@ from gs_compile.planner.summary import ON
 from gs_compile.program.ir import TIERS, Tier
 
 STEPS = 16  # of the part of items that save activations where nothing is planned
+PARTS = (1, 3 / 4, 1 / 2, 1 / 4)  # of all items, at most: fewer leave computation that drives hide behind
 MOST_COMPUTED = 0.9  # of a step: what is computed again is what it takes, whatever the linear program finds of drives
 
 
@@ -79,7 +80,8 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
     decisions, levels = dict.fromkeys((chosen, emptied)), problem.workload.worthwhile
     tops = [(decision, ladder) for decision in decisions for ladder in topmost(levels, here)]
     ladders = ([placed(decision, shares) for shares in ladder] for decision, ladder in tops)
-    simulation = fastest(steps, plan.simulation, ladders)
+    parts = PARTS if is_small_step(problem) else PARTS[:1]
+    simulation = fastest(steps, plan.simulation, (each[: int(part * STEPS)] for each in ladders for part in parts))
     return replace(plan, problem=problem, placement=simulation.placement, simulated=simulation)
 
 
