@@ -46,7 +46,9 @@ def leave_out_alone(module: fx.GraphModule) -> None:
 
 
 def _is_alone(node: fx.Node) -> bool:
-    """Whether a collective of one tensor has a group of one rank; of what waits for a result, whether it has none."""
+    """Whether a collective has a group of one rank. A wait has no group: whether the collective that it waits for was
+    left out before.
+    """
     source, *others = node.args
     names = [each for each in (*others, *node.kwargs.values()) if isinstance(each, str)]
     if isinstance(source, fx.Node) and names:

@@ -159,7 +159,7 @@ def probe(
     """
     from gs_compile.cli.plan import busy, profile_table
     from gs_compile.options import Options
-    from gs_compile.planner.measure.machines import profile
+    from gs_compile.planner.measure.machines import forget_code, profile
     from gs_compile.runtime.ranks import ranks_of
 
     ranks = ranks_of(Options())
@@ -169,6 +169,7 @@ def probe(
         return
     if output is not None:
         found.save(output)
+        forget_code(output)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else profile_table(found))
 
 

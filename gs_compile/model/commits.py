@@ -143,9 +143,10 @@ class Durable:
         before its first step.
         """
         optimizer = self._optimizer()
-        is_alone = self._tiers.setting.ranks is None and not (optimizer is not None and optimizer.kept.has_lost)
-        self._num_steps, self._is_open = num_steps, self._is_open or always or is_alone
-        is_due = is_alone and num_steps > self._num_committed and num_steps % self.every == 0
+        has_lost = optimizer is not None and optimizer.kept.has_lost
+        is_unasked = self._tiers.setting.ranks is None and not has_lost
+        self._num_steps, self._is_open = num_steps, self._is_open or always or is_unasked
+        is_due = is_unasked and num_steps > self._num_committed and num_steps % self.every == 0
         first = -1 if self.goes_on else 0
         is_asked = always and num_steps > max(first, self._num_committed - self._is_open)
         return self._keeps(is_due=is_due or is_asked)

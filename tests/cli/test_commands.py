@@ -284,8 +284,10 @@ def test_the_probe(monkeypatch, tmp_path):
 
     monkeypatch.setattr(machines, "profile", found)
     assert "matmul_flops fp32" in printed("probe", "--storage", tmp_path, "--storage", "/b")
-    saved = tmp_path / "mine.json"
+    saved, times = tmp_path / "mine.json", tmp_path / "mine.json.code"
+    times.write_text("of code on the machine that it was")
     shown = json.loads(printed("probe", "--refresh", "--json", "--output", saved))
+    assert not times.exists()
     assert shown == Profile.load(saved).as_dict()
     assert asked == [(None, [tmp_path, Path("/b")], False, None), (None, None, True, None)]
 

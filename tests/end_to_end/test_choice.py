@@ -244,7 +244,7 @@ def test_code_is_timed_once_for_a_machine_in_a_file(harness, storage, budget, tm
             step(harness.model, optimizer, tokens(0))
         times.append(len(asked))
     assert 0 < times[0] == times[1] < times[2]
-    assert {path.name for path in tmp_path.iterdir()} == {"machine.json", "machine.code"}
+    assert {path.name for path in tmp_path.iterdir()} == {"machine.json", "machine.json.code"}
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 from test_profile import LAPTOP
 
 from gs_compile.errors import ProfileError
 from gs_compile.planner.measure import machines as profiles
-from gs_compile.planner.measure.machines import profile
+from gs_compile.planner.measure.machines import code_file, profile
 from gs_compile.planner.measure.profile import Profile
 from gs_compile.planner.measure.shipped import ENVIRONMENT, SHIPPED, known, named
 
@@ -96,6 +97,20 @@ def test_a_file_here_comes_before_a_name(tmp_path, probe, monkeypatch):
     assert profile("a100.json") == MEASURED
     (tmp_path / "a100").mkdir()
     assert profile("a100") != MEASURED
+
+
+def test_times_of_code_are_beside_the_figures_and_go_with_them(tmp_path, probe):
+    """A file of figures is never that of its own times, whatever it is called."""
+    here = [tmp_path], 1, torch.device("cpu")
+    (own := tmp_path / "mine.code").write_text(MEASURED.text)
+    assert code_file(own, *here) == tmp_path / "mine.code.code"
+    assert [code_file(each, *here) for each in ("a100", MEASURED)] == [None, None]
+    profile(None, tmp_path)
+    (times := code_file(None, *here)).write_text("{}")
+    profile(None, tmp_path)
+    assert times.exists()
+    profile(None, tmp_path, refresh=True)
+    assert not times.exists()
 
 
 def test_an_unknown_name_says_what_is_known_and_close():

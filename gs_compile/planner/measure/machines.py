@@ -108,7 +108,17 @@ def code_file(
     """
     given = named(machine)
     figures = remembered(storage, total, device) if given is None else file_of(given)
-    return figures.with_suffix(CODE) if figures else None
+    return _beside(figures) if figures else None
+
+
+def forget_code(figures: Path) -> None:
+    """Remove the seconds of code beside a file of figures, which are others now. Raises OSError where that fails."""
+    _beside(figures).unlink(missing_ok=True)
+
+
+def _beside(figures: Path) -> Path:
+    """Never the file itself, whatever its name."""
+    return figures.with_name(figures.name + CODE)
 
 
 # This machine ---------------------------------------------------------------------------------------------------------
@@ -199,7 +209,7 @@ def _this_machine(storage: tuple[Path, ...], where: Where, refresh: bool, ranks:
 def _keep(measured: Profile, path: Path) -> None:
     try:
         write_whole(path, measured.text)
-        path.with_suffix(CODE).unlink(missing_ok=True)
+        forget_code(path)
     except OSError as error:
         log.warning("the measurements of this machine could not be stored: %s", error)
 
