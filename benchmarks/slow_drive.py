@@ -34,11 +34,17 @@ def rates_of(arguments: argparse.Namespace) -> tuple[float, float] | None:
     return (given[0], given[-1]) if given else None
 
 
-def bounded(rates: Mapping[str, float], limits: tuple[float, float] | None) -> dict[str, float]:
-    """Measured rates of a slowed drive, by the profile's names, none above its limit: the kernel lets bursts by."""
-    most = dict(zip(("ssd_read", "ssd_write"), limits or (), strict=False))
-    limit_of = {name: limit for name in rates for lane, limit in most.items() if name.startswith(lane)}
-    return {name: min(rate, limit_of.get(name, rate)) for name, rate in rates.items()}
+def bounded(figures: Mapping[str, float], limits: tuple[float, float] | None) -> dict[str, float]:
+    """Measured figures of a slowed drive, by the profile's names: no rate is above its limit, as the kernel lets bursts
+    by, and transfers beside computation are as fast as they were measured, now in parts of the rate that is left.
+    """
+    found = dict(figures)
+    for way, limit in zip(("read", "write"), limits or (), strict=False):
+        found |= {name: min(rate, limit) for name, rate in figures.items() if name.startswith(f"ssd_{way}")}
+        alone, beside = f"ssd_{way}_bytes_per_second", f"{way}_compute_speed"
+        if beside in figures:
+            found[beside] = min(1.0, figures[beside] * figures[alone] / found[alone])
+    return found
 
 
 @contextlib.contextmanager

@@ -250,6 +250,11 @@ def test_a_slowed_drive_is_no_faster_than_its_limit():
         "ssd_read_bytes_per_second": 2.2e8,
         "ssd_read_mixed_bytes_per_second": 1.9e8,
         "ssd_write_bytes_per_second": 9e7,
+        "read_compute_speed": 0.5,
+        "write_compute_speed": 0.5,
     }
-    assert bounded(rates, (2e8, 1e8)) == {**rates, "ssd_read_bytes_per_second": 2e8}
+    left = {"ssd_read_bytes_per_second": 2e8, "read_compute_speed": pytest.approx(0.55)}  # 110 MB/s beside products
+    assert bounded(rates, (2e8, 1e8)) == {**rates, **left}
+    burst = {**rates, "ssd_read_bytes_per_second": 8e8}
+    assert bounded(burst, (2e8, 1e8))["read_compute_speed"] == 1.0
     assert bounded(rates, None) == rates

@@ -25,7 +25,11 @@ from gs_compile.planner.measure.machines import probe, profile
 from gs_compile.planner.measure.profile import Profile
 
 MOST_STEPS = 8  # of a round
-DRIVE_RATES = [f"ssd_{way}{beside}_bytes_per_second" for way in ("read", "write") for beside in ("", "_mixed")]
+DRIVE_FIGURES = [
+    name
+    for way in ("read", "write")
+    for name in (f"ssd_{way}_bytes_per_second", f"ssd_{way}_mixed_bytes_per_second", f"{way}_compute_speed")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,7 @@ def settings_of(arguments: argparse.Namespace) -> Iterator[tuple[Settings, Profi
             except OSError as error:
                 raise SystemExit(str(error)) from error
         found = profile(arguments.machine) if arguments.machine else probe((storage,))
-        found = replace(found, **bounded({name: getattr(found, name) for name in DRIVE_RATES}, rates))
+        found = replace(found, **bounded({name: getattr(found, name) for name in DRIVE_FIGURES}, rates))
         found.save(path)
         settings = Settings(
             rounds=arguments.rounds,
