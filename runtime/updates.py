@@ -100,9 +100,8 @@ class Update:
     def _runs(self) -> Iterator[Run]:
         """The runs of the unit, cut at parameters that no gradient has come to in this step, or in others before it."""
         idle, missed = self._record.idle, self._record.missed
-        spans = sorted(
-            (each for each in idle.union(missed) if each.unit == self._unit.unit), key=lambda each: each.offset
-        )
+        own = (each for each in idle.union(missed) if each.unit == self._unit.unit)
+        spans = sorted(own, key=lambda each: (each.offset, each.padded))  # one without elements is ahead of the next
         for planned in self._rules.runs[self._unit.unit]:
             run = planned._replace(is_idle=planned.is_idle and not self._is_woken(planned))
             at = run.start

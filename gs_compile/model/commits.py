@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from gs_compile.capture.graph import Captured
-from gs_compile.capture.internals import changes
 from gs_compile.errors import ResumeError
+from gs_compile.model.given import state_of
 from gs_compile.model.in_memory import parameters_in_memory
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.optimizer_state import has_values
@@ -107,7 +107,7 @@ class Durable:
             return
         self._captures.append(captured)
         for name, each in {**read, **captured.buffers(persistent=True)}.items():
-            optimizer.kept.first_buffers.setdefault(name, (weakref.ref(each), changes(each)))
+            optimizer.kept.first_buffers.setdefault(name, (weakref.ref(each), state_of(each)))
 
     def find_buffers(self) -> None:
         """Have what the commit has of buffers in all commits that follow.
@@ -124,7 +124,7 @@ class Durable:
             if buffer is None or tuple(buffer.shape) != tuple(each.shape):
                 here = "the model has none" if buffer is None else f"here it is {tuple(buffer.shape)}"
                 raise ResumeError(f"the commit has a {each.name} of shape {tuple(each.shape)}, and {here}")
-            optimizer.kept.first_buffers[name] = (lambda: None, 0)
+            optimizer.kept.first_buffers[name] = (lambda: None, (0, 0))
 
     def marks(self, num_steps: int) -> dict[str, bool]:
         """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before.
@@ -218,8 +218,8 @@ class Durable:
         known = ((name, each, *firsts[name]) for name, each in self.buffers.items() if name in firsts)
         return {
             f"{BUFFER}{name}": each
-            for name, each, first, number in known
-            if first() is not each or number != changes(each)
+            for name, each, first, state in known
+            if first() is not each or state != state_of(each)
         }
 
 

@@ -105,9 +105,6 @@ class FirstStep:
         """The engine that runs the forward of a call [1]."""
         if engine.record is None or engine.accumulates or not (self.may_begin_again and engine.open.is_of_this_thread):
             return engine
-        if is_zeroed(call.args):
-            self.done.clear()
-            forget_gradients(engine.optimizer.group_of if engine.optimizer else ())
         return self.begin_again(engine, call, Loop(True, engine.num_calls))
 
     def engine_for_backward(self, engine: Engine, call: Call) -> Engine:
@@ -149,8 +146,6 @@ class FirstStep:
                     'the compiled model, or give options={"accumulate": True}, with which updates wait, and start the '
                     "run again" + watch().why(engine.optimizer.group_of if engine.optimizer else ())
                 )
-            if zeroed:
-                self.done.clear()
             return self.engine_for_gradient(self.begin_again(engine, calls[0]), zeroed=zeroed)
         if engine.record is None or zeroed:
             engine.begin_sums()
@@ -174,7 +169,7 @@ class FirstStep:
         news = "dropped gradients" if dropped else "new gradients" if is_norm_new else "new settings"
         engine.announce(news, f", {now.told_settings}")
         if placement.has_early and self.may_begin_again:
-            return self.begin_again(engine, self.done[0][0])
+            return self.begin_again(engine, self.done[0][0], ends=True)
         is_scale_kept = record.max_grad_norm == now.max_grad_norm and not is_norm_new
         rolls_back = placement.rolls_back(confirmed=record.confirmed) and (is_scale_kept or dropped)
         waits = not placement.has_early or rolls_back
@@ -208,12 +203,13 @@ class FirstStep:
             return False  # another engine would take up what the commit has, without these changes
         return may_plan_again(engine.ranks, engine.placement.layout.schedule)
 
-    def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None) -> Engine:
+    def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None, *, ends: bool = False) -> Engine:
         """Another engine in the place of one, with what the step has done so far.
 
         call: one of the step; that which reads most parameters is planned for. What was read besides, as by an
         evaluation ahead of them, is again where it was. loop: what it is for; None: updates wait, and all calls that
-        have had no backward have memory at a time. Raises `MemoryBudgetError` where there is no room for that,
+        have had no backward have memory at a time. ends: the step does, and is skipped where its gradients were
+        dropped; one that goes on has nothing of these. Raises `MemoryBudgetError` where there is no room for that,
         `StepOrderError` where other parameters are trained by now, and leaves the engine as it is.
         """
         calls = (call, *(other for other, _ in self.done))
@@ -222,9 +218,13 @@ class FirstStep:
         call = max(calls, key=lambda each: len(engine.spans_of(each.args)))
         optimizer = engine.optimizer
         assert optimizer is not None, "its first step is under way"
+        drops = not ends and is_zeroed(optimizer.group_of)
         loop = loop or Loop(True, max(engine.open.most_undone, engine.num_calls))
         prepared = plan_tiers(optimizer, call, engine.planning.planner.whole_nbytes, loop)
         optimizer.loop = loop
+        if drops:
+            self.done.clear()
+            forget_gradients(optimizer.group_of)
         waits = "updates wait for step(), as several backwards, settings or gradients come before it"
         words = [waits] if loop.accumulates else []
         words += [f"{loop.num_calls} calls are between forward and backward at a time"] if loop.num_calls > 1 else []
@@ -245,10 +245,10 @@ class FirstStep:
                 repeat(successor)
         return successor
 
-    def note(self, call: Call, repeat: Callable[[Engine], None]) -> None:
-        """A call has had its backward; repeat: runs both on another engine."""
+    def note(self, call: Call, repeat: Callable[[Engine], None], *, adds: bool) -> None:
+        """A call has had its backward; repeat: runs both on another engine; adds: to those before it, else dropped."""
         if self.may_begin_again:
-            self.done.append((call, repeat))
+            self.done = [*(self.done if adds else ()), (call, repeat)]
 
     def close(self) -> None:
         """`optimizer.step()` has closed it."""

@@ -33,7 +33,7 @@ class Kept:
     positions: the states of samplers and data loaders as the last step has ended. The call that commits it comes behind
         the next batch.
     refusals: what ends those of state dicts, and of parameters that are used, before the values of the commit come.
-    first_buffers: by name, those that commits keep once they are other tensors, or were changed more often.
+    first_buffers: by name, those that commits keep once they are other tensors, or have changed.
     """
 
     states: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Kept:
     has_random_state: bool = False
     positions: dict[str, Any] = field(default_factory=dict)
     refusals: list[Callable[[], None]] = field(default_factory=list)
-    first_buffers: dict[str, tuple[Callable[[], Tensor | None], int]] = field(default_factory=dict)
+    first_buffers: dict[str, tuple[Callable[[], Tensor | None], tuple[int, int]]] = field(default_factory=dict)
 
     def await_values(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         """State dicts, and what reads or writes these parameters, are refused from now on until `values_have_come`:

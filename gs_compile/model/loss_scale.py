@@ -64,12 +64,12 @@ class LossScaler:
         """Do nothing: gradients are not in p.grad."""
 
     def step(self, optimizer: TieredOptimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call ``optimizer.step()``; a skipped step calls that of its class, even if the method was replaced."""
+        """Call ``optimizer.step()``, if the step is not skipped: else no hook and no scheduler learns of it."""
         if optimizer.loss_scale != self.get_scale:
             raise OptimizerError("this LossScaler belongs to another optimizer: make it with LossScaler(optimizer)")
         optimizer.count_late()
         self._skipped = optimizer.will_skip
-        return type(optimizer).step(optimizer) if self._skipped else optimizer.step(*args, **kwargs)
+        return optimizer.close_step() if self._skipped else optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
         """Set the scale of the next step: lower after a skipped step, higher after many steps that were not skipped."""

@@ -326,10 +326,11 @@ class UnavailableGradient(Tensor):
         name = getattr(function, "__name__", "")
         if name in ("detach", "detach_") or sends(name, function, args):
             return args[0]
-        if name in ("zero_", "_foreach_zero_"):
-            for gradient in args[0] if name == "_foreach_zero_" else args[:1]:
-                gradient.is_zeroed = True
+        if name == "zero_":
+            args[0].is_zeroed = True
             return args[0]
+        if name == "_foreach_zero_":  # of parameters in memory too
+            return [gradient.zero_() for gradient in args[0]]
         looks = name == "__get__" and function.__self__.__name__ not in _VIEWS
         if looks or name in LOOKS or name.startswith(_ASKS):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from gs_compile.capture.internals import changes, wants_all, without_overrides
+from gs_compile.capture.internals import wants_all, without_overrides
 from gs_compile.codegen.compiled import Step
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError
 from gs_compile.model.call import Call
 from gs_compile.model.engine import Engine
+from gs_compile.model.given import state_of
 from gs_compile.model.gradients import is_zeroed, mark_gradient_unavailable, refuse_left, take_given
 from gs_compile.model.outputs import Gradients
 from gs_compile.model.residency import is_offloaded, residency_of
@@ -31,7 +32,7 @@ class TieredCall(Call):
     engine: Engine
     random: Mapping[str, str] | None  # the state that it has found, where steps are durable
     executor: TieredExecutor = field(init=False, repr=False)
-    changes: Sequence[int] = field(init=False, default=())  # of the arguments, when the forward ran
+    changes: Sequence[Any] = field(init=False, default=())  # as of `_changes`, when the forward of a first step ran
 
     def forward(self) -> list[torch.Tensor]:
         durable = self.engine.durable
@@ -69,14 +70,15 @@ class TieredCall(Call):
         return inputs
 
     def _run_forward(self) -> None:
-        self.changes = self._changes
+        if self.training and not self.engine.num_steps:  # later ones run once
+            self.changes = self._changes
         self.engine.forward(self.executor, self)
 
     @property
-    def _changes(self) -> list[int]:
-        """How often each argument was changed in place, or was given another value as a parameter."""
+    def _changes(self) -> list[Any]:
+        """Of each argument what is another one where it was changed in place, or given another value as a parameter."""
         tensors = (arg for arg in self.args if isinstance(arg, torch.Tensor))
-        return [residency_of(each).num_writes if is_offloaded(each) else changes(each) for each in tensors]
+        return [residency_of(each).num_writes if is_offloaded(each) else state_of(each) for each in tensors]
 
     @property
     def turn(self) -> AbstractContextManager[Any]:

@@ -174,15 +174,15 @@ def test_what_a_resumed_run_was_given_behind_an_evaluation_is_in_the_plan_of_its
 
 
 def test_buffers_that_a_script_changes_are_in_all_commits_that_follow(tmp_path):
-    """Those that no call reads, and that are other tensors since the last call, were in none; the others in none of a
-    process that evaluates first, and does not change them again.
+    """Those that no call reads, that are other tensors since the last call, or were changed by `.data`, were in none; the
+    others in none of a process that evaluates first, and does not change them again.
     """
     with goes_on(tmp_path, Shifted) as run:
         with torch.no_grad():
             run.call()
         run.model.shift += 1
         take_step(run)
-        run.model.seen[1] = 2
+        run.model.seen.data[1] = 2
         run.model.cache += 1
     rest = {each.name for each in read(tmp_path / FOLDER).rest}
     assert rest == {"buffer shift", "buffer seen"}

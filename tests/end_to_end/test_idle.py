@@ -253,6 +253,26 @@ def test_a_parameter_without_elements(tmp_path):
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
+class Empties(Block):
+    """A block whose first parameters have no elements, and the place of the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empties = nn.ParameterList(torch.empty(shape) for shape in ((0,), (0, 3), (2, 0)))
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_BTD + sum(each.sum() for each in self.empties))
+
+
+@pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
+def test_what_is_behind_a_parameter_without_elements_stays_too(tmp_path):
+    """Fault: it was updated by zeros in steps that had no gradient for it."""
+    for each, optimizer in (pair := list(both(Unfreezing(Empties, num_layers=3), storage=tmp_path))):
+        unfreeze(each, optimizer, (0, 2, 0))
+    (plain, _), (model, _) = pair
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+
+
 def both(model, settings=SETTINGS, **given):
     """Torch's optimizer with a copy of a model, then this package's with the model itself."""
     plain = copy.deepcopy(model)

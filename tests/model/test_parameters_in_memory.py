@@ -84,6 +84,18 @@ def test_a_head_outside_of_the_compiled_model_is_trained(clip, changes, tmp_path
         }  # fmt: skip
 
 
+def test_its_gradient_is_zeroed_with_those_of_the_others(tmp_path):
+    """Fault: where one call of torch's zeroed all of them, that of the head stayed."""
+    plain = made()
+    with tiered(tmp_path, partial(gs_compile.SGD, lr=0.1)) as (model, optimizer):
+        for each, update in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (model, optimizer)):
+            for number in range(3):
+                each.loss(number).backward()
+                update.step()
+                torch._foreach_zero_([parameter.grad for parameter in each.parameters() if parameter.grad is not None])
+        assert distance(values(model), values(plain)) < 1e-5
+
+
 def test_a_parameter_that_nobody_reads_has_no_state(tmp_path):
     """As with torch; on the meta device it would be moved or saved by those who take it for a value."""
     with tiered(tmp_path, partial(gs_compile.AdamW, lr=1e-2)) as (model, optimizer):
