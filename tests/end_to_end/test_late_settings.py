@@ -131,6 +131,48 @@ def test_a_step_whose_gradients_are_dropped_changes_nothing(place, harness, tmp_
         assert distance(dict(harness.model.state_dict()), dict(plain.state_dict())) < 2e-6
 
 
+def ahead_of_a_call_that_waits(model, optimizer):
+    one, other = loss_of(model, tokens(0)), loss_of(model, tokens(1))
+    other.backward()
+    optimizer.zero_grad()
+    one.backward()
+
+
+def ahead_of_a_larger_call(model, optimizer, number=0):
+    """Which has no room as the step is planned. number: of calls whose gradients stay."""
+    for each in range(1 + number):
+        loss_of(model, tokens(each, 2)).backward()
+        if each == 0:
+            optimizer.zero_grad()
+    loss_of(model, tokens(3, 64)).backward()
+
+
+def ahead_of_two(model, optimizer):
+    ahead_of_a_larger_call(model, optimizer, 1)
+
+
+ROOM = {"ratios": {"parameter": 1.0, "optimizer": 1.0, "checkpoint": None}, "alpha": None, "host_memory": "750KiB"}
+
+
+@pytest.mark.parametrize(
+    ("drop", "place"),
+    [
+        (ahead_of_a_call_that_waits, {}),
+        (ahead_of_a_larger_call, {**ROOM, "accumulate": True}),
+        (ahead_of_two, {**ROOM, "accumulate": True}),
+    ],
+)
+def test_what_was_dropped_is_not_there_again_where_the_first_step_begins_again(drop, place, harness, tmp_path):
+    """Fault: those backwards were done once more with the others, and their gradients added."""
+    plain = gpt2()
+    drop(plain, theirs := torch.optim.SGD(plain.parameters(), lr=1.0))
+    theirs.step()
+    with harness.fresh(sgd, options(tmp_path, **place)) as optimizer:
+        drop(harness.model, optimizer)
+        optimizer.step()
+        assert distance(dict(harness.model.state_dict()), dict(plain.state_dict())) < 2e-6
+
+
 def test_a_loss_that_is_not_finite_and_no_step(harness, tmp_path):
     """As where a script passes over it. Fault: the next call was refused, in words that told of updates."""
     plain = gpt2()

@@ -100,15 +100,6 @@ def zeroed_between(model, number):
     yield loss
 
 
-def zeroed_ahead_of_a_call_that_waits(model, number):
-    """Fault: where the first step began again for the second backward, the gradients of the first were there again."""
-    one, other = loss_of(model, 2 * number), loss_of(model, 2 * number + 1)
-    other.backward()
-    model.zero_grad()
-    one.backward()
-    yield from (one, other)
-
-
 def put(model):
     for parameter in model.parameters():
         parameter.grad = torch.full(parameter.shape, 0.002)
@@ -159,7 +150,6 @@ LOOPS = (
     three_forwards,
     evaluations_between,
     zeroed_between,
-    zeroed_ahead_of_a_call_that_waits,
     given_up,
     penalized,
 )
@@ -421,29 +411,12 @@ def test_more_calls_than_the_first_step_has_had_are_given_up_where_there_is_no_r
             list(three_forwards(harness.model, 1))
 
 
-@pytest.mark.parametrize("zeroes_last", [True, False])
-def test_what_was_dropped_is_not_done_again_for_a_larger_call(zeroes_last, harness, tmp_path):
-    """Fault: it was, where a call of the first step had no room, and was added to that call's gradients."""
-    plain, ids, few = gpt2(), tokens(3, 64), tokens(0, 2)
-    theirs = plain_sgd(two_groups(plain))
-    given = {"ratios": {"parameter": 1.0, "optimizer": 1.0, "checkpoint": None}, "alpha": None, "accumulate": True}
-    with harness.fresh(sgd, options(tmp_path, host_memory="750KiB", **given)) as optimizer:
-        for model, each in ((plain, theirs), (harness.model, optimizer)):
-            model(input_ids=few, labels=few).loss.backward()
-            each.zero_grad()
-            if not zeroes_last:
-                model(input_ids=few, labels=few).loss.backward()
-            first = optimizer.engine
-            model(input_ids=ids, labels=ids).loss.backward()
-            each.step()
-        assert optimizer.engine is not first, "it had no room"
-        assert distance(dict(harness.model.state_dict()), dict(plain.state_dict())) < TOLERANCE
-
-
 # What cannot be done again --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory_of", [lambda ids: ids, lambda ids: ids.data, lambda ids: torch.from_numpy(ids.numpy())])
+@pytest.mark.parametrize(
+    "memory_of", [lambda ids: ids, lambda ids: ids.data, lambda ids: torch.from_numpy(ids.numpy())]
+)
 def test_inputs_that_have_changed_cannot_be_done_again(memory_of, harness, tmp_path):
     """Fault: those that a loader had filled by `.data` or by numpy, of which torch counts no change, were."""
     with harness.fresh(sgd, options(tmp_path)):
