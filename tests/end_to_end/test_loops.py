@@ -414,15 +414,12 @@ def test_more_calls_than_the_first_step_has_had_are_given_up_where_there_is_no_r
 # What cannot be done again --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "memory_of", [lambda ids: ids, lambda ids: ids.data, lambda ids: torch.from_numpy(ids.numpy())]
-)
+@pytest.mark.parametrize("memory_of", [lambda ids: ids, lambda ids: ids.data, lambda ids: ids.numpy()])
 def test_inputs_that_have_changed_cannot_be_done_again(memory_of, harness, tmp_path):
     """Fault: those that a loader had filled by `.data` or by numpy, of which torch counts no change, were."""
     with harness.fresh(sgd, options(tmp_path)):
-        ids = tokens(0)
-        harness.model(input_ids=ids, labels=ids).loss.backward()
-        memory_of(ids).copy_(tokens(1))
+        harness.model(input_ids=(ids := tokens(0)), labels=ids).loss.backward()
+        memory_of(ids)[:] = tokens(1)
         with pytest.raises(StepOrderError, match=r'changed in place since then.*"accumulate": True'):
             harness.model(input_ids=ids, labels=ids)
 
