@@ -58,9 +58,17 @@ def _fit_for_capture(model: nn.Module) -> None:
             )
         if getattr(module, "gradient_checkpointing", False):  # each layer is run again in its backward anyway
             module.gradient_checkpointing = False
+            _leave_out_cache(module)
         if hasattr(type(module), "update_and_allocate"):
             vars(module)["update_and_allocate"] = _refuse_ranks
     _stream_generation(model)
+
+
+def _leave_out_cache(module: nn.Module) -> None:
+    """As transformers does where it checkpoints: with a cache, attention sees no borders of sequences in one row."""
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
 
 
 def _refuse_ranks(*_: Any, **__: Any) -> NoReturn:

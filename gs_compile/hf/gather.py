@@ -37,6 +37,7 @@ class Padding(NamedTuple):
     may_move: what a model makes of tokens does not depend on how many are ahead of them. reads_last: it makes of a
     sequence what it has at its last place, whatever is there; None: nobody knows, as it is the user's own. averages: it
     makes of it the mean of all places. of_images: what only batches with images have, one image behind another.
+    labels: names of labels that do not say that they are.
     """
 
     token_id: int = 0
@@ -45,6 +46,7 @@ class Padding(NamedTuple):
     reads_last: bool | None = False
     averages: bool = False
     of_images: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
 
     def is_left_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these are padded so, and a model that reads the last token finds it there."""
@@ -52,10 +54,14 @@ class Padding(NamedTuple):
 
     def changes(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether padding would be among the places that the model may read of each sequence."""
-        labels = batches[0].get("labels")
-        is_of_samples = isinstance(labels, Tensor) and (labels.dim() == 1 or labels.is_floating_point())
+        labels = (each for name, each in batches[0].items() if self.names_label(name) and isinstance(each, Tensor))
+        is_of_samples = any(each.dim() == 1 or each.is_floating_point() for each in labels)
         may_read = is_of_samples and self._is_ahead(batches) if self.reads_last is None else self.reads_last
         return self.averages or (may_read and not self.is_left_of(batches))
+
+    def names_label(self, name: str) -> bool:
+        """Whether an entry of a batch is a label by its name, as Trainer knows them."""
+        return "label" in name or name in self.labels
 
     def _is_ahead(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether padding is ahead of the tokens, or else is to be there."""
@@ -103,6 +109,11 @@ def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> 
         raise OptionError(
             f"the batches of a step have different entries: {sorted({*map(tuple, batches)})}: have the collator give "
             "all batches the same"
+        )
+    if first.get("position_ids") is None and (offsets := sorted(first.keys() & {*_OFFSETS})):
+        raise OptionError(
+            f"the batches say by {offsets[0]!r} alone where packed sequences begin, which is lost where they are put "
+            "together: have the collator give position_ids, too (return_position_ids=True)"
         )
     having = {name: [batch for batch in batches if name in batch] for name in every}
     joined = {name: _joined(name, own, padding) for name, own in having.items() if name not in (*_OFFSETS, _KEPT)}
@@ -235,11 +246,14 @@ def _decoder_length(batch: Mapping[str, Any]) -> int:
 
 
 def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -> Any:
-    first, values = batches[0], [batch[name] for batch in batches]
+    values = [batch[name] for batch in batches]
     if all(isinstance(batch[name], list) and len(batch[name]) == _num_rows(batch) for batch in batches):
         return list(itertools.chain.from_iterable(values))  # an entry for each sample, such as texts
     if all(isinstance(value, Mapping) for value in values):  # as sentence-transformers' models take all they are given
         return gathered(values, padding)
+    if all(map(_is_stacked, values, batches)):
+        joined = _rows_joined(name, [value.movedim(0, -1) for value in values], batches, padding)
+        return joined.movedim(-1, 0).contiguous()
     if not all(isinstance(value, Tensor) and value.dim() for value in values):
         if any(value is not values[0] and value != values[0] for value in values):
             raise OptionError(
@@ -247,11 +261,21 @@ def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -
                 "have the collator make one, or give gradient_accumulation_steps=1"
             )
         return values[0]
-    shapes = [value.shape[1:] for value in values]
+    return _rows_joined(name, values, batches, padding)
+
+
+def _is_stacked(value: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether it has several numbers for each token ahead of the samples: positions of shape (3, samples, tokens)."""
+    return isinstance(value, Tensor) and value.dim() == 3 and value.shape[1:] == _size(batch) != value.shape[:2]
+
+
+def _rows_joined(name: str, values: Sequence[Tensor], batches: Sequence[Mapping[str, Any]], padding: Padding) -> Tensor:
+    """Tensors with a row for each sample, as one."""
+    first, shapes = batches[0], [value.shape[1:] for value in values]
     if len(set(shapes)) == 1:
         return torch.cat(list(values))
-    is_label = name in ("labels", "shift_labels") and not values[0].is_floating_point()
-    if not is_label and _MASK not in first and "position_ids" not in first:
+    is_label = _is_label(name, values, padding)
+    if not is_label and first.get(_MASK) is None and first.get("position_ids") is None:
         raise OptionError(
             f"{name!r} has sequences of different lengths in the batches of a step, and there are no attention_mask "
             "and no position_ids to pad them with: pad all batches to one length, or have the collator make a mask"
@@ -267,12 +291,20 @@ def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -
             f"place of a sequence, or the mean of all, where padding would be: {_ONE_LENGTH}"
         )
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    if name == "position_ids" and _MASK not in first:
+    if name == "position_ids" and first.get(_MASK) is None:
         return torch.cat([_followed(value, whole[0]) for value in values])
     filling = IGNORED if is_label else padding.token_id if name == "input_ids" else _masked(name, values[0])
     are_tokens = all(value.shape[1] == _size(batch)[1] for batch, value in zip(batches, values, strict=True))
     is_left = are_tokens and padding.is_left_of(batches)
     return torch.cat([_padded(value, whole, filling, is_left=is_left) for value in values])
+
+
+def _is_label(name: str, values: Sequence[Tensor], padding: Padding) -> bool:
+    """Whether it has a label for each token, by its name, or as some of them are ignored."""
+    dtype = values[0].dtype
+    if dtype.is_floating_point or not dtype.is_signed or name.endswith("mask") or name in _TEXTS:
+        return False
+    return padding.names_label(name) or any(bool((value == IGNORED).any()) for value in values)
 
 
 def _masked(name: str, value: Tensor) -> float:
@@ -289,5 +321,6 @@ def _padded(value: Tensor, whole: Sequence[int], filling: float, *, is_left: boo
 
 def _followed(positions: Tensor, length: int) -> Tensor:
     """Positions of packed sequences, with those of one more at the end."""
-    number, own = positions.shape
-    return torch.cat([positions, torch.arange(length - own, device=positions.device).expand(number, -1)], 1)
+    number, own, *others = positions.shape
+    more = torch.arange(length - own, device=positions.device).expand(number, *others, -1)
+    return torch.cat([positions, more.movedim(-1, 1)], 1)

@@ -74,13 +74,13 @@ class TrainerMixin(DurableTrainer):
     _asked: dict[str, Any]  # of `run_layer_major`
     _asked_optimizer: Any  # the `optimizer_cls_and_kwargs` that the user gave
     _batches: list[Any]
-    _has_own_loss: bool  # by a `compute_loss` that is not Trainer's, or a `compute_loss_func`
+    _has_own_loss: bool  # by a `compute_loss` that is not Trainer's, a `compute_loss_func`, or a label smoother
     _train_batch_size: int  # Trainer's, which `auto_find_batch_size` changes
     _batch_size: int  # for which the model is compiled
 
     def run_layer_major(self, *, reference: Mapping[str, Any] | None = None, **options: Any) -> None:
         """As `attach`."""
-        import transformers
+        from transformers import DataCollatorWithFlattening, Trainer
 
         args = self.args
         _check(self, options)
@@ -91,9 +91,10 @@ class TrainerMixin(DurableTrainer):
                 f"optimizer to the arguments, or give one of {OPTIMIZERS}"
             )
         equivalent = self.get_optimizer_cls_and_kwargs() if self.optimizer is None else None
-        packs = getattr(self, "padding_free", False)  # TRL's: a batch is one row
-        size = 1 if packs else args.per_device_train_batch_size
-        chosen, asked = fit(self.accelerator, self.model, size, options)  # refuses what is wrong, ahead of any change
+        packs = isinstance(self.data_collator, DataCollatorWithFlattening) or getattr(self, "padding_free", False)
+        size = 1 if packs else args.per_device_train_batch_size  # a batch is one row
+        known = {} if self.label_smoother is None else {"outputs": "all"}  # the loss is of logits
+        chosen, asked = fit(self.accelerator, self.model, size, known | options)  # refuses what is wrong first
         if self.optimizer is None:  # what was not given stays so: a create_optimizer may ask for it
             self.optimizer_cls_and_kwargs = self.optimizer_cls_and_kwargs and equivalent
         else:
@@ -103,8 +104,8 @@ class TrainerMixin(DurableTrainer):
         args.gradient_checkpointing = args.activation_checkpointing = args.use_liger_kernel = False
         self._options = asked if asked.durability else None
         chosen["resume"] = None  # `train` sees to it
-        overrides = type(self).compute_loss is not transformers.Trainer.compute_loss
-        self._has_own_loss = overrides or self.compute_loss_func is not None
+        overrides = type(self).compute_loss is not Trainer.compute_loss
+        self._has_own_loss = overrides or self.compute_loss_func is not None or self.label_smoother is not None
         encode_for(self.accelerator, self.model)
         self._compiled = [AskedModel(self.model, chosen)]
         self._compiled[0].gives_all_to_others = "outputs" not in options and chosen["outputs"] == "loss"
@@ -206,7 +207,8 @@ class TrainerMixin(DurableTrainer):
 
     @property
     def _padding(self) -> Padding:
-        return padding_of(self.model, getattr(self, "processing_class", None))
+        found = padding_of(self.model, getattr(self, "processing_class", None))
+        return found._replace(labels=frozenset(self.label_names))
 
     def get_optimizer_cls_and_kwargs(self, *_: Any, **__: Any) -> tuple[type[TieredOptimizer], dict[str, Any]]:
         """This package's optimizer for what the arguments ask for, and its settings."""

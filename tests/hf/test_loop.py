@@ -108,6 +108,23 @@ def test_the_same_curve_and_weights(gas, precision, build, tolerance, tmp_path):
     assert distance(values(mine.model), values(theirs.model)) < (tolerance if precision == "no" else 5e-3)
 
 
+def checkpointed():
+    model = small("llama", use_cache=True)
+    model.activation_checkpointing_enable()
+    return model
+
+
+@pytest.mark.slow
+def test_packed_sequences_stay_apart_in_a_model_that_is_checkpointed(tmp_path):
+    """transformers then trains without a cache. Fault: with one, attention took a row for one sequence."""
+    rows = [{"input_ids": each["input_ids"], "labels": each["labels"]} for each in data(8, lengths=(12,))]
+    rows = [row | {"position_ids": torch.arange(12) % 5} for row in rows]
+    loader = torch.utils.data.DataLoader(rows, batch_size=1)
+    given = {"build": checkpointed, "loader": loader, "gas": 2}
+    theirs, mine = (trained(tmp_path, mine=mine, **given) for mine in (False, True))
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("precision", [pytest.param("model", marks=pytest.mark.slow), "bf16"])
 def test_a_saved_state_goes_on(precision, tmp_path):
     """Bit for bit, from the middle of an epoch, also where masters are wider than what the model computes with."""

@@ -80,6 +80,50 @@ def test_padding_is_left_out_by_a_mask_of_tokens_by_tokens(is_added):
     assert (found[0, 0] == (0.0 if is_added else 1)).tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 0]]
 
 
+def test_labels_by_any_name_are_ignored_where_padding_is():
+    """As of several tasks. Fault: padding was of the first class."""
+    batches = [{"input_ids": torch.ones(2, n).long(), "attention_mask": torch.ones(2, n)} for n in (3, 5)]
+    for each in batches:
+        like = each["input_ids"]
+        each |= {"ner_labels": like, "tags": like.clone(), "classes": like, "label_mask": like, "bytes": like.byte()}
+    batches[1]["tags"][0, 0] = -100
+    found = gathered(batches, Padding(labels=frozenset({"classes"})))
+    for name in ("ner_labels", "tags", "classes"):
+        assert found[name][0].tolist() == [1, 1, 1, -100, -100]
+    for name in ("label_mask", "bytes"):
+        assert found[name][0].tolist() == [1, 1, 1, 0, 0]
+
+
+def test_packed_sequences_need_positions():
+    """Fault: where they begin was left out, and attention took a row for one sequence."""
+    batch = {"input_ids": torch.zeros(1, 4).long(), "cu_seq_lens_q": torch.tensor([0, 1, 4]), "max_length_q": 3}
+    with pytest.raises(OptionError, match=r"by 'cu_seq_lens_q' alone.*return_position_ids=True"):
+        gathered([batch])
+    assert gathered([batch | {"position_ids": torch.tensor([[0, 0, 1, 2]])}]).keys() == {"input_ids", "position_ids"}
+
+
+def test_a_mask_that_is_none_is_no_mask():
+    """Fault: a model that sees both ways attended to padding."""
+    with pytest.raises(OptionError, match="'input_ids' has sequences of different lengths"):
+        gathered([{"input_ids": torch.zeros(2, n).long(), "attention_mask": None} for n in (3, 4)])
+
+
+@pytest.mark.parametrize("side", ["left", "right", "packed"])
+def test_positions_of_three_numbers_are_joined_along_the_samples(side):
+    """As collators for Qwen-VL give them. Fault: the numbers were put behind each other."""
+    batches = [
+        {"input_ids": torch.ones(2, n).long(), "position_ids": torch.arange(6 * n).reshape(3, 2, n)} for n in (3, 5)
+    ]
+    for each in batches if side != "packed" else ():
+        each["attention_mask"] = each["input_ids"]
+    found = gathered(batches, Padding(is_left=side == "left"))["position_ids"]
+    assert found.shape == (3, 4, 5)
+    assert torch.equal(found[:, 2:], batches[1]["position_ids"])
+    own, added = (slice(2, None), slice(2)) if side == "left" else (slice(3), slice(3, None))
+    assert torch.equal(found[:, :2, own], batches[0]["position_ids"])
+    assert (found[:, :2, added] == (torch.arange(2) if side == "packed" else 0)).all()
+
+
 def test_labels_of_a_decoder_need_no_mask():
     """As Whisper's, beside spectrograms of one length; each batch gets as many tokens as its own labels have."""
     batches = [{"input_features": torch.zeros(2, 8, 40), "labels": torch.full((2, n), n)} for n in (3, 5)]

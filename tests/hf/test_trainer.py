@@ -10,7 +10,7 @@ import pytest
 import torch
 from learner import distance, values
 from tiny import tiny
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.neftune import neftune_post_forward_hook
 from zoo import VOCAB, small
 
@@ -164,6 +164,26 @@ def test_sequences_of_many_lengths(tmp_path):
     mine = attached(tmp_path / "mine", data=data, gradient_accumulation_steps=2)
     theirs.train()
     mine.train()
+    assert_alike(mine, theirs)
+
+
+def test_a_batch_that_is_one_row_is_a_micro_batch(tmp_path):
+    """Fault: a micro-batch had as many rows as a batch has sequences."""
+    found = trainer(tmp_path)
+    found.data_collator = DataCollatorWithFlattening()
+    gs_compile.hf.attach(found, storage=tmp_path / "storage")
+    assert found._compiled[0].options["micro_batch_size"] == 1
+
+
+@pytest.mark.slow
+def test_smoothed_labels_beside_a_loss_of_the_model(tmp_path, monkeypatch):
+    """Fault: the routers' loss was taken for all that Trainer reads."""
+    monkeypatch.setitem(globals(), "small", partial(small, output_router_logits=True))
+    changes = {"name": "mixtral", "label_smoothing_factor": 0.1, "max_steps": 2, "adam_epsilon": 1e-4}
+    theirs = trainer(tmp_path / "theirs", gradient_accumulation_steps=2, **changes)
+    mine = attached(tmp_path / "mine", gradient_accumulation_steps=2, **changes)
+    for each in (theirs, mine):
+        each.train()
     assert_alike(mine, theirs)
 
 
