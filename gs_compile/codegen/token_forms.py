@@ -164,7 +164,8 @@ class Forms:
             form = self._aligned(node, node.all_input_nodes, 3)
             return form if form.axes == (0,) else mix()
         if packet is aten.embedding:
-            return self.forms[args_of(node)[1]] if args_of(node)[1] in self.forms else mix()
+            table, places = args_of(node)[:2]
+            return self.forms[places] if places in self.forms and table not in self.forms else mix()
         if packet is aten.nll_loss_forward:
             return self._loss(node)
         if packet in SAME or torch.Tag.pointwise in getattr(node.target, "tags", ()):

@@ -427,6 +427,20 @@ class FeedForward(Attention):
         return x + self.down(functional.gelu(self.up(self.second(x)))) * turn[..., None]
 
 
+class LooksUp(Attention):
+    """Tokens are the rows of a table."""
+
+    def forward(self, x, turn):
+        places = (5 * turn).long() + TOKENS * torch.arange(len(x))[:, None]
+        return x + self.down(functional.gelu(self.up(functional.embedding(places, x.flatten(0, 1)))))
+
+
+def test_a_table_of_tokens_is_whole():
+    """Fault: a piece looked for its rows among its own tokens."""
+    unit = layer_of(LooksUp, SAMPLES)
+    equal(*code_and_autograd(unit, EAGER, code=in_pieces(unit)))
+
+
 @pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["two samples", "one sample"])
 @pytest.mark.parametrize("layer", [Attention, Parallel, FeedForward], ids=lambda layer: layer.__name__)
