@@ -62,6 +62,11 @@ CHOOSING = frozenset("nonzero argwhere where masked_select getitem unique unique
 COUNTING = frozenset("histc bincount".split())
 CASTING = frozenset("to type_as".split())  # of another tensor these take its kind alone
 FILLING = frozenset("zeros ones empty arange new_zeros new_ones new_empty".split())
+OF_A_KIND = FILLING | frozenset(
+    "new_full new_tensor new_empty_strided zeros_like ones_like empty_like full_like rand_like randn_like "
+    "randint_like".split()
+)  # of all tensors these take that alone
+OF_A_SHAPE = CASTING | frozenset("expand_as view_as reshape_as".split())  # of all but the first
 SHAPING = FILLING | frozenset("view reshape expand size unflatten repeat broadcast_to split chunk narrow".split())
 # Losses whose "mean" divides by counted labels, and those whose "mean" divides by the number of elements.
 COUNTED_LOSSES = frozenset("cross_entropy nll_loss".split())
@@ -94,6 +99,12 @@ def maker_of(node: fx.Node) -> fx.Node:
     """The operation that makes a value: of one of several results the one that has them all."""
     source = node.args[0] if operation(node) == "getitem" else None
     return source if isinstance(source, fx.Node) and isinstance(source.meta.get("spec"), tuple) else node
+
+
+def of_values(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose values a result has, or follows from: of others an operation takes kind or shape alone."""
+    name, read = operation(node), node.all_input_nodes
+    return [] if name in OF_A_KIND else read[:1] if name in OF_A_SHAPE else read
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

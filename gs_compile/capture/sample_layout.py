@@ -10,6 +10,7 @@ values that have them at different places pairs the samples with each other.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate, chain
@@ -35,6 +36,14 @@ from gs_compile.capture.operations import (
 PAIRING = "pairs the samples of the batch with each other"
 PART = "takes a part of the samples"
 REGROUPED = "takes rows of several samples for one (transpose, or permute, before it)"
+OTHERS = "picks other samples by the numbers of rows, which every micro-batch counts from 0"
+# With one tensor, these leave numbers in their order, or give those of rows of each sample.
+IN_ORDER = frozenset(
+    "view reshape flatten squeeze unsqueeze expand contiguous clone detach to type int long float double getitem "
+    "repeat tile repeat_interleave add mul floordiv".split()
+)
+COMPUTED = {"add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv}  # among them
+INDEXING = frozenset("getitem setitem index_put".split())
 CUTTING = frozenset("split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
 REPEATING = frozenset("repeat tile".split())
 APART = (
@@ -70,6 +79,8 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
     read = [each for each in maker.all_input_nodes if has_samples(each)]
     places = [found for each in read if (found := _along(each, num_samples)) is not None]
     source = places[0] if read and len(places) == len(read) else None
+    if _picks_others(node, num_samples):
+        return SampleLayout(None, OTHERS)
     if name == "setitem" and (target := _along(node.args[0], num_samples)) is not None:
         return SampleLayout(None, _cut(node, target, index_along(node, target.dim), num_samples).why)
     if name in CUTTING and maker is node and source is not None:
@@ -100,8 +111,7 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
         return SampleLayout(_joined(node, own))
     if name in REPEATING and source.runs is not None:
         return SampleLayout(source.runs * (own.number // source.number))
-    alike = [each for each in places[: 1 if name in WRITING else None] if each.number == own.number]
-    runs = {each.runs for each in alike} - {None}
+    runs = {each.runs for each in places[: 1 if name in WRITING else None] if each.number == own.number} - {None}
     return SampleLayout(runs.pop()) if len(runs) == 1 else alone
 
 
@@ -201,6 +211,41 @@ def _between(source: _Along, num_samples: int, start: int, stop: int) -> tuple[i
     ends = accumulate(source.runs or ())
     found = tuple(run for run, end in zip(source.runs or (), ends, strict=True) if start < end * num_samples <= stop)
     return found or None
+
+
+def _picks_others(node: fx.Node, num_samples: int) -> bool:
+    """Whether an index computed from the numbers of rows, as ``arange(n) // 2``, picks rows of other samples."""
+    target = _along(node.args[0], num_samples) if operation(node) in INDEXING else None
+    index = index_along(node, target.dim) if target is not None else None
+    if target is None or not isinstance(index, fx.Node) or target.runs not in (None, (target.number,)):
+        return False
+    *steps, source = in_order(index)
+    computed, rows = [each for each in reversed(steps) if operation(each) in COMPUTED], _along(source, num_samples)
+    given: Any = [*source.args, *(other for each in computed for other in each.args if not isinstance(other, fx.Node))]
+    is_known = all(isinstance(each, int) for each in given) and not any(each.kwargs for each in computed)
+    is_of_batch = any(each.meta["batch_numbers"] for each in computed)
+    if operation(source) != "arange" or not source.args or rows is None or not is_known or is_of_batch:
+        return False
+    bounds: Any = (*source.args, 1) if len(source.args) > 1 else (0, *source.args, 1)
+
+    def sample(row: int) -> int:
+        """Of which it picks one."""
+        number: Any = bounds[0] + row * bounds[2]
+        for each in computed:
+            number = COMPUTED[operation(each)](*(number if isinstance(arg, fx.Node) else arg for arg in each.args))
+        return int(number // target.number)
+
+    return any(sample(row) != row // rows.number for row in range(2 * rows.number + 1))
+
+
+def in_order(node: fx.Node) -> list[fx.Node]:
+    """A node, and what it is made of by `IN_ORDER`, each of the next."""
+    found = [node]
+    while len(found[-1].all_input_nodes) == 1 and operation(found[-1]) in IN_ORDER:
+        if operation(found[-1]) == "floordiv" and not isinstance(found[-1].args[0], fx.Node):
+            break
+        found += found[-1].all_input_nodes
+    return found
 
 
 def index_along(node: fx.Node, dim: int) -> Any:

@@ -22,7 +22,6 @@ from gs_compile.capture.in_place import in_memory_of, mutated
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import (
     AVERAGING,
-    CASTING,
     COMPARING,
     FILLING,
     PICKING,
@@ -34,11 +33,12 @@ from gs_compile.capture.operations import (
     is_sized,
     maker_of,
     normalises_by_batch,
+    of_values,
     operation,
     spec_made,
     tensor_spec,
 )
-from gs_compile.capture.sample_layout import PAIRING, PART, index_along
+from gs_compile.capture.sample_layout import PAIRING, PART, in_order, index_along
 
 # Operations along dimensions: the place of these among the arguments, and which they are otherwise (None: all).
 _LAST = (1, (-1,))
@@ -90,11 +90,6 @@ OF_IMAGES = {
 }
 SCANS = {"scan": 2, "associative_scan": 1}  # over the first dimension of the tensors at this place of the arguments
 NUMBERING = frozenset("arange eye randperm linspace logspace".split())  # of samples, where what these make grows
-# With one tensor, these leave numbers in their order, or give those of rows of each sample.
-IN_ORDER = frozenset(
-    "view reshape flatten squeeze unsqueeze expand contiguous clone detach to type int long float double getitem "
-    "repeat tile repeat_interleave add mul floordiv".split()
-)
 
 _FIRST = (slice(None, 1), slice(0, 1), slice(None, 1, 1), slice(0, 1, 1))
 ALONG_SAMPLES = "runs along the batch dimension"
@@ -109,7 +104,8 @@ class Provenance:
     """What the values of a graph are made of, as they come in its order.
 
     numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples',
-    or of counts. is_count: whether a value is one for all samples of a micro-batch, and depends on them.
+    of counts, or of numbers beside data. is_count: whether a value is one for all samples of a micro-batch, and depends
+    on them.
     """
 
     def __init__(self, is_count: Callable[[fx.Node], bool]) -> None:
@@ -120,13 +116,13 @@ class Provenance:
         name, read, spec = operation(node), maker_of(node).all_input_nodes, node.meta.get("spec")
         if self._is_number(node, name):
             self.numbers.add(node)
-        takes_kind = name in FILLING or name.endswith("_like") or name.startswith("new_")
-        decide = [] if takes_kind else read[: 1 if name in CASTING or name.endswith("_as") else None]
+        decide = of_values(maker_of(node))
         if (node.op == "placeholder" and has_samples(node)) or not self.data.isdisjoint(decide):
             self.data |= {node, *chain.from_iterable(map(in_memory_of, mutated(node)))}
         read = read[: 1 if _picks(name) else None]
         is_whole = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
         is_counted = has_samples(node) and any(map(self.is_count, read))
+        is_counted |= node not in self.numbers and not self.numbers.isdisjoint({*read}.intersection(decide))
         if (is_whole and (is_counted or not self.ranks.isdisjoint(read))) or _is_order(node):
             self.ranks.add(node)
 
@@ -177,7 +173,8 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, provenance: Proven
     given = [source for source in read if source in provenance.numbers and node not in provenance.numbers]
     if given and (not _picks_own_rows(node, name, given) if _picks(name) else spec.dtype.is_floating_point):
         return NUMBERED
-    is_value = spec.dtype.is_floating_point and (computes(name) or name in TO_FLOATS)
+    looks_up = block_of(node) is None and (name == "embedding" or _picks(name))
+    is_value = spec.dtype.is_floating_point and (computes(name) or name in TO_FLOATS or looks_up)
     if is_value and not provenance.ranks.isdisjoint(read):
         return "computes with the places of entries in the order of those of all samples, or with their numbers"
     if name == "einsum" and spec.batch_dims and not set(letters_of_samples(node)) <= set(_equation(node)[1]):
@@ -276,12 +273,11 @@ def _picks(name: str) -> bool:
 
 def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
     """``x[index]`` by an index for the samples that is neither a mask nor their own numbers, as ``arange(B)``."""
-    index = node.args[1]
-    first = index[0] if isinstance(index, (tuple, list)) and index else index
-    if 0 not in spec.batch_dims or not isinstance(first, fx.Node) or not has_samples(first) or _is_in_order(first):
+    index = index_along(node, spec.batch_dims[0]) if spec.batch_dims else None
+    if not isinstance(index, fx.Node) or not has_samples(index) or _is_in_order(index):
         return False
-    is_mask = first.meta["spec"].dtype is torch.bool
-    return first.meta.get("storage") is not None and not is_mask  # inside a vmap masks are looked up by sample
+    is_mask = index.meta["spec"].dtype is torch.bool
+    return index.meta.get("storage") is not None and not is_mask  # inside a vmap masks are looked up by sample
 
 
 def _picks_own_rows(node: fx.Node, name: str, numbers: Sequence[fx.Node]) -> bool:
@@ -333,8 +329,7 @@ def _is_order(node: fx.Node) -> bool:
 
 def _is_in_order(node: fx.Node) -> bool:
     """Whether a node holds the numbers 0, 1, ... in order, in whatever shape, or those of rows of each sample."""
-    while len(node.all_input_nodes) == 1 and operation(node) in IN_ORDER:
-        (node,) = node.all_input_nodes
+    *_, node = in_order(node)
     given: Any = node.args if len(node.args) > 1 else (0, *node.args)  # where it begins, and ends, and its step
     return operation(node) == "arange" and given[0] == 0 and min(given[2:], default=1) > 0
 

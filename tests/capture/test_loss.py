@@ -85,6 +85,10 @@ FORMS = {
     "softmax over words": lambda p, y: -(p.log_softmax(-1) * classes(y)).sum(-1).mean(),
     "cumulative over tokens": lambda p, y: p.cumsum(1).tanh().mean(),
     "last token by index": lambda p, y: p[torch.arange(p.shape[0]), y[:, 3].clamp(0, TOKENS - 1)].pow(2).mean(),
+    "a token by its number": lambda p, y: p.flatten(0, 1)[TOKENS * torch.arange(p.shape[0]) + 2].pow(2).mean(),
+    "each token twice, by its number": lambda p, y: (
+        p.flatten(0, 1)[torch.arange(2 * TOKENS * p.shape[0]) // 2].tanh().sum()
+    ),
     "a row that all samples share": lambda p, y: (p * WEIGHT.expand(p.shape[0], -1)[:1].exp()).mean(),
     "the same, without its dimension": lambda p, y: (p * WEIGHT[None].expand(p.shape[0], WORDS)[0]).mean(),
     "cast to the kind of samples": lambda p, y: (p * WEIGHT.double().to(p)).mean() + WEIGHT.half().type_as(p).sum(),

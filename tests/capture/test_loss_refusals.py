@@ -173,9 +173,29 @@ SILENT = {
     ),
     "samples numbered": lambda p, y: (p.sum((1, 2)) * torch.arange(p.shape[0])).sum(),
     "samples numbered in another dtype": lambda p, y: (torch.arange(p.shape[0])[:, None].float() + p[:, 0]).exp().sum(),
+    "samples compared with their numbers": lambda p, y: (
+        p * (torch.arange(p.shape[0]) == y[:, 0].clamp(min=0) % 5)[:, None, None]
+    ).sum(),
+    "samples numbered where labels say": lambda p, y: (
+        p * torch.where(y > 3, torch.arange(p.shape[0])[:, None], 0)[..., None]
+    ).sum(),
+    "samples numbered like labels": lambda p, y: (p * torch.arange(p.shape[0])[:, None].expand_as(y)[..., None]).sum(),
+    "a table by their numbers and labels": lambda p, y: (
+        p * functional.embedding(torch.arange(p.shape[0])[:, None] + y.clamp(0, 3), torch.eye(9))[..., :1]
+    ).sum(),
     "samples picked": lambda p, y: (p[y[:, 0].clamp(0, 0)] * p).sum(),
     "samples picked by name": lambda p, y: (p.index_select(0, y[:, 0].clamp(0, 0)) * p).sum(),
     "samples picked in halves": lambda p, y: (p[torch.arange(p.shape[0]).clamp(max=1)] * p).sum(),
+    "samples picked for others": lambda p, y: (p[torch.arange(p.shape[0]) // 3 * 3] * p).sum(),
+    "samples picked twice": lambda p, y: (p[torch.arange(p.shape[0]) // 2] * p).sum(),
+    "samples changed for others": lambda p, y: (
+        p.exp().index_put((torch.arange(p.shape[0]) // 2,), torch.zeros(())).sum()
+    ),
+    "rows picked of other samples": lambda p, y: p.flatten(0, 1)[torch.arange(p.shape[0]) + 3].exp().sum(),
+    "samples picked, tokens before them": lambda p, y: (
+        p.transpose(0, 1)[:, y[:, 0].clamp(0, 0)] * p.transpose(0, 1)
+    ).sum(),
+    "samples picked behind a new dimension": lambda p, y: (p[None, y[:, 0].clamp(0, 0)] * p).sum(),
     "entries of all picked": lambda p, y: p.take(y.clamp(0, 0)).exp().sum(),
     "entries of all picked by name": lambda p, y: torch.take_along_dim(p, y.clamp(0, 0)).exp().sum(),
     "samples put": lambda p, y: p.exp().index_put((y[:, 0].clamp(0, 0),), torch.zeros(())).sum(),
