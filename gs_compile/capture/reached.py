@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from torch import fx
 
 from gs_compile.capture.graph import OutputSpec, TensorSpec, UnitGraph, output_values
-from gs_compile.capture.in_place import mutated
-from gs_compile.capture.operations import FUNCTION, operation
+from gs_compile.capture.in_place import mutated, storage_of
+from gs_compile.capture.operations import FUNCTION, is_free, of_values, operation
 from gs_compile.capture.packed import parts_of, parts_read
 from gs_compile.program.ir import Unit
 
@@ -45,27 +45,33 @@ def reached_from(
 
 
 def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]], carried: Collection[int]) -> set[fx.Node]:
-    """What gradients of these results pass, and of these parts of its checkpoint; what is changed in place counts as a
-    result.
-    """
+    """What gradients of these results pass, and of these parts of its checkpoint."""
     results, found = output_values(unit.module), set[fx.Node]()
     places = [(kind, unit.results[:at].count(kind)) for at, kind in enumerate(unit.results)]
     ahead = [node for node, place in zip(results, places, strict=True) if place in wanted]
     ahead += [parts_of(results[unit.results.index("x")])[part] for part in carried]
-    ahead += filter(mutated, unit.module.graph.nodes) if ahead else []
+    changes = {node: set(map(storage_of, mutated(node))) for node in unit.module.graph.nodes if mutated(node)}
     while ahead:
         node = ahead.pop()
         spec = node.meta.get("spec")
         if node not in found and (not isinstance(spec, TensorSpec) or spec.requires_grad):
             found.add(node)
-            ahead += _led_to(node)
+            ahead += [*_led_to(node), *_changed_by(node, changes)]
     return found
+
+
+def _changed_by(value: fx.Node, changes: Mapping[fx.Node, Set[int | None]]) -> list[fx.Node]:
+    """The changes in place of the memory that a value is in; all where nothing is known of that."""
+    if is_free(value) or value in changes or isinstance(value.meta.get("spec"), tuple):
+        return []
+    own = storage_of(value)
+    return [change for change, memory in changes.items() if own is None or not memory.isdisjoint((own, None))]
 
 
 def _led_to(node: fx.Node) -> list[fx.Node]:
     """What a gradient of an operation goes on to; a function of the model's own may give None for some inputs."""
     if operation(node) != FUNCTION:
-        return node.all_input_nodes
+        return of_values(node)
     made = output_values(node.meta["bodies"][1])
     pairs = zip(node.args[2:], made, strict=False)
     return [each for each, gradient in pairs if isinstance(each, fx.Node) and gradient is not None]

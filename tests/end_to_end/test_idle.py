@@ -76,8 +76,31 @@ class TwoResults(nn.Module):
         return self.of_video(video_BTD), self.of_audio(audio_BTD)
 
 
+class Logging(GPT):
+    """Writes what `seen` makes to a table that the loss does not read, beside one that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.kind = nn.Linear(WIDTH, 1), nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor):
+        x_BTD = self.embedding(ids)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        table_B2, scaled_BTD = x_BTD.new_zeros(len(x_BTD), 2), self.kind.new_zeros(x_BTD.shape)
+        table_B2[:, 0] = self.seen(x_BTD).mean((1, 2))
+        scaled_BTD[..., 1:] = x_BTD[..., 1:]
+        scaled_BTD[..., :4].mul_(self.scale[:4])
+        return functional.cross_entropy(self.head(scaled_BTD).flatten(0, 1), labels.flatten()), table_B2
+
+
 def of_loss(model, ids, labels):
     return model(ids, labels)
+
+
+def of_loss_alone(model, ids, labels):
+    return model(ids, labels)[0]
 
 
 def of_first(model, ids, labels):
@@ -96,7 +119,12 @@ def trained(model, optimizer, loss_of=of_loss):
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize(
-    ("make", "loss_of", "names"), [(Model, of_loss, "score"), (TwoResults, of_first, "blocks.2.audio of_audio")]
+    ("make", "loss_of", "names"),
+    [
+        (Model, of_loss, "score"),
+        (TwoResults, of_first, "blocks.2.audio of_audio"),
+        (Logging, of_loss_alone, "seen kind"),
+    ],
 )
 def test_what_never_gets_a_gradient_stays_as_it_is(make, loss_of, names, name, tmp_path):
     model = make()
