@@ -26,6 +26,7 @@ from gs_compile.capture.in_place import mutated
 from gs_compile.capture.operations import draws, operation
 from gs_compile.capture.reached import made_of
 from gs_compile.capture.tail import graph_of, memory_of, regions
+from gs_compile.capture.vmapped import BEGIN
 
 _WIDENING = ("expand", "expand_as", "to")  # of a mask, which masked_scatter widens itself
 
@@ -89,6 +90,7 @@ def _made_of_inputs(graph: fx.Graph, captured: Captured) -> set[fx.Node]:
     for node in graph.nodes:
         read, is_call = node.all_input_nodes, node.op in ("call_function", "call_method")
         is_made = is_call and bool(read) and found.issuperset(read) and not draws(node) and not is_collective(node)
+        is_made &= node.target is not BEGIN  # a region without its ends
         if (is_made or (node.op == "placeholder" and node.name in inputs)) and memory_of(node) not in changed:
             found.add(node)
     return found

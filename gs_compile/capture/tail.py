@@ -32,6 +32,7 @@ from gs_compile.capture.specialize import (
     SYMBOLIC,
     storage_number,
 )
+from gs_compile.capture.vmapped import BEGIN, END
 from gs_compile.capture.whole_batch import is_of_samples
 from gs_compile.machine import format_bytes
 
@@ -131,7 +132,7 @@ def _runs_alone(graph: fx.Graph, nodes: Set[fx.Node], read: Set[fx.Node]) -> boo
     """Whether some nodes run as they are written behind all others: neither changes what is the other's in place, and
     what they read of the others is what these leave there.
     """
-    if any(map(is_collective, nodes)):
+    if any(is_collective(node) or node.target in (BEGIN, END) for node in nodes):
         return False
     memory = {memory_of(node) for node in nodes} - {None}
     changes = [(node, each) for node in graph.nodes for each in mutated(node)]

@@ -162,3 +162,15 @@ def test_what_a_block_makes_of_all_samples_is_refused():
     model.compile(backend="greedysnake", options=EAGER)
     with pytest.raises(SeparationError, match=r"reduced over the batch|of values"):
         model(*batch())
+
+
+def mapped(model, x, others):
+    return {"loss": torch.vmap(lambda row: row * row.sum())(x.flatten(1)).std() + x.mean()}
+
+
+def test_what_is_mapped_over_samples_is_refused():
+    """Fault: the map was taken apart, and torch spoke of its own faults."""
+    model = Pairs(mapped)
+    model.compile(backend="greedysnake", options=EAGER)
+    with pytest.raises(SeparationError, match="of the whole batch cannot be computed from micro-batches"):
+        model(torch.randint(20, (SAMPLES, TOKENS)), torch.randn(SAMPLES, WIDTH))
