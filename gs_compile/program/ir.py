@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from gs_compile.errors import ProgramError
@@ -167,14 +169,7 @@ class Program:
 
     def stages(self) -> Iterator[tuple[Stage, tuple[Op, ...]]]:
         """The operations grouped by stage, in issue order."""
-        group: list[Op] = []
-        for op in self.ops:
-            if group and op.stage != group[0].stage:
-                yield group[0].stage, tuple(group)
-                group = []
-            group.append(op)
-        if group:
-            yield group[0].stage, tuple(group)
+        return ((stage, tuple(ops)) for stage, ops in groupby(self.ops, attrgetter("stage")))
 
     def line_of(self, index: int) -> int:
         """The line, from 1, on which operation `index` stands in the unfolded text."""
