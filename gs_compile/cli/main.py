@@ -139,10 +139,8 @@ def doctor(storage: Storage = None, as_json: Json = False) -> None:
 
     checks = examine(Options.of({"storage": storage or None}).storage)
     rows = [check.as_dict() for check in checks]
-    if as_json:
-        typer.echo(json.dumps({"checks": rows}, indent=2))
-    else:
-        typer.echo(table(("check", "state", "found", "what to do"), [tuple(row.values()) for row in rows]))
+    told = table(("check", "state", "found", "what to do"), [tuple(row.values()) for row in rows])
+    typer.echo(json.dumps({"checks": rows}, indent=2) if as_json else told)
     raise typer.Exit(1 if any(check.state == "bad" for check in checks) else 0)
 
 

@@ -50,10 +50,8 @@ def gc(
     removed: dict[str, int] = {}
     for each in found_in(directory):
         removed |= collect(each, everything=everything)
-    if as_json:
-        typer.echo(json.dumps({"removed": removed}, indent=2))
-    else:
-        typer.echo("\n".join((*removed, f"removed {len(removed)} files, {format_bytes(sum(removed.values()))}")))
+    told = "\n".join((*removed, f"removed {len(removed)} files, {format_bytes(sum(removed.values()))}"))
+    typer.echo(json.dumps({"removed": removed}, indent=2) if as_json else told)
 
 
 @app.command()
