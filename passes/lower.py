@@ -47,18 +47,13 @@ class StepSpec:
         schedule = self.placement.layout.schedule if self.placement else self.schedule
         return SCHEDULES[schedule if self.shape.training else "vertical"]
 
-    @property
-    def leaves_late(self) -> bool:
-        """Whether gradients of this step wait for the next one."""
-        return self.placement is not None and self.placement.has_late and self.shape.training
-
 
 def passes(step: StepSpec) -> tuple[Pass, ...]:
     """In this order, each with its reason."""
     turns = (snake,) if step.snake and step.order.turns else ()  # one micro-batch stays on the device between layers
-    placement, late = step.placement, step.leaves_late
-    if placement is None:
+    if (placement := step.placement) is None:
         return (*turns, free)
+    late = placement.has_late and step.shape.training  # gradients wait for the next step
     own_pass = (partial(step.order.own_pass, placement=placement, late=late),) if step.order.own_pass else ()
     return (
         *turns,

@@ -92,11 +92,8 @@ def _changes(config: Any, request: InspectRequest) -> dict[str, Any]:
         fields["hidden_size"] = multiple = hidden
         for name in ("num_attention_heads", "num_key_value_heads"):
             if heads := getattr(config, name, None):
-                fields[name] = multiple = _divisor(multiple, max(1, heads * hidden // config.hidden_size))
+                most = max(1, heads * hidden // config.hidden_size)
+                fields[name] = multiple = next(n for n in range(most, 0, -1) if multiple % n == 0)
         if width := getattr(config, "intermediate_size", None):
             fields["intermediate_size"] = max(1, width * hidden // config.hidden_size)
     return {config.attribute_map.get(name, name): value for name, value in fields.items()}
-
-
-def _divisor(number: int, at_most: int) -> int:
-    return next(n for n in range(at_most, 0, -1) if number % n == 0)

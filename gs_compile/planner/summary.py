@@ -36,14 +36,9 @@ def paragraph(plan: StepPlan) -> str:
         f"Busy lanes: {busy}.",
         f"At its peak it holds {peaks}." if peaks else "",
         f"What would make it faster: {'; '.join(plan.binding)}." if plan.binding else "",
-        *map(sentence, plan.notes),
+        *(f"{note[0].upper()}{note[1:].removesuffix('.')}." for note in plan.notes),
     ]
     return " ".join(filter(None, sentences))
-
-
-def sentence(note: str) -> str:
-    """A note among others, in a paragraph."""
-    return f"{note[0].upper()}{note[1:].removesuffix('.')}."
 
 
 def settings(plan: StepPlan) -> str:

@@ -23,7 +23,8 @@ MOVING = ("ssd_read", "ssd_write", "h2d", "d2h", "net")  # lanes whose rate a ba
 def bar_text(step: UnderWay) -> str:
     """``step 12 ━━━━━━──── backward of layer 3, 42 s, about 31 s left, ssd_read 1.1 GiB/s``"""
     call = f"call {step.call}, " if step.call > 1 else ""
-    rates = [f"{lane} {rate(step.lanes[lane].nbytes, step.seconds)}" for lane in MOVING if _moves(step.lanes, lane)]
+    moved = ((lane, step.lanes[lane].nbytes) for lane in MOVING if lane in step.lanes)
+    rates = [f"{lane} {rate(nbytes, step.seconds)}" for lane, nbytes in moved if nbytes]
     left = "" if math.isnan(step.left_seconds) else f"about {duration(step.left_seconds)} left"
     words = [f"{call}{step.stage}", duration(step.seconds), left, *rates]
     return f"step {step.number} {bar(step.part)} {', '.join(filter(None, words))}"
@@ -152,7 +153,3 @@ def duration(seconds: float) -> str:
             unit = "day" if number == 1 and unit == "days" else unit
             return f"{number} {unit}" + (f" {rest // below} {lower}" if rest // below else "")
     return f"{whole} s"
-
-
-def _moves(lanes: Mapping[str, Total], lane: str) -> bool:
-    return lane in lanes and lanes[lane].nbytes > 0
