@@ -175,7 +175,7 @@ class Engine(ParameterStore):
             read = (index for unit in models[0].split.units for index in unit.arguments)
             refuse_inputs(args, read, units.micro_batches[0].inputs)
             if self.reporter is not None:
-                self.reporter.begin(self.optimizer.num_steps + 1 if self.optimizer is not None else 1)
+                self.reporter.record.begin(self.optimizer.num_steps + 1 if self.optimizer is not None else 1)
         placement = self.planning.sized(models, shape)
         self.latest, self.reader = (placement, shape), None  # whose memory the step may need
         pending = self.tiers.pending if shape.training and placement.has_late else None

@@ -104,10 +104,7 @@ class RunRecord:
                 step=step,
                 last=self._last,
                 history=tuple(self._history),
-                num_steps=self._sums.num_steps,
-                seconds=self._sums.seconds,
-                num_tokens=self._sums.num_tokens,
-                lanes=self._sums.lanes,
+                **vars(self._sums),
                 used=used,
                 free=free,
             )

@@ -59,10 +59,6 @@ class Reporter:
         self._thread.start()
         atexit.register(self.close)  # ahead of the storage's own end, which was registered before
 
-    def begin(self, number: int) -> None:
-        """A call of the step of that number begins."""
-        self.record.begin(number)
-
     def note(self, info: StepInfo) -> None:
         """A step has ended."""
         with self._on_line:
