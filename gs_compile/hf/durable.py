@@ -12,8 +12,7 @@ import json
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
     _options: Options | None = None  # of the model, where steps are durable
     _stand_in: tuple[str, Manifest] | None = None  # the checkpoint that Trainer is given for a commit to go on from
     _begins_anew: bool = False
-    _is_under_way: bool = False  # a call that is trained on
+    _is_under_way: bool = False  # a call that is trained on, whose forward commits the step before
     _last_begun: int | None = None  # the number of steps before that call
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -98,15 +97,6 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         if self._options is not None:
             optimizer.kept.states[_NAME] = _States(self)
             optimizer.kept.begins_anew = self._begins_anew
-
-    @contextmanager
-    def _under_way(self) -> Iterator[None]:
-        """A call whose forward commits the step before."""
-        self._is_under_way, self._last_begun = True, self.state.global_step
-        try:
-            yield
-        finally:
-            self._is_under_way = False
 
     @property
     def _tiered_optimizer(self) -> TieredOptimizer:

@@ -36,13 +36,14 @@ class _Question:
 class AskedModel:
     """A model that is compiled in place, and runs in a context. Strands ask for its results; `answered` calls it."""
 
+    is_for_its_loss = False  # those who call the model with gradients are known to read its loss alone, or to ask
+
     def __init__(
         self, model: Any, options: dict[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         """options: get what the model is compiled with, where it needs something else."""
         self.model, self.options, self.around, self.base = model, options, around, base_model(model)
-        self.gives_all_to_others = False  # than who calls it in `for_its_loss`: all outputs, from their first call on
-        self._is_for_its_loss = False
+        self.gives_all_to_others = False  # than who calls it `for_its_loss`: all outputs, from their first call on
         self._own_forward: Any = None
         self._asking_forward: Any = None
         if has_fused_head(self.base):
@@ -57,15 +58,6 @@ class AskedModel:
         size = min(most_samples, self.options["micro_batch_size"])
         self.model.compile(backend="greedysnake", options={**self.options, "micro_batch_size": size})
         wrap_compiled_call(self.model, self._asked)
-
-    @contextmanager
-    def for_its_loss(self) -> Iterator[None]:
-        """While it lasts, those who call the model with gradients are known to read its loss alone, or to ask."""
-        self._is_for_its_loss = True
-        try:
-            yield
-        finally:
-            self._is_for_its_loss = False
 
     @contextmanager
     def wrappable(self) -> Iterator[None]:
@@ -104,7 +96,7 @@ class AskedModel:
         def ask(*args: Any, **batch: Any) -> Any:
             if self._asking_forward and self.model.forward is not self._asking_forward:
                 return self.model.forward(*args, **batch)
-            if self.gives_all_to_others and torch.is_grad_enabled() and not self._is_for_its_loss:
+            if self.gives_all_to_others and torch.is_grad_enabled() and not self.is_for_its_loss:
                 self.gives_all_to_others = False
                 log.info("a training_step of the user's own calls the model, which gives it all outputs from now on")
                 self.compile_within(self._most_samples, outputs="all")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -275,8 +275,10 @@ class _Gathering(_Trainer):  # type: ignore[misc]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._batches = self._batches, []
-        known = self._compiled[0].for_its_loss()
-        with self._smaller_if_too_large(), self._under_way(), known, _replaced(self, _prepare_inputs=lambda each: each):
+        known = _replaced(self._compiled[0], is_for_its_loss=True)
+        own = _replaced(self, _is_under_way=True, _prepare_inputs=lambda each: each)
+        with self._smaller_if_too_large(), own, known:
+            self._last_begun = self.state.global_step
             if self._has_own_loss:
                 return self._own_training_step(model, batches, num_items_in_batch)
             batch = gathered(batches, self._padding)
@@ -315,14 +317,14 @@ class _Gathering(_Trainer):  # type: ignore[misc]
 
 
 @contextmanager
-def _replaced(trainer: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """While the context lasts, these are the trainer's methods of these names."""
-    vars(trainer).update(methods)
+def _replaced(holder: Any, **attributes: Any) -> Iterator[None]:
+    """While the context lasts, these take the place of an object's attributes, which are those of its class."""
+    vars(holder).update(attributes)
     try:
         yield
     finally:
-        for name in methods:
-            del vars(trainer)[name]
+        for name in attributes:
+            del vars(holder)[name]
 
 
 def _in_front(mixin: type, kind: type) -> type:
