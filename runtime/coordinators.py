@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 import torch
@@ -42,6 +42,7 @@ class Bindings:
     others: Mapping[Unit, Mapping[int, Tensor]]
 
 
+@dataclass(eq=False, repr=False)
 class Setting:
     """What the coordinators of a run share: where values live, in which type, on which device, and with which ranks.
 
@@ -49,20 +50,12 @@ class Setting:
         are no others.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        types: Mapping[Unit, Types],
-        store: Store | None,
-        device: Device,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.placement = placement
-        self.ranks = ranks
-        self.types = types
-        self.store = store
-        self.device = device
-        self._extents: dict[str, Extent] = {}
+    placement: Placement
+    types: Mapping[Unit, Types]
+    store: Store | None
+    device: Device
+    ranks: Ranks | None = None
+    _extents: dict[str, Extent] = field(default_factory=dict, init=False)
 
     def unit(self, value: Value) -> UnitPlacement:
         return self.placement.by_unit[value.unit]

@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -102,25 +103,21 @@ def greedysnake(
     return _Run(module, checked, compilation, partial(_begin, compilation), ahead).run
 
 
+@dataclass(eq=False, repr=False)
 class _Run:
     """What runs in the place of a captured graph. compilation: None where that is refused; begin: makes a call.
 
     ahead: what runs ahead of the model, of all samples at once.
     """
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        options: Options,
-        compilation: Compilation | None,
-        begin: Callable[..., Any],
-        ahead: Ahead | None = None,
-    ) -> None:
-        self.module, self.options, self.compilation, self.begin = module, options, compilation, begin
-        self.ahead = ahead
-        self.is_new = True  # no call of it has succeeded
-        self.is_as_written = False  # an evaluation of what is no model in layers
-        self.tail: Tail | None = None  # what runs behind the model, of all samples at once
+    module: fx.GraphModule
+    options: Options
+    compilation: Compilation | None
+    begin: Callable[..., Any]
+    ahead: Ahead | None = None
+    is_new: bool = field(default=True, init=False)  # no call of it has succeeded
+    is_as_written: bool = field(default=False, init=False)  # an evaluation of what is no model in layers
+    tail: Tail | None = field(default=None, init=False)  # what runs behind the model, of all samples at once
 
     def run(self, *args: Any) -> list[Any]:
         try:
