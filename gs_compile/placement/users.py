@@ -7,6 +7,7 @@ for all who use it (`idle`). Users are tickets in the runtime, and numbers of op
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -34,12 +35,7 @@ class Users(Generic[Key, User]):
 
     def awaited(self, reads: Iterable[Key], into: Iterable[Key]) -> list[User]:
         """What an operation waits for."""
-        users: list[User] = []
-        for value in reads:
-            users += self.ready(value)
-        for value in into:
-            users += self.idle(value)
-        return users
+        return [*chain.from_iterable(map(self.ready, reads)), *chain.from_iterable(map(self.idle, into))]
 
     def use(self, value: Key, user: User) -> None:
         """An operation reads the value until it is over."""
@@ -53,8 +49,7 @@ class Users(Generic[Key, User]):
 
     def change(self, value: Key, user: User) -> None:
         """An operation changes the value; it has waited for all who use it."""
-        self._made[value] = (user,)
-        self._used.pop(value, None)
+        self.define(value, (user,))
 
     def swap(self, one: Key, other: Key) -> None:
         """Exchange two values."""
