@@ -310,9 +310,13 @@ def _is_alias(op: Op) -> bool:
     return len(op.reads) == 1 and bool(op.results) and not op.into and len(same) == 1
 
 
-def _adds_to_sums(op: Op) -> bool:
-    """Whether all that a norm changes are the parts of what several backwards add up."""
-    return all((value.kind, value.unit) == ("dw", op.reads[0].unit) and value.part for value in op.into)
+def _completes(op: Op, made: str) -> bool:
+    """Whether it takes a gradient, makes these of its unit, and changes parts of the unit's sums alone."""
+    if not _shape(op).startswith(f"dw > {made} > "):
+        return False
+    unit = op.reads[0].unit
+    adds_to_sums = all((value.kind, value.unit) == ("dw", unit) and value.part for value in op.into)
+    return adds_to_sums and op.results == tuple(Value(kind, unit) for kind in made.split())
 
 
 def _is_update(op: Op) -> bool:
@@ -344,21 +348,13 @@ LAWS: dict[str, tuple[str, Callable[[Op], bool]]] = {
     "all_gather": ("takes a unit's shard or parts of it, and defines a piece of the whole", _is_all_gather),
     "reduce_scatter": (
         "takes a complete gradient, and defines this rank's share of it, and its norm; may change the unit's sums",
-        lambda op: (
-            _shape(op).startswith("dw > dshard norm > ")
-            and op.results == (Value("dshard", op.reads[0].unit), Value("norm", op.reads[0].unit))
-            and _adds_to_sums(op)
-        ),
+        lambda op: _completes(op, "dshard norm"),
     ),
     "alias": ("takes one value, and defines it under another name", _is_alias),
     "empty": ("takes nothing, and defines a part of a unit's parameters", lambda op: _shape(op) == " > w > "),
     "norm": (
         "takes one gradient, and defines its norm; may change sums of the same unit",
-        lambda op: (
-            _shape(op).startswith("dw > norm > ")
-            and op.results[0] == Value("norm", op.reads[0].unit)
-            and _adds_to_sums(op)
-        ),
+        lambda op: _completes(op, "norm"),
     ),
     "clip": (
         "takes the norms, and defines the scale",
