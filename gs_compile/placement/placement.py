@@ -325,19 +325,15 @@ class Placement:
 
     def present(self, ops: Iterable[Op]) -> frozenset[Value]:
         """What is at home when `ops` begin: they read gradients and copies of the step before, or there are none."""
-        defined: set[Value] = set()
-        found: dict[Value, None] = {}
-        warm = False
+        defined, found = set[Value](), set[Value]()
         for op in ops:
-            for value in op.reads:
-                if value.kind == "dw" and value not in defined:
-                    found[value] = None
-                elif value.kind == "w" and value in self.carried_values and value not in defined:
-                    warm = True
+            found.update(value for value in op.reads if value.kind in ("dw", "w") and value not in defined)
             defined.update(value for value in op.results if value.kind in ("dw", "w"))
-        placed = ((self.by_unit.get(value.unit), value.part) for value in found)
+        gradients = [value for value in found if value.kind == "dw"]
+        placed = ((self.by_unit.get(value.unit), value.part) for value in gradients)
         groups = {unit.dw[part].when for unit, part in placed if unit}
-        return self.homes(late=bool(found), redo="early" in groups, warm=warm)
+        warm = not found.isdisjoint(self.carried_values)
+        return self.homes(late=bool(gradients), redo="early" in groups, warm=warm)
 
     def reclaims(self, unit: UnitPlacement, part: Part) -> bool:
         """Whether a late part's host memory is free between backward and update (paper, section 4.3).
