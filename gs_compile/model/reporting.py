@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -19,7 +19,7 @@ from gs_compile.placement.placement import Placement
 from gs_compile.placement.traffic import traffic
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.run import words
-from gs_compile.planner.step_plan import StepPlan, nbytes_by_home
+from gs_compile.planner.step_plan import StepPlan, nbytes_by_home, nested
 from gs_compile.program.ir import Program
 from gs_compile.progress import Line
 from gs_compile.runtime import alarm
@@ -116,9 +116,6 @@ def _measure(
 
 def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
     planner, plan, store = planning.planner, planning.planned.plan, tiers.setting.store
-    homes: dict[str, dict[str, int]] = {}
-    for (kind, tier), nbytes in nbytes_by_home(planning.placement).items():
-        homes.setdefault(kind, {})[tier] = nbytes
     device_nbytes = planning.device_nbytes or 0
     return About(
         pid=(pid := os.getpid()),
@@ -136,7 +133,7 @@ def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
         num_layers=planning.placement.layout.num_layers,
         plan=words(plan) if plan else "",
         binding=plan.binding if plan else (),
-        homes=homes,
+        homes=nested(nbytes_by_home(planning.placement)),
         budgets={"host": planner.whole_nbytes, **({"device": device_nbytes} if device_nbytes else {})},
         drives=_shares(store),
         **_predicted(plan),
@@ -147,10 +144,9 @@ def _predicted(plan: StepPlan | None) -> dict[str, Any]:
     """The plan's figures, where it was simulated: else nothing is measured for it."""
     if plan is None or not plan.is_solved:
         return {"predicted": {}, "predicted_seconds": float("nan"), "rated_nbytes": 0}
-    moved: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for (lane, kind), nbytes in plan.traffic.items():
-        moved[lane][kind] += nbytes
-    lanes = {lane: Total(seconds, moved[lane].total(), moved[lane]) for lane, (seconds, _) in plan.lanes.items()}
+    moved = nested(plan.traffic)
+    kinds = {lane: Counter(moved.get(lane, {})) for lane in plan.lanes}
+    lanes = {lane: Total(seconds, kinds[lane].total(), kinds[lane]) for lane, (seconds, _) in plan.lanes.items()}
     return {"predicted": lanes, "predicted_seconds": plan.seconds, "rated_nbytes": plan.profile.ssd_rated_nbytes}
 
 

@@ -233,6 +233,14 @@ def time_text(days: float) -> str:
     return f"{days / length:.1f} {unit}"
 
 
+def nested(nbytes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """Bytes by the first key, then by the second."""
+    found: dict[str, dict[str, int]] = {}
+    for (first, second), size in nbytes.items():
+        found.setdefault(first, {})[second] = size
+    return found
+
+
 def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
     """Bytes by kind and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
     layout, by_home = placement.layout, Counter[tuple[str, str]]()

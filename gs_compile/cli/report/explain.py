@@ -16,7 +16,7 @@ from typing import Any
 from gs_compile.machine import format_bytes
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.planner import variants
-from gs_compile.planner.step_plan import StepPlan
+from gs_compile.planner.step_plan import StepPlan, nested
 from gs_compile.planner.summary import RATIO_OF, rate_text, seconds_text, settings, table, throughput
 from gs_compile.program.ir import LANES, TIERS, WORDS
 
@@ -49,12 +49,12 @@ def as_dict(plan: StepPlan) -> dict[str, Any]:
         "micro_batch_size": workload.micro_batch_size,
         "batch_size": plan.ranks * plan.num_micro_batches * workload.micro_batch_size,
         **{name: getattr(plan, name) for name in FIELDS},
-        "homes": _nested(plan.homes),
+        "homes": nested(plan.homes),
         "peaks": {tier: plan.peaks[tier] for tier in TIERS if tier in plan.peaks},
         "budgets": {tier: getattr(plan.budgets, f"{tier}_nbytes") for tier in TIERS},
         "lanes": {lane: {"seconds": busy, "share": share} for lane, (busy, share) in plan.lanes.items()},
         "bubbles": plan.simulation.bubbles,
-        "traffic": _nested(plan.traffic),
+        "traffic": nested(plan.traffic),
         "alternatives": [vars(row) for row in plan.alternatives],
         "history": [dict(zip(HISTORY, row, strict=True)) for row in plan.history],
     }
@@ -106,7 +106,7 @@ def _homes(plan: StepPlan) -> str:
         return (name, *(format_bytes(nbytes[tier]) if nbytes.get(tier) else "-" for tier in shown), share)
 
     shown = plan.profile.tiers
-    rows = [row(WORDS[kind], sizes, _share(plan, kind)) for kind, sizes in _nested(plan.homes).items()]
+    rows = [row(WORDS[kind], sizes, _share(plan, kind)) for kind, sizes in nested(plan.homes).items()]
     rows.append(row("peak, working buffers too", plan.peaks))
     rows.append(row("may be used", {tier: getattr(plan.budgets, f"{tier}_nbytes") for tier in shown}))
     return table(("", *shown, "in host memory"), rows, right=shown)
@@ -121,7 +121,7 @@ def _share(plan: StepPlan, kind: str) -> str:
 
 def _lanes(plan: StepPlan) -> str:
     """Seconds of work, and bytes moved, of each lane."""
-    moved = _nested(plan.traffic)
+    moved = nested(plan.traffic)
     rows = []
     for lane in (lane for lane in LANES if lane in plan.lanes):
         seconds, share = plan.lanes[lane]
@@ -163,11 +163,3 @@ def _titled(sections: Mapping[str, str]) -> list[str]:
 
 def _rounded(number: str) -> float:
     return float(f"{float(number):.{DIGITS}g}")
-
-
-def _nested(nbytes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    """Bytes by the first key, then by the second."""
-    found: dict[str, dict[str, int]] = {}
-    for (first, second), size in nbytes.items():
-        found.setdefault(first, {})[second] = size
-    return found
