@@ -5,12 +5,12 @@ All numbers are those of its status, which stands in the page as it is.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 
 from gs_compile.machine import format_bytes
@@ -53,10 +53,10 @@ def page(status: Status, now: float | None = None) -> str:
     }
     rank = f", rank {about.rank} of {about.num_ranks}" if about.num_ranks > 1 else ""
     parts = {
-        "title": _text(f"{count_text(about.num_parameters)} parameters in {about.num_layers} layers{rank}"),
+        "title": escape(f"{count_text(about.num_parameters)} parameters in {about.num_layers} layers{rank}"),
         "refresh": f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if status.state == "running" else "",
         "mood": "bad" if status.state == "failed" or "killed" in words else "soft",
-        "state": _text(f"This run {words}. Begun {date_of(about.began)}, written {date_of(status.written)}."),
+        "state": escape(f"This run {words}. Begun {date_of(about.began)}, written {date_of(status.written)}."),
         "cards": _cards(status),
         "body": "\n".join(f"<h2>{title}</h2>\n{text}" for title, text in sections.items()),
         "data": json.dumps(plain(status), separators=(",", ":")).replace("<", "\\u003c"),
@@ -89,8 +89,8 @@ def _cards(status: Status) -> str:
     if not math.isnan(last.loss):
         rows.append(("loss", f"{last.loss:.4g}", f"gradient norm {last.grad_norm:.3g}"))
     rows.append(("binds", last.binds or "no lane alone", _busiest(last)))
-    cells = (f"<div><dt>{_text(a)}</dt><dd>{_text(b)}<small>{_text(c)}</small></dd></div>" for a, b, c in rows)
-    return f'<dl class="cards">{"".join(cells)}</dl>\n<p>Last step: {_text(step_words(last))}.</p>'
+    cells = (f"<div><dt>{escape(a)}</dt><dd>{escape(b)}<small>{escape(c)}</small></dd></div>" for a, b, c in rows)
+    return f'<dl class="cards">{"".join(cells)}</dl>\n<p>Last step: {escape(step_words(last))}.</p>'
 
 
 def _busiest(info: StepInfo) -> str:
@@ -127,9 +127,9 @@ def _chart(title: str, curve: Curve, rule: float = math.nan) -> str:
         y = at(first, rule).partition(",")[2]
         drawn = f'<path class="was" d="M0,{y}H100"/>{drawn}'
     return (
-        f'<figure><figcaption>{_text(title)}</figcaption><div class="plot">'
+        f'<figure><figcaption>{escape(title)}</figcaption><div class="plot">'
         f'<div class="y"><span>{high:.3g}</span><span>{(high + low) / 2:.3g}</span><span>{low:.3g}</span></div>'
-        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{_text(title)}">{drawn}</svg>'
+        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">{drawn}</svg>'
         f'<div class="x"><span>step {first}</span><span>{last if last > first else ""}</span></div></div></figure>'
     )
 
@@ -145,7 +145,7 @@ def _lanes(status: Status) -> str:
     numbers = ((word, "n") for word in ("works", "predicted", "moves", "rate"))
     heads = _row("th", [("lane", ""), ("", ""), ("busy", "n"), *numbers])
     words = f"Means of {status.num_steps:,} steps. What binds, by the last step: {binding(status.last)}."
-    return f'<p>{_text(words)}</p>\n<p>{key}</p>\n<div class="scroll"><table>{heads}{body}</table></div>'
+    return f'<p>{escape(words)}</p>\n<p>{key}</p>\n<div class="scroll"><table>{heads}{body}</table></div>'
 
 
 def _lane(row: LaneRow, predicted_seconds: float, binds: str) -> str:
@@ -171,7 +171,7 @@ def _bytes(status: Status) -> str:
     keys += [("other", "other")] if known - set(COLOURED) else []
     key = "".join(f'<span class="key"><i style="background:var(--{kind})"></i>{words}</span>' for kind, words in keys)
     rows = "".join(_moved(status, lane, total, most) for lane, total in lanes.items())
-    return f"<p>{key}</p>\n{rows}\n<p>Written to SSD: {_text(wear(status))}.</p>"
+    return f"<p>{key}</p>\n{rows}\n<p>Written to SSD: {escape(wear(status))}.</p>"
 
 
 def _moved(status: Status, lane: str, total: Total, most: int) -> str:
@@ -182,7 +182,7 @@ def _moved(status: Status, lane: str, total: Total, most: int) -> str:
     number, plan = status.num_steps, status.about.predicted.get(lane)
     beside = f", predicted {format_bytes(plan.nbytes)}" if plan is not None else ""
     words = f"{lane}: {format_bytes(total.nbytes // number)}{beside} ({kinds_words(total, number)})"
-    return f'<div class="stack">{parts}</div><p class="soft">{_text(words)}</p>'
+    return f'<div class="stack">{parts}</div><p class="soft">{escape(words)}</p>'
 
 
 def _homes(status: Status) -> str:
@@ -209,7 +209,7 @@ def _plan(status: Status) -> str:
     heading = "<p>What would make it faster, by the linear program:</p>" if more else ""
     mean = status.seconds / status.num_steps if status.num_steps else math.nan
     against = compared(mean, about.predicted_seconds)
-    return f"<p>{_text(plan_words(status))}</p>\n<p>Against it: {_text(against)}.</p>\n{heading}{_list(more)}"
+    return f"<p>{escape(plan_words(status))}</p>\n<p>Against it: {escape(against)}.</p>\n{heading}{_list(more)}"
 
 
 def _machine(status: Status) -> str:
@@ -220,7 +220,7 @@ def _machine(status: Status) -> str:
         "process": f"{about.pid}" + (f", rank {about.rank} of {about.num_ranks}" if about.num_ranks > 1 else ""),
         **about.versions,
     }
-    rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(words)}</dd>" for name, words in facts.items())
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts.items())
     return f'<dl class="facts">{rows}</dl>'
 
 
@@ -228,14 +228,10 @@ def _machine(status: Status) -> str:
 
 
 def _row(tag: str, cells: Iterable[tuple[str, str]]) -> str:
-    made = (f'<{tag} class="{kind}">{_text(words)}</{tag}>' for words, kind in cells)
+    made = (f'<{tag} class="{kind}">{escape(words)}</{tag}>' for words, kind in cells)
     return f"<tr>{''.join(made)}</tr>"
 
 
 def _list(entries: Iterable[str]) -> str:
-    made = "".join(f"<li>{_text(each)}</li>" for each in entries)
+    made = "".join(f"<li>{escape(each)}</li>" for each in entries)
     return f"<ul>{made}</ul>" if made else ""
-
-
-def _text(words: str) -> str:
-    return html.escape(words)
