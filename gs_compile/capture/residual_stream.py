@@ -103,8 +103,7 @@ def fit(values: Sequence[fx.Node]) -> bool:
 
 def is_like(node: fx.Node, spec: TensorSpec) -> bool:
     """Whether a value is a tensor of this shape and dtype."""
-    found = node.meta["spec"]
-    return isinstance(found, TensorSpec) and (found.shape, found.dtype) == (spec.shape, spec.dtype)
+    return _kind(node) == (spec.shape, spec.dtype)
 
 
 class _Search:
