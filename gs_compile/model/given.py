@@ -1,5 +1,5 @@
 """given: what a tensor had in it, to tell where somebody has changed it in place: one that a state dict was given of a
-parameter on the tiers, an input of a call, a buffer.
+value or a state on the tiers, an input of a call, a buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gs_compile.capture.internals import changes
 
 @dataclass
 class Given:
-    """What a state dict was given of a tiered parameter: a copy, where torch gives the parameter's memory."""
+    """What a state dict was given of a tiered parameter, or of its state: a copy, where torch gives their memory."""
 
     values: weakref.ref[Tensor]
     counter: Tensor  # has no elements, and the version of the values, also once these are gone
@@ -25,7 +25,7 @@ class Given:
     @classmethod
     def of(cls, values: Tensor) -> Given:
         counter = values.detach()
-        counter.data = torch.empty(0, dtype=values.dtype)  # its version stays that of the values
+        counter.data = torch.empty(0, dtype=values.dtype, device=values.device)  # its version stays that of the values
         return cls(weakref.ref(values), counter, changes(counter))
 
     @property

@@ -22,6 +22,7 @@ from torch import Tensor
 from gs_compile.capture.internals import untraced, without_overrides
 from gs_compile.errors import OptimizerError, ReleasedParameterError, ResumeError
 from gs_compile.model import optimizer_state
+from gs_compile.model.given import Given
 from gs_compile.model.kept import Kept
 from gs_compile.model.parameter_store import ParameterStore, in_full, in_turn
 from gs_compile.model.residency import is_offloaded, residency_of
@@ -66,6 +67,7 @@ class Optimizer(torch.optim.Optimizer):
         self.num_skipped = 0
         self.first_group_of: Mapping[Tensor, int] = {}  # `group_of` as the engine was made
         self.first_states: dict[Tensor, Any] = {}  # that were loaded, until the first step has ended: it may begin anew
+        self.given: list[Given] = []  # to state dicts
         self.kept = Kept()
         self.loop = Loop()
         super().__init__(params, defaults)
@@ -125,6 +127,7 @@ class Optimizer(torch.optim.Optimizer):
         """A record for the updates of the next step, with the settings as they are now."""
         record = self.as_set()
         optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters))
+        optimizer_state.refuse_lost(self)
         return record
 
     def as_set(self) -> StepRecord:
@@ -188,8 +191,11 @@ class Optimizer(torch.optim.Optimizer):
         self.synchronize()
         shown = self.state
         if self.engine is not None or not self.steps.taken:
-            states = {p: self.stored_state(p) for p in self._parameters}
+            with torch.inference_mode(False):  # changes are counted
+                states = {p: self.stored_state(p) for p in self._parameters}
             self.state = defaultdict(dict, {p: state for p, state in states.items() if state is not None})
+            self.given = [each for each in self.given if each.is_changed or each.values() is not None]
+            self.given += optimizer_state.given(self.state, shown)
         try:
             return super().state_dict()
         finally:
@@ -228,6 +234,7 @@ class Optimizer(torch.optim.Optimizer):
             self.steps.become(num_steps)
             self.state.update(states)
             self.load_into_engine()
+            self.given = [Given.of(held) for each in self.given if (held := each.values()) is not None]
 
         in_full(take, self.engine)
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -9,10 +9,12 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from gs_compile.capture.internals import tree_map_only, without_overrides
 from gs_compile.errors import MasterWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model.files import mapped_rows
+from gs_compile.model.given import Given
 from gs_compile.model.offloaded import LOOKS, sends
 from gs_compile.model.parameter_store import MASTER, ParameterStore, component
 from gs_compile.model.residency import residency_of
@@ -168,6 +170,28 @@ def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterab
         raise OptimizerError(
             "the state of a parameter that lives on the tiers was removed from optimizer.state, or assigned there, but "
             f"optimizer.state only shows it. {CHANGE_STATE}"
+        )
+
+
+def given(
+    states: Mapping[torch.Tensor, Mapping[str, Any]], own: Mapping[torch.Tensor, Mapping[str, Any]]
+) -> list[Given]:
+    """The copies that a state dict with these states has, and not what the optimizer itself has; of what ranks share
+    nobody changes any.
+    """
+    found = ((each, own.get(p, {}).get(name)) for p, state in states.items() for name, each in state.items())
+    copies = (each for each, known in found if isinstance(each, torch.Tensor) and each is not known)
+    return [Given.of(each) for each in copies if not isinstance(each, DTensor)]
+
+
+def refuse_lost(optimizer: Any) -> None:
+    """Raise ReleasedParameterError, once, where somebody has changed a tensor of a state dict, and not the state."""
+    if any(each.is_changed for each in optimizer.given):
+        optimizer.given = []
+        raise ReleasedParameterError(
+            "a tensor of optimizer.state_dict() was changed in place, and the optimizer's state was not: it lives on "
+            "the tiers, and a state dict has a copy. Pass the state dict to optimizer.load_state_dict(). Values that "
+            "are to differ from the optimizer's are made in a value.clone()"
         )
 
 

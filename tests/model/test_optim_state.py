@@ -307,6 +307,24 @@ def test_a_state_that_is_replaced_is_refused(tmp_path):
         one.train(1)
 
 
+def test_a_change_of_a_state_dicts_tensor_is_refused_where_it_would_be_lost(tmp_path):
+    """Fault: torch has changed the state by then; here it was lost, without a word."""
+    with learner(tmp_path) as one:
+        one.train(0)
+        one.optimizer.state_dict()["state"][0]["exp_avg"].zero_()
+        with pytest.raises(ReleasedParameterError, match=r"optimizer\.state_dict\(\) was changed in place.*clone\(\)"):
+            one.train(1)
+        one.train(1)  # told once
+        held = one.optimizer.state_dict()
+        held["state"][0]["exp_avg"].zero_()
+        one.optimizer.load_state_dict(held)
+        assert not one.optimizer.state_dict()["state"][0]["exp_avg"].any()
+        one.train(2)
+        held["state"][0]["exp_avg_sq"].mul_(2)  # also where steps have come since
+        with pytest.raises(ReleasedParameterError, match="was changed in place"):
+            one.train(3)
+
+
 def test_what_a_state_dict_has_no_state_for_begins_anew(tmp_path):
     """As with torch, in whose state dicts it has none before its first gradient."""
     with learner(tmp_path) as one:
