@@ -125,6 +125,14 @@ class Folder:
             system.rename(manifest.NEXT, manifest.NAME, self.fd)
             system.sync_folder(self.fd)
 
+    def withdraw(self) -> None:
+        """Remove the prepared commit, for good: ranks prepare that step anew, with other files, and a power loss must
+        not bring this one back for it.
+        """
+        self.unlink(manifest.NEXT)
+        with as_storage_error("resuming", self.path):
+            system.sync_folder(self.fd)
+
     def clear(self, keep: Collection[str] = ()) -> None:
         """Remove what a run that was killed has left, but for the names that belong to its commit; the log says so."""
         if words := leftovers(self.path, keep):

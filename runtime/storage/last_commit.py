@@ -90,7 +90,7 @@ def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = 
     for commit, folder, is_made in left:
         if not is_made:
             is_next = newest is not None and step_of(commit) == step_of(newest)
-            folders[folder].promote() if is_next else folders[folder].unlink(manifest.NEXT)
+            folders[folder].promote() if is_next else folders[folder].withdraw()
     return newest
 
 

@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +22,12 @@ import pytest
 import torch
 import xxhash
 from children import MAX_NORM
+from stored_run import save, stored_folders, stored_run
 from tiered import adamw, options, outcome, step, tokens
 
 from gs_compile.runtime.storage import manifest, system
 from gs_compile.runtime.storage.grid import Grid
+from gs_compile.runtime.storage.last_commit import step_of
 from gs_compile.runtime.storage.manifest import decoded
 from gs_compile.runtime.storage.store import Store
 
@@ -197,6 +199,20 @@ class Losses:
             self.found.add(number)
             if self.numbers.random() < 3 / 400 / self.count:
                 self.kept.append(image)
+
+
+def test_what_one_rank_has_prepared_alone_does_not_come_back(monkeypatch, tmp_path):
+    """Fault: it did, without its files, if the power was lost while the others had prepared that step anew: as theirs
+    has its number, all would have gone on from it.
+    """
+    (folder,) = stored_folders(tmp_path, "storage")
+    save(folder, made := replace(stored_run(folder), world=2))
+    save(folder, replace(made, step=made.step + 1, number=made.number + 1), manifest.NEXT)
+    recorder = Recorder(monkeypatch, lambda: None)
+    recorder.names[folder / manifest.NEXT] = [Inode()]
+    with Store([folder.parent], durable=True, resume=(), agree=lambda own: [own, {step_of(made): True}]) as store:
+        assert store.former == made
+        assert recorder.names[folder / manifest.NEXT] == [None]
 
 
 NOW = {"random": lambda: 0.0, "choice": max}  # kindness 1: all is as it is now
