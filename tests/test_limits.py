@@ -73,9 +73,14 @@ LIMITS: dict[str, list[Case]] = {
     ],
     "On several ranks a trained parameter that gets no gradient": [
         (
-            "ranks/test_frozen_ranks.py",
-            "test_what_gets_its_first_gradient_later_is_trained_from_then_on",
+            "ranks/test_exact.py",
+            "test_what_gets_its_first_gradient_in_a_later_step_is_trained_on_ranks",
             "nor has weight decay moved it",
+        ),
+        (
+            "ranks/test_exact.py",
+            "test_ranks_that_differ_in_first_gradients_are_told",
+            "late first gradients",
         ),
     ],
     "Gradients of gradients": [("end_to_end/test_autograd.py", "test_a_gradient_of_gradients_is_refused", "asked for")],
