@@ -254,20 +254,21 @@ class _Search:
             if place < first <= self.last[node] and isinstance(node.meta["spec"], TensorSpec)
             if not is_free(node) or node.name in self.batch
         ]
-        likely = min(((self.last[node] >= second, is_free(node)) for node in alive), default=None)
-        chosen = [node for node in reversed(alive) if (self.last[node] >= second, is_free(node)) == likely]
+        likely = min((self.last[node] >= second for node in alive), default=None)
+        chosen = [node for node in reversed(alive) if (self.last[node] >= second) == likely]
         return min(chosen, key=lambda node: self._likeliness(node, stack), default=None)
 
-    def _likeliness(self, origin: fx.Node, stack: Stack) -> tuple[int, int, int, bool]:
+    def _likeliness(self, origin: fx.Node, stack: Stack) -> tuple[int, int, bool, int, bool]:
         """How many blocks the stream from `origin` leaves out, and how many of their nodes: a mask comes later than the
-        hidden state; how many values it reads that are not of it; and whether `origin` has no samples: a number by
-        which the embedding is multiplied ahead of the first block is none.
+        hidden state, and a sum that starts at zeros leaves out what is added; whether `origin` is an input; how many
+        values the stream reads that are not of it; and whether `origin` has no samples: a number by which the embedding
+        is multiplied ahead of the first block is none.
         """
         nodes = self._dependent(origin, stack)
         read = set().union(*(node.all_input_nodes for node in nodes - {origin}))
         num_read = sum(not is_free(node) for node in read - nodes - {origin})
         left_out = len(set(chain.from_iterable(stack)) - nodes)
-        return sum(map(nodes.isdisjoint, stack)), left_out, num_read, not has_samples(origin)
+        return sum(map(nodes.isdisjoint, stack)), left_out, is_free(origin), num_read, not has_samples(origin)
 
     def _dependent(self, origin: fx.Node, stack: Stack) -> set[fx.Node]:
         """`origin` and what depends on it, without what is made before the stack and read in its second block."""

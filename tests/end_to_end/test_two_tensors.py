@@ -210,19 +210,37 @@ class Flow(nn.Module):
         return (x.square().sum((1, 2)) / 2 - log_det).mean()
 
 
-def test_one_number_for_each_sample_goes_on_beside_them(tmp_path):
-    """Fault: refused, as normalizing flows with a log determinant are."""
-    model = Flow().double()
+class FlowOfData(Flow):
+    """As RealNVP: nothing is ahead of the first block, and the log determinants are added between blocks."""
+
+    def __init__(self):
+        super().__init__()
+        del self.enter
+
+    def forward(self, x):
+        log_det = x.new_zeros(len(x))
+        for block in self.blocks:
+            x, more = block(x, 0)
+            log_det = log_det + more
+        return (x.square().sum((1, 2)) / 2 - log_det).mean()
+
+
+@pytest.mark.parametrize(("kind", "width"), [(Flow, 4), (FlowOfData, WIDTH)])
+def test_one_number_for_each_sample_goes_on_beside_them(kind, width, tmp_path):
+    """Fault: refused, as normalizing flows with a log determinant are; then those whose first block takes the batch as
+    it is, as blocks that do not run one after the other.
+    """
+    model = kind().double()
     plain = copy.deepcopy(model)
     optimizers = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
     model.compile(backend="greedysnake", options=options(tmp_path))
     for number in range(2):
-        inputs = torch.randn(SAMPLES, 3, 4, generator=torch.Generator().manual_seed(number)).double()
+        inputs = torch.randn(SAMPLES, 3, width, generator=torch.Generator().manual_seed(number)).double()
         for each, optimizer in zip((model, plain), optimizers, strict=True):
             each(inputs).backward()
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
-    (compilation,) = compilations_of[model.enter.weight]
+    (compilation,) = compilations_of[model.blocks[0].net.weight]
     assert {each.split.num_layers for each in compilation.models.values()} == {LAYERS}
     optimizers[0].engine.tiers.close()
