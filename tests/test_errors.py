@@ -58,6 +58,16 @@ class Breaks(Block):
         return super().forward(x_BTD)
 
 
+class LoopsOverExperts(Block):
+    """As Switch Transformers of transformers, over those that have tokens."""
+
+    def forward(self, x_BTD):
+        found = (x_BTD.sum((0, 1)) > 0).nonzero()
+        for expert in found:
+            x_BTD = x_BTD + x_BTD[..., expert]
+        return super().forward(x_BTD)
+
+
 @pytest.fixture(autouse=True)
 def _no_reasons_of_other_tests():
     """Dynamo counts a process's reasons by their words: one that an earlier file has met does not become the last."""
@@ -70,6 +80,7 @@ def _no_reasons_of_other_tests():
     [
         (Breaks, "torch._dynamo.graph_break()", "graph_break", "move it out of forward"),
         (ReadsAValue, "if x_BTD.sum().item() > 0:", "item", "move it out of forward"),
+        (LoopsOverExperts, "for expert in found:", "cannot go on", "multiply by zeros what is not"),
         (Decides, "if self.norm.weight[0] == 0:", "generic_jump", "compute both and choose by torch.where"),
     ],
 )

@@ -135,6 +135,11 @@ def remedy(reason: object, where: str) -> str:
         return "compile the model alone, and leave backward and the optimizer's step out of what is compiled"
     if any(sign in str(reason) for sign in _UNSIZED):
         return f"here the number of elements depends on values. {GROUPED[0].upper()}{GROUPED[1:]}"
+    if re.search(r":\d+: for .* in .*:$", where) and not str(reason).startswith(RAISES):
+        return (
+            "Dynamo cannot run this loop, as one over the experts that have tokens, whose number depends on values. "
+            f"Run it for all, and multiply by zeros what is not to count. {GROUPED[0].upper()}{GROUPED[1:]}"
+        )
     if any(sign in str(reason) for sign in _BRANCHES):
         return (
             "here the value of a tensor decides what runs. Decide it before the call, or compute both and choose by "
