@@ -36,8 +36,8 @@ def with_frees(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placem
     for index, op in enumerate(ops):
         freed.append(op)
         if ending := ends.get(index):
-            used = dict.fromkeys((*op.reads, *op.into, *op.results, *ending))
-            freed += [Op("free", (value,), op.stage) for value in used if value in ending]
+            used, ended = dict.fromkeys((*op.reads, *op.into, *op.results, *ending)), set(ending)
+            freed += [Op("free", (value,), op.stage) for value in used if value in ended]
     return tuple(freed)
 
 

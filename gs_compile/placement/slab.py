@@ -18,9 +18,12 @@ transfer has used last is given on when others have moved some bytes, in the nex
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -252,18 +255,15 @@ class _Packing:
 
     def _lowest(self, spans: Spans, nbytes: int) -> int:
         """The lowest offset from which so many bytes are free in all of these spans."""
-        blocks = dict.fromkeys(block for span in spans for block in self._blocks(*span))
-        first, last, offsets, stops = _together([block.taken[:, : block.number] for block in blocks])
-        begins, ends = np.sort(np.transpose(spans))
-        if len(spans) == 1:
-            overlaps = (first < ends) & (last > begins)
-        else:  # more of them begin before its end than end before its begin
-            overlaps = begins.searchsorted(last) > ends.searchsorted(first, side="right")
-        there = overlaps.nonzero()[0]
-        free = np.full(len(there) + 1, self.base)  # from where on
-        np.maximum.accumulate(stops[there], out=free[1:])
+        within = defaultdict[_Block, list[tuple[int, int]]](list)
+        for span in spans:
+            for block in self._blocks(*span):
+                within[block].append(span)
+        offsets, stops = _together([block.during(each) for block, each in within.items()])
+        free = np.full(len(stops) + 1, self.base)  # from where on
+        np.maximum.accumulate(stops, out=free[1:])
         np.maximum(free, self.base, out=free)
-        large = (offsets[there] - free[:-1] >= nbytes).nonzero()[0]
+        large = (offsets - free[:-1] >= nbytes).nonzero()[0]
         return int(free[large[0] if large.size else -1])
 
 
@@ -282,10 +282,16 @@ class _Block:
         self.taken[:, at] = rectangle
         self.number += 1
 
+    def during(self, spans: Spans) -> Numbers:
+        """Offset and stop of the rectangles that are alive in any of these spans, by offset."""
+        first, last = self.taken[:2, : self.number]
+        alive = reduce(operator.or_, ((first < end) & (last > begin) for begin, end in spans))
+        return self.taken[2:, alive.nonzero()[0]]
 
-def _together(taken: Sequence[Numbers]) -> Numbers:
-    """The rectangles of several blocks, by offset; those of more than one are there more than once."""
-    if len(taken) == 1:
-        return taken[0]
-    every = np.hstack(taken)
-    return every[:, every[2].argsort()]
+
+def _together(found: Sequence[Numbers]) -> Numbers:
+    """What several blocks have, by offset; those of more than one are there more than once."""
+    if len(found) == 1:
+        return found[0]
+    every = np.hstack(found)
+    return every[:, every[0].argsort(kind="stable")]  # quick where parts of it are in order
