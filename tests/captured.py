@@ -86,16 +86,18 @@ def run_units(cut: Split, case: Case, start: int, length: int) -> list[Any]:
     x: Any = None
     side: tuple[Any, ...] = ()
     layer_inputs: list[Any] = []
+    taps: list[Any] = []
     made: dict[Any, list[Any]] = {}
     loss_value: Any = None
     for unit in cut.units:
-        values = {"x": [x], "side": side, "input": arguments}
+        values = {"x": [x], "side": side, "tap": taps, "input": arguments}
         given = [values[source.kind][source.index] for source in unit.sources]
         before = [value.detach().clone() for value in given]
         results = unit.module(*given)
         torch.testing.assert_close(given, before, rtol=0, atol=0, equal_nan=True)  # checkpoints stay what they were
         by_kind = {kind: [r for r, k in zip(results, unit.results, strict=True) if k == kind] for kind in unit.results}
         made[unit.unit] = by_kind.get("y", [])
+        taps += by_kind.get("tap", [])
         if unit.unit in cut.sides:
             side = tuple(by_kind.get("side", []))
         if "x" in by_kind:

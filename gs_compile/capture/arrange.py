@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from gs_compile.capture.graph import block_of
 from gs_compile.capture.in_place import mutated, storage_of
-from gs_compile.capture.operations import has_samples, is_free, operation
+from gs_compile.capture.operations import SUMMING, has_samples, is_free, operation, tensor_spec
 from gs_compile.capture.residual_stream import Readers, ResidualStream, residual_streams
 from gs_compile.capture.vmapped import BRACKETS, INNER, LAZY, OUTER
 
@@ -38,6 +39,26 @@ def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
         if changes_a_result or not live.isdisjoint((node, *readers[node])):
             live.update((node, *node.all_input_nodes))  # sources now: what closes a vmap comes before what is inside
     return {node: [reader for reader in readers[node] if reader in live] for node in nodes if node in live}
+
+
+def postpone_sums(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
+    """`needed_by`, where single numbers that a forward adds up between its blocks, as losses of their experts, are
+    computed where the sum is read: else each block would hand on the sum so far.
+    """
+    values = list(wanted)
+    readers, is_between = needed_by(values, graph), False
+    for node in reversed([*readers]):
+        read, is_of_block = readers[node], block_of(node) is not None
+        is_between |= is_of_block
+        if is_between and not is_of_block and len(read) == 1 and block_of(read[0]) is None:
+            is_last = all(readers.get(each, [node]) == [node] for each in mutated(node))
+            if is_last and operation(node) in SUMMING and all(map(_is_number, (node, *node.all_input_nodes))):
+                read[0].prepend(node)
+    return needed_by(values, graph)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return (spec := tensor_spec(node)) is not None and spec.shape == ()
 
 
 class Arrangement(NamedTuple):

@@ -30,6 +30,7 @@ JOINING = frozenset("stack cat concat concatenate hstack vstack dstack column_st
 ADDING = frozenset("add iadd sub isub subtract".split())
 SCALING = frozenset("mul imul multiply".split())
 DIVIDING = frozenset("truediv itruediv div divide true_divide".split())
+SUMMING = ADDING | SCALING | DIVIDING
 # In which operands an operation is linear: of sums over samples there it makes such a sum, if all others are the same
 # for all samples.
 LINEAR_IN: Mapping[str, Literal["the one", "all", "either", "the first"]] = {

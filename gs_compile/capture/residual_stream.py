@@ -141,7 +141,22 @@ class _Search:
     def is_beside(self, stream: ResidualStream, others: Iterable[ResidualStream]) -> bool:
         """Whether a stream can be cut beside others."""
         are_apart = all(self.are_apart(stream, each) for each in others)
-        return are_apart and self.is_cut(stream) and self._is_even(stream)
+        return are_apart and self.is_cut(stream) and self._is_even(stream) and not self._is_fed(stream, others)
+
+    def _is_fed(self, stream: ResidualStream, others: Iterable[ResidualStream]) -> bool:
+        """Whether the later of two streams needs more of the earlier than its last layer hands on, as hidden states of
+        layers of an encoder: what these make beside goes to what follows the last stack alone.
+        """
+        for one, other in (sorted((stream, each), key=lambda each: each.start(self.place)) for each in others):
+            needed = {node for node in other.nodes if self.place[node] <= other.boundaries[-1]}
+            made = one.boundaries[-2:]
+            for node in reversed(self.place):
+                needed.update(node.all_input_nodes if node in needed else ())
+            beside = (node for node in one.nodes if self.place[node] <= made[0] and node is not one.origin)
+            readers = (reader for node in beside for reader in self.readers[node])
+            if any(self.place[reader] > made[-1] and reader in needed for reader in readers):
+                return True
+        return False
 
     def _is_even(self, stream: ResidualStream) -> bool:
         """Whether tensors of the same shapes and dtypes are alive at all boundaries, or, at the last, parts of such."""

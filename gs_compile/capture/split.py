@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gs_compile.capture.arrange import arrange, needed_by
+from gs_compile.capture.arrange import arrange, needed_by, postpone_sums
 from gs_compile.capture.extract import extract
 from gs_compile.capture.graph import (
     BlockCut,
@@ -136,7 +136,7 @@ class _Cut:
         self.batch = captured.names("batch")
         self.parameters = captured.names("parameter")
         self.wanted = [value for value in separated.outputs if isinstance(value, fx.Node)]
-        self.readers = needed_by(self.wanted, self.graph)
+        self.readers = postpone_sums(self.wanted, self.graph)
         *_, last = self.readers
         self.at, self.num_layers, self.returned = dict[fx.Node, int](), 0, dict[fx.Node, fx.Node]()
         made_by_block = last in self.wanted and any(last in stack[-1] for stack in stacks(self.readers))
@@ -336,7 +336,7 @@ class _Cut:
         for at in sorted(self.origins, reverse=True):
             found = [node for node in above if self.at[node] < end and not self._is_batch(node)]
             for node, readers in crossing.items():
-                is_read = any(at < reader <= end for reader in readers)
+                is_read = node not in self.taps and any(at < reader <= end for reader in readers)
                 if self.at[node] <= at and is_read and not (node is self.carried[at] and readers <= {at + 1}):
                     if not isinstance(node.meta["spec"], TensorSpec):
                         raise CaptureError(

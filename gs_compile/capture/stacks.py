@@ -3,7 +3,8 @@
 A block is one call of a module. Blocks make a stack
 
     blocks.0  blocks.1  blocks.2             under numbers, as in an nn.ModuleList or nn.Sequential, of whatever class
-    blocks.first  blocks.second              under names, of one class, in a container that is not called itself
+    blocks.first  blocks.second              under names, of one class, in a container that is not called itself, or in
+                                             an nn.Sequential
     block  block  block                      as calls of one module, again and again
 
 A module under a number that is called several times has a block for each call. Containers inside a numbered block, such
@@ -16,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import fx
+from torch import fx, nn
 
 from gs_compile.capture.graph import block_of, module_path
 
@@ -47,18 +48,24 @@ def stacks(nodes: Iterable[fx.Node]) -> list[Stack]:
 
 def _blocks(node: fx.Node) -> Iterator[tuple[Hashable, Hashable]]:
     """The stacks that a node is in, each with its block there."""
-    calls = _calls(node)
+    calls, block = _calls(node), ""
     if (numbered := block_of(node)) is not None:
         path, number = numbered
-        module = f"{path}.{number}".lstrip(".")
-        yield path, (number, next((call.number for call in calls if call.path == module), 0))
-    called = {"", *(call.path for call in calls)}
+        block = f"{path}.{number}".lstrip(".")
+        yield path, (number, next((call.number for call in calls if call.path == block), 0))
+    called = {"", *(call.path for call in calls)} - {call.path for call in calls if _is_sequence(call, block)}
     for path, kind, number in calls:
         container, _, name = path.rpartition(".")
         if container not in called:
             yield (container, kind), (name, number)
         else:
             yield (path, kind), number
+
+
+def _is_sequence(call: _Call, block: str) -> bool:
+    """Whether a module does nothing but call those in it one after another, and is no part of a numbered block."""
+    is_inside = bool(block) and f"{call.path}.".startswith(f"{block}.")
+    return isinstance(call.kind, type) and issubclass(call.kind, nn.Sequential) and not is_inside
 
 
 def _calls(node: fx.Node) -> list[_Call]:

@@ -203,17 +203,23 @@ class Joined(Tiny):
     def forward(self, ids, labels):
         x, mask = self.embed(ids), (ids > 3).float()[..., None]
         y = self.narrow(x.flip(1)[:, 1:])
+        below = []
         for block in self.encoder:
             x = block(x * mask)
+            below.append(x)
         given = x if self.tap == "layer" else x.tanh()
+        if self.tap == "layers":  # as Llama 3.2's decoder reads hidden states of layers of the encoder of images
+            given = given + below[0] * below[1]
         sides = given[:, 1:, :4] * mask[:, 1:], mask[:, 1:]
         for block in self.blocks:
             y = block(y, *sides)
         y = self.wide(y)
+        if self.tap == "below":  # as CLIPSeg's decoder reads layers of the encoder of images, behind one of texts
+            return self.head(y + below[0].mean(1, keepdim=True))
         return self.head(y + given.mean(1, keepdim=True) if self.tap == "head" else y), *([x] if self.tap else [])
 
 
-@pytest.mark.parametrize("tap", [None, "layer", "head"])
+@pytest.mark.parametrize("tap", [None, "layer", "head", "below"])
 def test_a_joint_begins_another_stack(tap):
     """With values of its own, and with what it hands on of those below."""
     model = Joined(tap)
@@ -226,6 +232,14 @@ def test_a_joint_begins_another_stack(tap):
     assert [unit.is_joint for unit in cut.units] == [False] * 4 + [True] + [False] * 3
     sides = [{source.kind for source in unit.sources} & {"side"} for unit in cut.units]
     assert sides == [set(), set(), *[{"side"}] * 5, {"side"} if tap == "head" else set()]
+    assert_units_equal_the_model(model, *batch(4))
+
+
+def test_a_stack_that_gives_another_more_than_its_last_layer_makes_is_part_of_a_unit():
+    """Fault: both were layers, and what the lower ones give the joint was refused."""
+    model = Joined("layers")
+    cut = captured(model, *batch(4)).split()
+    assert (cut.num_layers, cut.joints) == (3, frozenset())
     assert_units_equal_the_model(model, *batch(4))
 
 

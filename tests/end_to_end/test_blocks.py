@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -190,3 +191,59 @@ def test_gradients_of_bf16_parameters_are_summed_in_fp32():
     model(torch.ones(300, 2, dtype=torch.bfloat16)).backward()
     assert model.bias.grad.tolist() == [300, 300]
     assert torch.ones((), dtype=torch.bfloat16) + 256 == 256
+
+
+class Numbered(nn.Module):
+    """Its own modules are under numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class InSequence(GPT):
+    """Blocks of names in an nn.Sequential, as in torchvision's vision transformer."""
+
+    def __init__(self):
+        super().__init__(Numbered)
+        self.blocks = nn.Sequential(OrderedDict((f"layer_{number}", each) for number, each in enumerate(self.blocks)))
+
+    def forward(self, ids, labels):
+        logits = self.head(self.norm(self.blocks(self.embedding(ids))))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Losing(Numbered):
+    def forward(self, x):
+        h = self.mlp(self.norm(x))
+        return x + h, h.square().mean()
+
+
+class Summing(GPT):
+    """The forward adds up losses of its blocks between them, as those of experts."""
+
+    def __init__(self):
+        super().__init__(Losing)
+
+    def forward(self, ids, labels):
+        x, total = self.embedding(ids), 0.0
+        for block in self.blocks:
+            x, loss = block(x)
+            total = total + 0.1 * loss
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten()) + total / 3
+
+
+@pytest.mark.parametrize("build", [InSequence, Summing])
+def test_blocks_that_a_forward_calls_in_its_own_way_are_layers(build):
+    """Fault: the modules in a block of a name were the layers; a sum of losses so far was refused between two blocks."""
+    model, plain = compile_model(build(), 2), build()
+    for each in (model, plain):
+        each(*batch()).backward()
+    assert_same_gradients(gradients(model), gradients(plain))
+    (compilation,) = compilations_of[next(model.parameters())]
+    (made, *_) = compilation.models.values()
+    assert made.uniform.layer_classes == ((0, 1),)
