@@ -68,6 +68,7 @@ try:
     )
     from gs_compile.capture.graph_breaks import graph_break_of
     from gs_compile.capture.operations import place_first
+    from gs_compile.capture.tracing import READ_LATER
     from gs_compile.capture.vmapped import broadcast
 except ImportError as error:  # a release of torch moved what this file rests on
     raise VersionError(
@@ -155,8 +156,8 @@ def _fixed_at(batch: Mapping[fx.Node, int], size: int) -> str:
 
 
 def _stored(module: fx.GraphModule) -> frozenset[int]:
-    """The outputs, by number, that the forward puts in objects that are there before it, as in ``self.cache = x``, and
-    what it logs.
+    """The outputs, by number, that the forward puts in objects that are there before it, as in ``self.cache = x``, what
+    it logs, and what it reads numbers of.
     """
     if current_compile_id() is None:
         return frozenset()
@@ -173,8 +174,8 @@ def _stored(module: fx.GraphModule) -> frozenset[int]:
         if is_of_user and effects.is_modified(holder):
             VariableTracker.visit(note, [holder, effects.store_attr_mutations.get(holder, {})])
     VariableTracker.visit(note, output.root_tx.debug_locals)
-    values = enumerate(output_values(module))
-    return frozenset(number for number, each in values if isinstance(each, fx.Node) and each.name in found)
+    nodes = ((number, each) for number, each in enumerate(output_values(module)) if isinstance(each, fx.Node))
+    return frozenset(number for number, node in nodes if node.name in found or READ_LATER in node.meta)
 
 
 def _models() -> dict[str, weakref.ref[torch.nn.Module]]:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from traceback import walk_stack
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch._dynamo import callback_handler as callback_handler
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.variables import builder as dynamo_builder
 from torch.fx.experimental import _config
@@ -152,9 +154,28 @@ def _begin(begun: CallbackArgs) -> None:
         named = zip(given, batch_dims(list(given.values())), strict=True)
         dims = {source: dim for source, dim in named if dim is not None}
         free({source: dim for source, dim in dims.items() if given[source].shape[dim] > 1})
-        vars(_current())["guessed"] = dims
+        settings = _current()
+        assert settings is not None
+        settings.guessed = dims
+        for name in _changed_numbers(compiled["code"], compiled["locals"]):
+            settings.has_symbol(name)
         if given and options is not None:
             toolchain.ask_for(of_batch(list(given.values())).device, options)
+
+
+def _changed_numbers(code: CodeType, values: Mapping[str, Any]) -> Iterator[str]:
+    """The sources of whole numbers that have changed since a model was traced, as an epoch that a script counts: in
+    this trace they are symbols, as what a forward changes itself (`tracing`).
+
+    Of a model whose earlier codes are its alone, which is one on the tiers: numbers of another one are others anyway.
+    """
+    for entry in _debug_get_cache_entry_list(code):
+        manager: Any = entry.guard_manager
+        known = getattr(manager, "id_matched_objs", {})
+        if known and all(values.get(name) is each() for name, each in known.items()):
+            for guard in manager.check_verbose(values).verbose_code_parts:
+                if (found := re.match(r"([LG]\[[^()=]*) == -?\d+\b", guard)) is not None:
+                    yield found[1]
 
 
 def _refuse_nested(given: Mapping[str, torch.Tensor]) -> None:

@@ -11,6 +11,8 @@
 * A whole number that the forward changes in a module, or in an object, dict or list that one has, as a count of its
   calls, is a symbol: Dynamo would trace anew for each number, up to its limit.
 * What Lightning logs in a step that is compiled whole (`self.log`) it logs after the graph; it has Dynamo break there.
+* What ``x.item()`` gives is read after the graph, so a forward may return or store it, as a metric beside its loss.
+  Where something computes with one, Dynamo breaks at all of them.
 * The name of a line's function, for which Dynamo parses whole files, is found when a log has it: a tenth of a trace.
 
 These are in force while Dynamo compiles a frame for this backend (`frame_settings`).
@@ -24,12 +26,14 @@ from contextlib import ExitStack
 from functools import partial, partialmethod
 from inspect import signature
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.source import GlobalSource
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
@@ -55,6 +59,7 @@ from gs_compile.capture.speech import ctc_loss
 _LIGHTNING = ("pytorch_lightning.core.module", "lightning.pytorch.core.module")  # as it is installed alone, or not
 _LOGS = ("log", "log_dict")
 _BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "STORE_", "RETURN_", "YIELD_")
+READ_LATER = "greedysnake_read_later"  # in the meta of an output: what comes after the graph reads its value
 _LIST: Any = getattr(builtin, "ListBuiltinVariable", builtin.BuiltinVariable)  # before 2.13 `list` has no own class
 
 
@@ -74,7 +79,7 @@ def enter(stack: ExitStack, has_symbol: Callable[[str], bool]) -> None:
         for opcode, traced in instructions.items():
             stack.callback(table.__setitem__, opcode, table[opcode])
             table[opcode] = traced
-    for kind, method, call in _METHODS:
+    for kind, method, call in (*_METHODS, (TensorVariable, "method_item", partial(_item, list[str]()))):
         plain = getattr(kind, method)
         stack.callback(setattr, kind, method, plain)
         setattr(kind, method, partialmethod(call, plain))
@@ -238,6 +243,52 @@ def _logged(method: Any, plain: Any, translator: Any, args: Any, kwargs: Any) ->
     name = translator.output.install_global_by_id("greedysnake_log", log := untraced(method.fn))
     translator.output.root_tx.debug_locals.append((DebuggingVariable(log, source=GlobalSource(name)), given))
     return ConstantVariable.create(None)
+
+
+class _Number(VariableTracker):
+    """The number that a tensor has, for what comes after the graph; refuse: called by what computes with it."""
+
+    def __init__(self, tensor: VariableTracker, refuse: Callable[..., NoReturn]) -> None:
+        super().__init__()
+        self.tensor, self.refuse = tensor, refuse
+
+    def as_proxy(self) -> Any:
+        self.refuse()
+
+    def call_method(self, *_: Any) -> Any:
+        self.refuse()
+
+    def bool_impl(self, *_: Any) -> Any:  # else it is an object, of which Dynamo knows no more, and so true
+        self.refuse()
+
+    def richcompare_impl(self, *_: Any) -> Any:
+        self.refuse()
+
+    def python_type(self) -> type:
+        dtype = self.tensor.as_proxy().node.meta["example_value"].dtype
+        return float if dtype.is_floating_point else bool if dtype is torch.bool else int
+
+    def reconstruct(self, codegen: Any) -> None:
+        def load() -> None:
+            codegen(self.tensor)
+            codegen.append_output(codegen.create_load_attr("item"))
+
+        self.tensor.as_proxy().node.meta[READ_LATER] = True
+        codegen.add_push_null(load)
+        codegen.extend_output(create_call_function(0, push_null=False))
+
+
+def _item(used: list[str], tensor: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """used: why the trace has begun again, where something computes with a number: Dynamo then breaks at all."""
+    translator: Any = InstructionTranslator.current_tx()
+    if used or translator.one_graph or dynamo_config.capture_scalar_outputs:
+        return plain(tensor, *args, **kwargs)
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        used.append("greedysnake: the forward computes with a number of a tensor")
+        raise UnspecializeRestartAnalysis(restart_reason=used[0])
+
+    return _Number(tensor.call_method(translator, "detach", [], {}), refuse)
 
 
 def _header(translator: Any, plain: Any, lineno: int | None = None) -> LazyString[[Any, int]]:

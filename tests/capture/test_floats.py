@@ -14,7 +14,7 @@ from zoo import GPT, VOCAB, WIDTH, assert_same_gradients, batch, compile_model, 
 import gs_compile
 from gs_compile.capture.frame_settings import set_from_the_start
 from gs_compile.codegen.compiled import compilations_of
-from gs_compile.errors import ReleasedParameterError, UncapturedWarning
+from gs_compile.errors import GraphBreakError, ReleasedParameterError, UncapturedWarning
 
 
 class Scaled(nn.Module):
@@ -171,6 +171,33 @@ def test_a_number_that_a_forward_counts_is_a_symbol():
     assert len(compilations_of[model.head.weight]) == 2
 
 
+class Scheduled(Dropped):
+    epoch = 0
+
+    def forward(self, ids):
+        return super().forward(ids, 0.0) * (2 if self.epoch > 4 else 1 / (1 + self.epoch))
+
+
+def test_a_number_that_a_script_counts_in_a_module_is_a_symbol_once_it_has_changed(tmp_path):
+    """Fault: each epoch was traced anew, and a run ended at its ninth, beyond Dynamo's limit."""
+    torch._dynamo.reset()
+    set_from_the_start()
+    model, plain = Scheduled(), Scheduled()
+    plain.load_state_dict(model.state_dict())
+    optimizers = [make(each.parameters(), lr=0.1) for each, make in ((model, gs_compile.SGD), (plain, torch.optim.SGD))]
+    compile_model(model, 2, storage=str(tmp_path), host_memory="64MiB")
+    for epoch in range(8):
+        model.epoch = plain.epoch = epoch
+        losses = [each(batch()[0]) for each in (model, plain)]
+        torch.testing.assert_close(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(compilations_of[model.head.weight]) == 3  # of the first, of those up to the fourth, and of the rest
+    optimizers[0].engine.tiers.close()
+
+
 class Noting(Dropped):
     def __init__(self):
         super().__init__()
@@ -212,3 +239,57 @@ def test_what_is_captured_for_each_number_says_so_beyond_dynamos_limit(tmp_path)
             with pytest.warns(UncapturedWarning, match=words):
                 optimizer.step()
             optimizer.step()
+
+
+class Told(GPT):
+    """Returns and keeps numbers of what it computes, as metrics beside its loss."""
+
+    def forward(self, ids, labels):
+        logits, loss = super().forward(ids, labels)
+        self.latest = loss.item()
+        right = (logits.argmax(-1) == labels).sum()
+        return {"numbers": [right.item(), {"mean": logits.mean().item()}], "loss": loss + 0.0}
+
+
+@pytest.mark.parametrize("outputs", ["all", "loss"])
+def test_numbers_that_a_forward_only_returns_or_stores_are_read_after_the_graph(outputs):
+    """A loop logs them. Fault: the forward was refused, for its `item`."""
+    model, plain = compile_model(Told(), 2, outputs=outputs), Told()
+    for size in (5, 4):
+        found, expected = (each(*batch(size)) for each in (model, plain))
+        for result in (found, expected):
+            result["loss"].backward()
+        right, others = found["numbers"]
+        assert (right, type(right)) == (expected["numbers"][0], int)
+        assert others == pytest.approx(expected["numbers"][1], abs=1e-6)
+        assert model.latest == pytest.approx(plain.latest, abs=1e-6)
+        assert model.latest == pytest.approx(found["loss"].item(), abs=1e-6)
+    assert_same_gradients(zoo.gradients(model), zoo.gradients(plain))
+    assert len(compilations_of[next(model.parameters())]) == 1
+
+
+COMPUTED = {
+    "as a factor": lambda x, number: x * number,
+    "in a condition": lambda x, number: 2 * x if number else x,
+    "compared": lambda x, number: 2 * x if number > 0 else x,
+    "compared with a constant": lambda x, number: 2 * x if number == 7 else x,
+    "found in a list": lambda x, number: 2 * x if number in (0, 1) else x,
+    "as a size": lambda x, number: torch.cat([x] * number),
+    "as an index": lambda x, number: x[number:],
+    "counted": lambda x, number: sum((x for _ in range(number)), x),
+    "converted": lambda x, number: x * int(number),
+    "compared on the right": lambda x, number: 2 * x if x.dim() < number else x,
+    "divided": lambda x, number: x + 1 / number,
+}
+
+
+class Reads(GPT):
+    def forward(self, ids, use):
+        return super().forward(use(ids, (ids > 3).sum().item()), None)[0]
+
+
+@pytest.mark.parametrize("use", COMPUTED)
+def test_what_computes_with_a_number_of_a_tensor_is_refused(use):
+    model = compile_model(Reads(), 2)
+    with pytest.raises(GraphBreakError, match="is not one graph: Dynamo breaks it at"):
+        model(batch()[0], COMPUTED[use])
