@@ -118,17 +118,13 @@ def test_a_kill_at_each_point_of_a_commit(server, uninterrupted, tmp_path, place
         assert killed, f"a whole run does not come to {points[0]}"
 
 
-PIECES = [(seed, 200) for seed in range(2, 12)]
-
-
-@pytest.mark.parametrize(
-    ("seed", "count"),
-    [(1, 3), *(pytest.param(*each, marks=[pytest.mark.slow, pytest.mark.timeout(900)]) for each in PIECES)],
-)
-def test_kills_at_random_moments(server, uninterrupted, calls, tmp_path, seed, count):
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_kills_at_random_moments(server, uninterrupted, calls, tmp_path, seed):
     """Each process of a run may have another placement."""
     numbers, killed, number = random.Random(seed), 0, 0
-    while killed < count:
+    while killed < 200:
         number += 1
         directories = [tmp_path / f"{number}a", tmp_path / f"{number}b"][: 1 + number % 2]
         each = [*kills(numbers, calls, 8)]
