@@ -41,9 +41,7 @@ LINEAR_IN: Mapping[str, Literal["the one", "all", "either", "the first"]] = {
 }
 # With a number, these compute with its value, beside what `computes` knows; others take numbers as shapes.
 ARITHMETIC = (
-    ADDING
-    | SCALING
-    | DIVIDING
+    SUMMING
     | frozenset("pow ipow float_power rsub floordiv floor_divide mod remainder fmod".split())
     | frozenset("clamp clamp_min clamp_max clip fill masked_fill full_like where copy".split())
 )

@@ -226,11 +226,11 @@ def _picks_others(node: fx.Node, num_samples: int) -> bool:
     is_of_batch = any(each.meta["batch_numbers"] for each in computed)
     if operation(source) != "arange" or not source.args or rows is None or not is_known or is_of_batch:
         return False
-    bounds: Any = (*source.args, 1) if len(source.args) > 1 else (0, *source.args, 1)
+    start, step = start_and_step(source)
 
     def sample(row: int) -> int:
         """Of which it picks one."""
-        number: Any = bounds[0] + row * bounds[2]
+        number: Any = start + row * step
         for each in computed:
             number = COMPUTED[operation(each)](*(number if isinstance(arg, fx.Node) else arg for arg in each.args))
         return int(number // target.number)
@@ -246,6 +246,12 @@ def in_order(node: fx.Node) -> list[fx.Node]:
             break
         found += found[-1].all_input_nodes
     return found
+
+
+def start_and_step(numbers: fx.Node) -> tuple[Any, Any]:
+    """Where an arange begins, and how much each number is above the one before."""
+    given = numbers.args if len(numbers.args) > 1 else (0, *numbers.args)
+    return given[0], (*given[2:], 1)[0]
 
 
 def index_along(node: fx.Node, dim: int) -> Any:

@@ -38,7 +38,7 @@ from gs_compile.capture.operations import (
     spec_made,
     tensor_spec,
 )
-from gs_compile.capture.sample_layout import PAIRING, PART, in_order, index_along
+from gs_compile.capture.sample_layout import PAIRING, PART, in_order, index_along, start_and_step
 
 # Operations along dimensions: the place of these among the arguments, and which they are otherwise (None: all).
 _LAST = (1, (-1,))
@@ -329,9 +329,11 @@ def _is_order(node: fx.Node) -> bool:
 
 def _is_in_order(node: fx.Node) -> bool:
     """Whether a node holds the numbers 0, 1, ... in order, in whatever shape, or those of rows of each sample."""
-    *_, node = in_order(node)
-    given: Any = node.args if len(node.args) > 1 else (0, *node.args)  # where it begins, and ends, and its step
-    return operation(node) == "arange" and given[0] == 0 and min(given[2:], default=1) > 0
+    *_, numbers = in_order(node)
+    if operation(numbers) != "arange":
+        return False
+    start, step = start_and_step(numbers)
+    return bool(start == 0 and step > 0)
 
 
 # Dimensions -----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class AskedModel:
     ) -> None:
         """options: get what the model is compiled with, where it needs something else."""
         self.model, self.options, self.around, self.base = model, options, around, base_model(model)
-        self.gives_all_to_others = False  # than who calls it `for_its_loss`: all outputs, from their first call on
+        self.gives_all_to_others = False  # than who calls it for its loss: all outputs, from their first call on
         self._own_forward: Any = None
         self._asking_forward: Any = None
         if has_fused_head(self.base):
