@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -34,21 +36,50 @@ def rates_of(arguments: argparse.Namespace) -> tuple[float, float] | None:
     return (given[0], given[-1]) if given else None
 
 
-def bounded(figures: Mapping[str, float], limits: tuple[float, float] | None) -> dict[str, float]:
-    """Measured figures of a slowed drive, by the profile's names: no rate is above its limit, as the kernel lets bursts
-    by, and transfers beside computation are as fast as they were measured, now in parts of the rate that is left.
+def bounded(figures: Mapping[str, float], limits: tuple[float, float]) -> dict[str, float]:
+    """What a drive whose figures are these gives with a limit, by the profile's names.
+
+    A limit that is below a rate is the rate. Transfers beside computation keep the rate that they have there, up to the
+    limit, and take from the computation in proportion to it.
     """
     found = dict(figures)
-    for way, limit in zip(("read", "write"), limits or (), strict=False):
-        found |= {name: min(rate, limit) for name, rate in figures.items() if name.startswith(f"ssd_{way}")}
-        alone, beside = f"ssd_{way}_bytes_per_second", f"{way}_compute_speed"
-        if beside in figures:
-            found[beside] = min(1.0, figures[beside] * figures[alone] / found[alone])
+    for way, limit in zip(("read", "write"), limits, strict=True):
+        rates = {name: rate for name, rate in figures.items() if name.startswith(f"ssd_{way}")}
+        found |= {name: min(rate, limit) for name, rate in rates.items()}
+        alone, speed, taken = f"ssd_{way}_bytes_per_second", f"{way}_compute_speed", f"compute_{way}_speed"
+        beside = rates[alone] * figures[speed]
+        found[speed] = min(1.0, beside / found[alone])
+        found[taken] = 1 - (1 - figures[taken]) * min(1.0, limit / beside)
     return found
 
 
+@dataclass(frozen=True)
+class SlowDrive:
+    """A drive's limits and the cgroup that has them; `AS_IT_IS` has none."""
+
+    limits: tuple[float, float] = (math.inf, math.inf)  # bytes a second that are read and written
+    group: Path | None = None
+
+    @contextlib.contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        """Without limits for this process in the block. A limit is exact over seconds, not in a probe's requests: the
+        kernel lets a burst by after each rest. So the drive is probed as it is, and its figures are `bounded`.
+        """
+        if self.group is None:
+            yield
+            return
+        _move_to(self.group.parent)
+        try:
+            yield
+        finally:
+            _move_to(self.group)
+
+
+AS_IT_IS = SlowDrive()
+
+
 @contextlib.contextmanager
-def slowed(directory: str | os.PathLike[str], *, read: float, write: float) -> Iterator[None]:
+def slowed(directory: str | os.PathLike[str], *, read: float, write: float) -> Iterator[SlowDrive]:
     """Bound this process's bytes a second on the drive that has a directory, until the end of the block."""
     numbers = _whole_drive(Path(directory).stat().st_dev)
     is_first = (ROOT / "blkio").is_dir()
@@ -62,17 +93,21 @@ def slowed(directory: str | os.PathLike[str], *, read: float, write: float) -> I
         else:
             (parent / "cgroup.subtree_control").write_text("+io")
             (group / "io.max").write_text(f"{numbers} rbps={int(read)} wbps={int(write)}")
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+        _move_to(group)
     except OSError as error:
         with contextlib.suppress(OSError):
             group.rmdir()
         raise OSError(f"{directory} cannot be slowed: {error}; that needs root and cgroups with blkio or io") from error
     try:
-        yield
+        yield SlowDrive((read, write), group)
     finally:
-        (parent / "cgroup.procs").write_text(str(os.getpid()))
+        _move_to(parent)
         with contextlib.suppress(OSError):  # others of this process's children may still be in it
             group.rmdir()
+
+
+def _move_to(group: Path) -> None:
+    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def _whole_drive(number: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.slow_drive import bounded
+from benchmarks.slow_drive import AS_IT_IS, SlowDrive, bounded
 from gs_compile.planner.measure.probe import products_on
 from gs_compile.planner.measure.probe_drive import drive_rates
 from gs_compile.planner.measure.profile import Profile
@@ -67,13 +67,14 @@ class DriveSpeed:
 
     storage: Path
     seconds: float  # of one sample
-    limits: tuple[float, float] | None = None  # of a drive that is slowed, in bytes a second
+    slow: SlowDrive = AS_IT_IS
     samples: list[dict[str, float]] = field(default_factory=list)
 
     def sample(self) -> None:
         if self.seconds:
-            figures = drive_rates([self.storage], self.seconds, products_on(torch.device("cpu")))
-            self.samples.append(bounded({name: each.value for name, each in figures.items()}, self.limits))
+            with self.slow.as_it_is():
+                figures = drive_rates([self.storage], self.seconds, products_on(torch.device("cpu")))
+            self.samples.append(bounded({name: each.value for name, each in figures.items()}, self.slow.limits))
 
     @property
     def median(self) -> dict[str, float]:

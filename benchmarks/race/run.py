@@ -90,7 +90,7 @@ class Run:
         start = time.monotonic()
         waiting = [entry for entry in self.entries if entry.name != PLAIN]
         with tempfile.TemporaryDirectory(dir=self.settings.storage, prefix="race-") as storage:
-            self.drive = DriveSpeed(Path(storage) / "drive", self.settings.drive_seconds, self.settings.drive_limits)
+            self.drive = DriveSpeed(Path(storage) / "drive", self.settings.drive_seconds, self.settings.slow_drive)
             while True:
                 left = len(waiting)
                 self._race_group(waiting, Path(storage))

@@ -20,7 +20,7 @@ from benchmarks.common import command_line, machine_facts, save
 from benchmarks.race.measures import wait_until_idle
 from benchmarks.race.protocol import PRESETS, Case
 from benchmarks.race.registry import PEERS_PYTHON
-from benchmarks.slow_drive import add_drive_argument, bounded, rates_of, slowed
+from benchmarks.slow_drive import AS_IT_IS, SlowDrive, add_drive_argument, bounded, rates_of, slowed
 from gs_compile.planner.measure.machines import probe, profile
 from gs_compile.planner.measure.profile import Profile
 
@@ -28,7 +28,12 @@ MOST_STEPS = 8  # of a round
 DRIVE_FIGURES = [
     name
     for way in ("read", "write")
-    for name in (f"ssd_{way}_bytes_per_second", f"ssd_{way}_mixed_bytes_per_second", f"{way}_compute_speed")
+    for name in (
+        f"ssd_{way}_bytes_per_second",
+        f"ssd_{way}_mixed_bytes_per_second",
+        f"{way}_compute_speed",
+        f"compute_{way}_speed",
+    )
 ]
 
 
@@ -41,7 +46,7 @@ class Settings:
     drive_seconds: float = 3.0  # in which the drive is measured before and after every round; 0: not at all
     storage: Path | None = None
     machine: Path | None = None  # the profile that ours plan with
-    drive_limits: tuple[float, float] | None = None  # bytes a second that are read and written, where that is slowed
+    slow_drive: SlowDrive = AS_IT_IS
     peers_python: Path = PEERS_PYTHON
     deadline: float = math.inf  # of time.monotonic()
     most_together: int = 100  # contestants in memory at once
@@ -105,27 +110,29 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def settings_of(arguments: argparse.Namespace) -> Iterator[tuple[Settings, Profile]]:
     """How runs are run, and the machine's profile, measured now or given; a drive that is to be slowed is so for all
-    that is measured and raced until the end of the block.
+    that is raced until the end of the block.
     """
     deadline = time.monotonic() + 60 * arguments.minutes
     if not wait_until_idle():
         print("other work keeps this machine busy, or it does not tell: what is measured may be too slow", flush=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         storage, path = arguments.storage or Path(folder), Path(folder) / "machine.json"
+        slow_drive = AS_IT_IS
         if rates := rates_of(arguments):
             try:
-                stack.enter_context(slowed(storage, read=rates[0], write=rates[1]))
+                slow_drive = stack.enter_context(slowed(storage, read=rates[0], write=rates[1]))
             except OSError as error:
                 raise SystemExit(str(error)) from error
-        found = profile(arguments.machine) if arguments.machine else probe((storage,))
-        found = replace(found, **bounded({name: getattr(found, name) for name in DRIVE_FIGURES}, rates))
+        with slow_drive.as_it_is():
+            found = profile(arguments.machine) if arguments.machine else probe((storage,))
+        found = replace(found, **bounded({name: getattr(found, name) for name in DRIVE_FIGURES}, slow_drive.limits))
         found.save(path)
         settings = Settings(
             rounds=arguments.rounds,
             round_seconds=arguments.round_seconds,
             storage=arguments.storage,
             machine=path,
-            drive_limits=rates,
+            slow_drive=slow_drive,
             peers_python=arguments.peers_python,
             deadline=deadline,
             most_together=arguments.most_together,
