@@ -191,6 +191,19 @@ def test_what_was_there_stays_and_nothing_else_is_left(tmp_path, small):
     assert rates["ssd_write_mixed_bytes_per_second"] <= rates["ssd_write_bytes_per_second"]
 
 
+@pytest.mark.parametrize(
+    ("first_byte", "small_seconds", "expected"), [(1e-4, 3e-3, 2e-3), (3e-3, 3e-3, 3e-3), (1e-4, 9e-4, 1e-4)]
+)
+def test_a_request_costs_what_its_bytes_do_not(small, tmp_path, monkeypatch, first_byte, small_seconds, expected):
+    """Of 1 MiB at 1 GiB/s; where noise hides it, the seconds to the first byte."""
+    seconds = {PAGE: first_byte, 1 << 20: small_seconds}
+    monkeypatch.setattr(probe_drive, "_read_seconds", lambda store, memory: seconds[memory.nbytes])
+    rates = {"ssd_read_bytes_per_second": Figure(float(1 << 30), "given")}
+    monkeypatch.setattr(probe_drive, "_lane_rates", lambda *_: rates)
+    found = drive_rates([tmp_path], 0.1, products)
+    assert found["request_seconds"].value == pytest.approx(expected, rel=0.03)
+
+
 def test_a_drive_without_room_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 4096)
     with pytest.raises(StorageFullError, match=r"4\.0 KiB are free: make room or choose another storage="):

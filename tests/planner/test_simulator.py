@@ -243,11 +243,18 @@ def test_two_lanes(x, y, a, b):
         assert stops == pytest.approx({"ssd_write": y / b, "ssd_read": x + y * (1 - a) / b})
 
 
-def test_of_several_neighbours_the_slowest_counts():
+def test_a_computation_runs_as_beside_the_slowest_of_its_neighbours():
     """The computation runs at a quarter beside both, at a half beside the one that is left, then alone."""
     speeds = {("compute", "cpu"): 0.25, ("compute", "ssd_read"): 0.5}
     stops = side_by_side("compute", "cpu", "ssd_read", speeds=speeds, seconds=(4.0, 4.0, 6.0))
     assert stops == {"cpu": 4.0, "ssd_read": 6.0, "compute": 8.0}
+
+
+def test_each_neighbour_slows_a_transfer_down():
+    """It runs at an eighth beside both, at a half beside the one that is left, then alone."""
+    speeds = {("ssd_read", "ssd_write"): 0.25, ("ssd_read", "compute"): 0.5}
+    stops = side_by_side("ssd_read", "ssd_write", "compute", speeds=speeds, seconds=(3.0, 8.0, 10.0))
+    assert stops == {"ssd_write": 8.0, "compute": 10.0, "ssd_read": 11.0}
 
 
 # What comes out ------------------------------------------------------------------------------------------------------

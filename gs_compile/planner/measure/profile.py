@@ -41,7 +41,7 @@ class Profile:
     read_compute_speed, write_compute_speed: factors of these transfers' speeds while the device computes.
     memory_bytes_per_second: of a pass over the memory of the device, by the device.
     op_seconds: the cost of issuing one operation.
-    request_seconds: from a request to the SSD until the first byte.
+    request_seconds: of a request to the SSD, beyond its bytes at the lane's rate.
     net_bytes_per_second: what a rank receives from other ranks while it sends as much; infinite without other ranks.
     net_hop_seconds: from one rank to the next; a ring takes as many hops as there are other ranks.
     ssd_rated_nbytes: bytes that may be written to the drives in their life (their endurance); 0 if unknown.

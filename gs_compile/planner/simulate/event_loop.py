@@ -32,7 +32,8 @@ class Times(NamedTuple):
 class LaneRule:
     """How a machine carries out programs.
 
-    speeds: how fast the first lane runs while the second does, as a fraction of alone; of several the slowest counts.
+    speeds: how fast the first lane runs while the second does, as a fraction of alone. Beside several lanes, speeds of
+        a transfer or an update multiply; computation, which has most of the threads, runs as beside the slowest.
     inline: the issue loop computes itself.
     op_seconds: what issuing an operation costs the issue loop.
     """
@@ -197,5 +198,5 @@ class EventLoop:
         for (lane, other), speed in self.rule.speeds.items():
             own = LANES.index(lane)
             if working >> own & working >> LANES.index(other) & 1:
-                rates[own] = min(rates[own], speed)
+                rates[own] = min(rates[own], speed) if lane == "compute" else rates[own] * speed
         return rates
