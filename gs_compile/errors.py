@@ -1,4 +1,4 @@
-"""Every error and warning a user can meet. Each says what was found, where, and what to do, and ends with its name in
+"""Every error and warning of this package. Each says what was found, where, and what to do, and ends with its name in
 brackets, ``[graph-break]``, under which docs/errors.md explains it. Names follow from the classes and do not change.
 """
 
@@ -8,7 +8,7 @@ import re
 
 OPTIMIZERS = "gs_compile (AdamW, Adam, SGD, Lion, Muon)"
 
-ABSENT = (  # of a model that somebody has placed
+ABSENT = (  # of a model that another tool has placed
     "the meta device or device_map= has left parameters of this model without values here (hooks may bring them): load "
     "it with gs_compile.from_pretrained(..., storage=...), without device_map, or build it with "
     "gs_compile.init_on_storage(..., storage=...)"
@@ -33,11 +33,11 @@ COMMITTED = (  # of a run, a step, and a directory
 
 
 class _Named:
-    """What is printed ends with the name of the class."""
+    """Its text ends with its name in brackets."""
 
     @property
     def message(self) -> str:
-        """What was found, where, and what to do, without the name: for messages of others that quote it."""
+        """What was found, where, and what to do, without the name: for other messages that quote it."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class CaptureError(GreedySnakeError, ValueError):
 class GraphBreakError(CaptureError):
     """Dynamo split the model's forward, or a layer's backward cannot be traced; names the place and the reason."""
 
-    is_of_a_raise = False  # the forward itself raises an exception there
+    is_of_a_raise = False  # the break is where the forward itself raises an exception
 
 
 class NoBatchInputError(CaptureError):
@@ -175,7 +175,7 @@ class RankError(GreedySnakeError, RuntimeError):
 class ForkError(GreedySnakeError, RuntimeError):
     """A forked child used a model that its parent trains: threads and files are the parent's alone."""
 
-    def __init__(self, message: str) -> None:  # by this name a DataLoader raises what a worker has raised
+    def __init__(self, message: str) -> None:  # a DataLoader raises a worker's error again by this keyword
         super().__init__(message)
 
 

@@ -1,8 +1,8 @@
-"""Memory and cores that this process may use of its machine, as Linux tells them; bytes as people write them.
+"""The memory and cores of this machine that this process may use, as Linux reports them; bytes as people write them.
 
-A container or a batch job gets less than the machine has, and is killed for taking more. So every figure is the least
+A container or a batch job gets less than the machine has, and is killed if it takes more. So every figure is the least
 of what the hardware has and what the control groups (v1 and v2) allow, from this process's group up to the root.
-RLIMIT_AS is left out: it bounds addresses, which file mappings and CUDA take by the hundred gigabytes.
+RLIMIT_AS is ignored: it limits addresses, of which file mappings and CUDA take hundreds of gigabytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ S = TypeVar("S", bound=Sized)
 
 
 def usable_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """The bytes of memory this process may use at most, other processes aside."""
+    """The most bytes of memory that this process may use, if no other process used any."""
     limits = [limit for group in _groups("memory", proc, cgroup) if (limit := _memory_limit(group)) is not None]
     return min([meminfo("MemTotal", proc), *limits])
 
@@ -47,7 +47,7 @@ def usable_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 def available_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """The bytes of memory this process could take now, without anything being swapped out or killed.
 
-    In a group the file cache that nobody has touched lately counts as free, for the kernel drops it first.
+    The inactive file cache of a group counts as free: the kernel drops it first.
     """
     left = [meminfo("MemAvailable", proc)]
     for group in _groups("memory", proc, cgroup):
@@ -59,36 +59,36 @@ def available_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def usable_cores(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """How many threads may run at once: the cores this process may run on, or fewer by a group's quota of time.
+    """How many threads may run at once: the cores this process may run on, or fewer if a group has a quota of time.
 
-    A quota is rounded down: one thread too many is throttled, and stops the others at their next meeting.
+    A quota is rounded down: one thread too many is throttled, and the others wait for it at the next barrier.
     """
     quotas = [quota for group in _groups("cpu", proc, cgroup) if (quota := _cpu_quota(group)) is not None]
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
 
 
 def processor() -> str:
-    """The processor's name, or its architecture where Linux tells no name."""
+    """The processor's name, or its architecture if Linux gives no name."""
     found = re.search(r"^model name\s*:\s*(.+)$", _text(PROC / "cpuinfo"), re.MULTILINE)
     return found[1] if found else platform.machine()
 
 
 def num_ranks() -> int:
-    """The processes that torchrun has started on this machine; 1 without it."""
+    """The number of processes that torchrun has started on this machine; 1 without it."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(count)) if count.isdecimal() else 1
 
 
 def free_storage(folder: Path) -> int:
-    """The bytes this process may still write to the file system of `folder`; of one that has no size, as ramfs, those
-    of memory.
+    """The bytes that this process may still write to the file system of `folder`. A file system without a size, such as
+    ramfs, has room for as much as there is memory.
     """
     room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize if room.f_blocks else available_memory()
 
 
 def is_there(path: Path) -> bool:
-    """Whether something is at a path; where a name is too long for a file's, nothing is."""
+    """Whether a path exists; one with a name that is too long for a file does not (`Path.exists` raises for it)."""
     return os.access(path, os.F_OK)
 
 
@@ -100,13 +100,13 @@ def file_system(device: int, *, proc: Path = PROC) -> str:
 
 
 def meminfo(key: str, proc: Path) -> int:
-    """The bytes that an entry of /proc/meminfo tells of the whole machine."""
+    """An entry of /proc/meminfo, which is about the whole machine, in bytes."""
     (found,) = re.findall(rf"^{key}:\s+(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE)
     return int(found) * 1024
 
 
 def format_bytes(nbytes: int, *, up: bool = False) -> str:
-    """Bytes for people: "512 B", "6.0 GiB"; up: no fewer, where who reads it is to give as many."""
+    """Bytes for people: "512 B", "6.0 GiB". up: rounded up, for a number of bytes that a user is asked to give."""
     if nbytes < 1024:
         return f"{nbytes} B"
     size, unit = float(nbytes), 0
@@ -116,7 +116,7 @@ def format_bytes(nbytes: int, *, up: bool = False) -> str:
 
 
 def in_groups(items: Iterable[S], most_nbytes: int) -> Iterator[list[S]]:
-    """Neighbours together, as many as have at most so many bytes; one that has more is alone."""
+    """Consecutive items in groups of at most `most_nbytes`; an item that is larger is a group of its own."""
     group: list[S] = []
     nbytes = 0
     for each in items:
@@ -132,8 +132,8 @@ def in_groups(items: Iterable[S], most_nbytes: int) -> Iterator[list[S]]:
 def parse_bytes(value: int | str, *, whole: int | None = None, name: str = "bytes") -> int:
     """The bytes that `value` stands for; `whole` is what a percentage is of, `name` what an `OptionError` calls it.
 
-    "6 GB" is 6 * 10**9 and "6 GiB" 6 * 2**30; case and spaces do not matter. A number without a unit is refused in
-    text: it is as likely meant in gigabytes as in bytes.
+    "6 GB" is 6 * 10**9 and "6 GiB" 6 * 2**30; case and spaces do not matter. Text without a unit is refused: it may
+    mean gigabytes as well as bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         nbytes = value
@@ -160,10 +160,10 @@ def _scaled(number: float, unit: str, value: str, whole: int | None, name: str) 
 
 
 def _groups(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
-    """The directories of this process's group and of all above it, in both versions' trees; some may not exist.
+    """The directories of this process's group and of all groups above it, in both versions' trees; some may not exist.
 
-    In a container the path can be the host's while the container sees its own group as the root: the walk up ends
-    there. A path that leaves the container's tree says nothing but the root.
+    In a container the path may be the host's, although the container sees its own group as the root: the walk up ends
+    there. Of a path that leaves the container's tree only the root is used.
     """
     for line in _text(proc / "self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -191,7 +191,7 @@ def _cpu_quota(group: Path) -> float | None:
 
 def _inactive_file(group: Path) -> int:
     found = re.findall(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
-    return max(map(int, found), default=0)  # v1 tells its own and the total with all groups below
+    return max(map(int, found), default=0)  # v1 lists the group's own, and a total with all groups below it
 
 
 def _number(*paths: Path) -> int | None:
@@ -204,7 +204,7 @@ def _numbers(path: Path) -> list[int | None]:
 
 
 def _text(path: Path) -> str:
-    """The text of a file; none if there is no file."""
+    """The text of a file; "" if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

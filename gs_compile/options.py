@@ -24,14 +24,14 @@ Masters = Literal["split", "whole"]
 Frozen = Literal["nf4", "nf4_single", "fp4", "fp4_single", "int8", "fp8", "mxfp4"]  # as `runtime.codecs` knows them
 Clipping = Literal["delayed", "speculative"]
 
-OF_OPTIMIZERS = ("lr", "max_grad_norm", "state_dtype", "weight_decay")  # settings, which are no options
-ROUNDING = 1e-6  # of ratios that were rounded, or that a solver gives: so much more than all is all
+OF_OPTIMIZERS = ("lr", "max_grad_norm", "state_dtype", "weight_decay")  # settings of optimizers, not options
+ROUNDING = 1e-6  # the sum of ratios may exceed 1 by this much: they may be rounded, or come from a solver
 DEFAULT_STORAGE = "greedysnake"  # under the user's cache
-PATHS = ("storage", "report", "status")  # options whose relative paths are of where the process is as it reads them
+PATHS = ("storage", "report", "status")  # relative ones are of the directory in which the options are made
 
 
 def default_storage() -> Path:
-    """Where data goes that nobody gave a place: under the user's cache. Raises OptionError where there is no home."""
+    """The directory of data if none is given: under the user's cache. Raises OptionError if the user has no home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         cache = cache if cache.is_absolute() else Path("~/.cache").expanduser()  # a relative one is to be ignored
@@ -78,7 +78,7 @@ class Ratios:
 
     @classmethod
     def of(cls, ratios: Ratios | Mapping[str, Any] | None, name: str) -> Ratios:
-        """The ratios of a dict of them, which a user knows by `name`."""
+        """The ratios of a dict; errors call it `name`."""
         return _nested(name, cls, {} if ratios is None else ratios)
 
     def given(self) -> dict[str, float]:
@@ -86,7 +86,7 @@ class Ratios:
         return {name: ratio for name, ratio in vars(self).items() if ratio is not None}
 
     def on_device(self) -> dict[str, float]:
-        """What lives on the device, by class."""
+        """The parts that live on the device, by class."""
         return {"parameter": self.device_parameter or 0.0, "checkpoint": self.device_checkpoint or 0.0}
 
 
@@ -156,9 +156,10 @@ def contradiction(
     *,
     prefix: str = "",
 ) -> str | None:
-    """In a sentence, why one of these contradicts another; `prefix` makes a name the user's.
+    """A sentence that says which of these contradict each other; None: none do.
 
-    alpha, clipping: where it is known whether gradients are clipped.
+    alpha, clipping: once it is known whether gradients are clipped.
+    prefix: what the user writes before the name of an option.
     """
     clip, late = f"{prefix}clip" if prefix else "clipping", "updates everything after its last backward"
     if accumulate and clipping == "speculative":
@@ -274,7 +275,7 @@ class Options:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Options | None, mode: str | None = None) -> Options:
-        """The options from what torch.compile hands to a backend; raises `OptionError` for what it does not know."""
+        """The options that torch.compile passes to a backend; raises `OptionError` for an unknown one."""
         if isinstance(options, Options):
             return replace(options, mode=mode) if mode else options
         if not isinstance(options, Mapping | None):
@@ -286,13 +287,13 @@ class Options:
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """Every option by the name that users know it by, such as expert.alpha; paths as they were given."""
+        """Every option by the name that users give it, such as expert.alpha; paths as they were given."""
         own = {name: value for name, value in vars(self).items() if name not in ("expert", "as_given")}
         return own | self.as_given | {f"expert.{name}": value for name, value in vars(self.expert).items()}
 
 
 def from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
-    """A dataclass of what is given; raises OptionError for a field that it does not have, with the nearest one."""
+    """A dataclass with the given fields; raises OptionError for an unknown one, and names the most similar field."""
     own = _names_of(cls, prefix)
     known = _names_beside(cls) | own
     for key in given:
@@ -310,7 +311,7 @@ def from_mapping(cls: type[T], given: Mapping[str, Any], prefix: str) -> T:
 
 
 def _names_beside(cls: type) -> dict[str, str]:
-    """Options that people look for in `cls`, and that are elsewhere."""
+    """Options that users may look for in `cls`, but that are in another class."""
     if cls is Options:
         return _names_of(Expert, "expert.")
     return _names_of(Ratios, "expert.ratios.") | _names_of(Options, "") if cls is Expert else {}
@@ -321,7 +322,7 @@ def _names_of(cls: type, prefix: str) -> dict[str, str]:
 
 
 def _as_written(name: str) -> str:
-    """An option as it is given: ``{"expert": {"alpha": ...}}`` of ``expert.alpha``."""
+    """An option as a user writes it: ``{"expert": {"alpha": ...}}`` for ``expert.alpha``."""
     written = "..."
     for part in reversed(name.split(".")):
         written = f'{{"{part}": {written}}}'
@@ -337,7 +338,7 @@ def _nested(name: str, cls: type[T], value: Any) -> T:
 
 
 def _group_or_mesh(group: Any, mesh: Any) -> None:
-    """Raise OptionError for what says not which ranks train together."""
+    """Raise OptionError unless one of the two says which ranks train together, or neither is given."""
     if group is None and mesh is None:
         return
     from torch.distributed import ProcessGroup  # not needed by one rank
@@ -385,7 +386,7 @@ def _is_path(value: Any) -> bool:
 
 
 def absolute(name: str, value: str | Path) -> Path:
-    """A path with "~" and environment variables in place."""
+    """An absolute path, "~" and environment variables replaced."""
     path = os.path.expandvars(value)
     if re.match(r"\w+:/", str(path)):  # two slashes are one in a Path
         raise OptionError(f"{name} cannot be {path}: it is an address, and not a path on this machine")
@@ -409,7 +410,7 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _budget(name: str, value: int | str | None) -> int | str | None:
-    """Bytes; a percentage is checked, but stays one until somebody knows what it is of."""
+    """Bytes, or a percentage, which is checked: what it is a percentage of is not known yet."""
     if value is None:
         return None
     nbytes = parse_bytes(value, whole=2**60, name=name)
@@ -439,7 +440,7 @@ def _whole(name: str, value: object, form: str) -> None:
 
 
 def _check_words(options: Options | Expert, prefix: str = "") -> None:
-    """Raise OptionError for a field that says none of the words of its type."""
+    """Raise OptionError for a field of a few possible values that has none of these."""
     for name, words in words_of(type(options)).items():  # type: ignore[arg-type]  # a class has a hash
         value = getattr(options, name)
         if not any(value is word or (value == word and type(value) is type(word)) for word in words):
@@ -448,15 +449,16 @@ def _check_words(options: Options | Expert, prefix: str = "") -> None:
 
 @cache
 def words_of(cls: type, **late: type) -> dict[str, tuple[Any, ...]]:
-    """What each field of a class may say whose type is a few words, or true or false; late: types of others that are
-    not imported there.
+    """The possible values of each field of a class that has only a few: of a `Literal` or a `bool`.
+
+    late: types that the class's module does not import.
     """
     found = {name: _words(kind) for name, kind in get_type_hints(cls, localns=late).items()}
     return {name: words for name, words in found.items() if words}
 
 
 def _words(kind: Any) -> tuple[Any, ...]:
-    """What a type allows, one by one; () where that is not a few words."""
+    """The values of a type, one by one; () if they are not only a few."""
     if get_origin(kind) in (Union, UnionType):
         parts = [_words(part) for part in get_args(kind)]
         return tuple(chain.from_iterable(parts)) if all(parts) else ()

@@ -1,4 +1,4 @@
-"""progress: what takes seconds before a first step, on a line of the terminal while it lasts, and in the log after it.
+"""progress: what takes seconds before a first step is shown on a line of the terminal, and logged when it has ended.
 
 greedysnake: compiling the layers' code ━━━━━━━━━━──────────
 """
@@ -15,20 +15,20 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-LOGGED_SECONDS = 0.5  # what took less is not worth a line
+LOGGED_SECONDS = 0.5  # what takes less is not worth a line in the log
 WIDTH = 20  # of the bar
 USUAL_COLUMNS = 80
 CLEAR = "\r\x1b[K"
 
 
 def bar(part: float) -> str:
-    """A bar of which so much is filled as is done of a whole."""
+    """A bar of which `part`, 0 to 1, is filled."""
     filled = int(WIDTH * min(part, 1.0))
     return "━" * filled + "─" * (WIDTH - filled)
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a stream is a terminal; scripts close them, and put objects of their own in their place."""
+    """Whether a stream is a terminal. Scripts may have closed it, or put an object of their own in its place."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
@@ -36,29 +36,29 @@ def is_terminal(stream: Any) -> bool:
 
 
 class Line:
-    """The last line of the terminal, written over and over; elsewhere nothing, or a line of its own each time."""
+    """The last line of the terminal, which each text replaces."""
 
     def __init__(self, *, always: bool = False) -> None:
-        """always: also where standard error is no terminal."""
+        """always: if standard error is not a terminal, each text is a new line; otherwise nothing is written then."""
         self.is_terminal, self._always = is_terminal(sys.stderr), always
         self._is_there = False
 
     def show(self, words: str) -> None:
-        """Write this; empty: nothing is left of what was there. Once the terminal is gone, nothing is written."""
+        """Show this text; an empty one clears the line. Once standard error is closed, nothing is written."""
         try:
             if self.is_terminal and (words or self._is_there):
                 self._is_there = bool(words)
-                text = f"greedysnake: {words}"[: _columns() - 1] if words else ""  # of two lines one would stay
+                text = f"greedysnake: {words}"[: _columns() - 1] if words else ""  # CLEAR removes one line, not two
                 sys.stderr.write(CLEAR + text)
                 sys.stderr.flush()
             elif self._always and words:
                 sys.stderr.write(f"greedysnake: {words}\n")
-        except (AttributeError, OSError, ValueError):  # none, or closed: a terminal, or a file
+        except (AttributeError, OSError, ValueError):  # standard error is None, or closed
             self.is_terminal = self._always = False
 
 
 def _columns() -> int:
-    """The width of the terminal; where it does not tell, the usual one."""
+    """The width of the terminal, or the usual one if it cannot be asked."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or USUAL_COLUMNS
     except (AttributeError, OSError, ValueError):
@@ -67,7 +67,7 @@ def _columns() -> int:
 
 @contextmanager
 def stage(words: str, num_parts: int = 0) -> Iterator[Callable[[], None]]:
-    """Something that may take a while; gives the function to call after each of its parts."""
+    """Show `words` while the body runs. Gives a function to call after each of its parts, which a bar then shows."""
     line, start, done = Line(), time.perf_counter(), 0
 
     def advance() -> None:

@@ -1,6 +1,6 @@
-"""schedules: the name of each schedule, and what options and placements have to know of it, which know no pass.
+"""schedules: the schedules' names, and what options and placements, which import no pass, need to know of them.
 
-All else is its row in `passes/baselines/registry.py`.
+Everything else about a schedule is in its row of `passes/baselines/registry.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,6 @@ from typing import Literal
 
 Schedule = Literal["vertical", "horizontal", "single", "lifetime"]
 
-# These run one micro-batch through all layers and back before the next; the others a layer for all micro-batches.
+# These run a micro-batch through all layers and back before the next one. The others run a layer for all micro-batches.
 BY_MICRO_BATCH: frozenset[Schedule] = frozenset({"horizontal", "lifetime"})
-BASELINE: Schedule = "horizontal"  # as others train, which the paper's own is compared with
+BASELINE: Schedule = "horizontal"  # plain gradient accumulation, which the vertical order is compared with

@@ -1,9 +1,9 @@
-"""Make values of the matrices that a unit stores encoded, once for each time that it comes to the device.
+"""Dequantize the matrices that a unit stores encoded, each time that the unit comes to the device.
 
     w1.device = gather(w1.device[0], w1.device[1])
-    w1.device is changed by decode(into=w1.device)
+    decode(into=w1.device)
 
-All micro-batches of the stage compute with these values, which end with the unit's stay on the device.
+All micro-batches of the stage compute with these values, which leave the device together with the unit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""End every value after its last use. Runs last: lifetimes follow from what all other passes made of the program."""
+"""End every value after its last use. Runs last, when all other passes have settled which operations use it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from gs_compile.placement.slab import planned_memory
 from gs_compile.program.ir import Op, Program, Value
 from gs_compile.program.verbs import forward_end
 
-RESIDENT = Placement()  # of a program whose values are all on the device
+RESIDENT = Placement()  # everything is on the device
 
 
 def free(program: Program, placement: Placement = RESIDENT, *, late: bool = False, planned: bool = True) -> Program:
     """The same program with `free(value)` right after the last operation that uses the value, and its planned memory:
     the peak of each tier, and the offset of all that is in host memory.
 
-    A value that nothing uses ends where it is defined. One that is defined again, as what is fetched twice is, ends
-    after the last use before that.
+    A value that nothing uses ends where it is defined. One that is defined again, because it is fetched twice, also
+    ends after its last use before that.
 
-    placement: all tiers are freed, but for what lives on from step to step.
-    late: gradients are left for the next step. planned: False leaves memory out.
+    placement: values end on all tiers, except those that live on from step to step.
+    late: gradients are left for the next step. planned: False leaves out the planned memory.
     """
     ops = with_frees(program.ops, placement.homes(late=late, warm=program.trains), placement)
     peaks, offsets = planned_memory(ops, placement) if placement.layout.x_nbytes and planned else ((), {})
@@ -42,8 +42,8 @@ def with_frees(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placem
 
 
 def _ends(ops: tuple[Op, ...], lasting: frozenset[Value], placement: Placement) -> dict[int, list[Value]]:
-    """The values that end after each operation. What is at home ends in the backward half: there may be none, where the
-    loss is dropped, or an evaluation before it.
+    """The values that end after each operation. What is at home ends in the backward half: the user may drop the loss,
+    so that there is no backward, or evaluate before it.
     """
     at_home, backward = placement.homes(late=False), forward_end(ops)
     last_use: dict[Value, int] = {}

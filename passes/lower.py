@@ -27,10 +27,10 @@ Pass = Callable[[Program], Program]  # a pure function. It keeps the meaning: lo
 class StepSpec:
     """A step to lower.
 
-    placement: where everything lives; None: on the device. A placement has a schedule of its own, and what does not
-        train is always vertical: each unit is loaded once.
+    placement: where everything lives; None: on the device. A placement names its schedule itself.
+    schedule: of a step that trains; any other is vertical, so that each unit is loaded once.
     snake: False leaves that pass out, as the horizontal order does.
-    planned: False leaves out what memory it needs and where its values stand there.
+    planned: False leaves out the memory plan: peaks and offsets.
     """
 
     num_layers: int
@@ -73,19 +73,18 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
 def lower(step: StepSpec, *, computations: Program | None = None, verified: bool = True) -> list[Program]:
     """Every snapshot from the schedule's pass to the program that runs, which is the last; `made_by` names each.
 
-    computations: what the schedule's pass makes of the step, where that is known (`scheduled`). All are verified, but
-    for candidates that will not run (`verified=False`).
+    computations: the result of `scheduled`, where that is known. verified: False for candidates that will not run.
     """
     return _snapshots(computations or scheduled(step), step, verified=verified)
 
 
 def scheduled(step: StepSpec) -> Program:
-    """What all steps of a schedule and a shape begin with, wherever their data is stored."""
+    """The computations of a step in the order of its schedule: the same wherever its data is stored."""
     return step.order.build(step.num_layers, step.num_micro_batches, shape=step.shape)
 
 
 def before_own_pass(step: StepSpec) -> Program:
-    """The program that the own pass of a schedule gets, not verified: it will not run."""
+    """The program that the schedule's own pass rewrites, not verified: it will not run."""
     assert step.placement is not None
     assert step.order.own_pass is not None, "the schedule has no pass of its own"
     snapshots = lower(step, verified=False)
@@ -93,7 +92,7 @@ def before_own_pass(step: StepSpec) -> Program:
 
 
 def flush(placement: Placement, context: StepContext = ALL_LATE) -> list[Program]:
-    """The late updates alone: what brings all parameters up to date between two steps, and commits them if asked."""
+    """The late updates alone, which bring all parameters up to date between two steps, and commit them if asked."""
     num_layers, shape = placement.layout.num_layers, StepShape(training=False)
     nothing = Program((), num_layers, 1, made_by="vertical")
     step = StepSpec(num_layers, 1, shape=shape, placement=placement, snake=False, context=context)
@@ -101,7 +100,7 @@ def flush(placement: Placement, context: StepContext = ALL_LATE) -> list[Program
 
 
 def _snapshots(program: Program, step: StepSpec, *, verified: bool) -> list[Program]:
-    """`program`, if there is anything in it to verify, and what each pass makes of it."""
+    """`program` and the result of each pass; those that have operations are verified."""
     snapshots = [program]
     snapshots += [program := rewrite(program) for rewrite in passes(step)]
     known: Known = {}

@@ -11,16 +11,16 @@ and in the horizontal order
     dw1.host = offload(dw1.device)                  a gradient sum, after each micro-batch but the last
     dw1.device = prefetch(dw1.host)                 and back, before each but the first
 
-What lives on the device is read where it is; a part that was updated comes from the host's memory:
+A part that lives on the device is read where it is; its update runs in host memory, so it comes back:
 
-    w1a.device is changed by prefetch(w1a.host, into=w1a.device)
+    prefetch(w1a.host, into=w1a.device)
 
-What lives in memory has a copy on SSD, for commits, which is written in a step that is to be committed:
+A part that lives in memory has a copy on SSD for commits, written in a step that is to be committed:
 
-    cs1a.ssd is changed by offload(s1a.host, into=cs1a.ssd)
+    offload(s1a.host, into=cs1a.ssd)
 
-Where the device has no memory of its own the second kind vanishes, and of the third only what has to be collected for
-the SSD is copied. Nothing overlaps yet: `pipeline` gives each transfer its time.
+Where the device has no memory of its own, there are no transfers to it, and an output is only copied to host memory if
+it goes on to SSD. Nothing overlaps yet: `pipeline` gives each transfer its time.
 """
 
 from __future__ import annotations

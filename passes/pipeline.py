@@ -1,11 +1,11 @@
 """Give each transfer its stage: as late as it can be without a wait (arXiv 2512.17570, sections 4.2 to 4.4).
 
-The rows below say it: with S the stage of the layer itself, in the forward or the backward, a transfer is issued in
-S + the number in its row. The second number is for a device that reads host memory itself: no stage is spent on the way
-between them; where ranks share the units, one is spent on gathering. A unit that is larger than a layer is updated in
-several groups: each layer's worth takes a stage more.
+A transfer is issued in the stage of its layer, in the forward or the backward, plus the number in its row of `ROWS`.
+The second number is for a device that reads host memory itself: no stage is spent on the way between them, unless ranks
+share the units, where one is spent on gathering. A unit that is larger than a layer is updated in several groups: each
+layer's worth takes a stage more.
 
-What would come before the first stage stands in `fill`, what would come after the last in `drain`.
+What would come before the first stage is in `fill`, what would come after the last in `drain`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from gs_compile.placement.cut import turn
+from gs_compile.placement.cut import stages_after_first
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.users import Users
 from gs_compile.program.ir import DRAIN, FILL, Op, Program, Stage, Unit, Value, height, homed
@@ -71,19 +71,19 @@ ROWS = {
     "early update": Row(2, 1),
     "late update": Row(-2, -2),  # from the unit's stage in the forward
 }
-# What belongs to an update, in stages from it. `store` brings its result to where that is stored: SSD, or the device.
+# What belongs to an update, in stages from it. `store` brings its result to where it is stored: SSD or the device.
 BESIDE_UPDATE = {"fetch": -1, "empty": 0, "update": 0, "store": 1}
-# The same where a layer takes several updates: in the update's own stage, in halves of an update. While one piece is
-# updated the next one comes in and the one before goes out: no more are in memory.
+# The same where a layer takes several updates, in the update's own stage, in halves of an update. While one piece is
+# updated, the next one comes in and the one before goes out: no more than three are in memory.
 BESIDE_PIECE = {"fetch": -3, "empty": 0, "update": 0, "store": 2}
 HERE = Row(0, 0)  # what takes no time stays in its stage
-READS_FIRST = {"x": 0, "a": 0, "w": 1, "dw": 1, "s": 2}  # on the SSD's read lane, by how soon they are needed
+READS_FIRST = {"x": 0, "a": 0, "w": 1, "dw": 1, "s": 2}  # ranks on the lane `ssd_read`: what is needed first, first
 OTHERS = 3
 BEFORE, AT, AFTER = -1, 0, 1
 
 
 class IssuePoint(NamedTuple):
-    """A place in the order of issue."""
+    """A place in the order of issue, which these numbers sort."""
 
     stage: int
     position: int = -1  # of the micro-batch in the stage; -1: before all of them
@@ -97,7 +97,7 @@ def pipeline(program: Program, placement: Placement) -> Program:
 
 
 def _part_in_update(op: Op) -> str | None:
-    """The key of BESIDE_UPDATE for an operation that belongs to an update."""
+    """The key of BESIDE_UPDATE for an operation that belongs to an update; None for any other."""
     if op.into and op.verb in ("prefetch", "offload") and op.kind != "dw":
         return "store"
     reads_from_ssd = op.verb == "prefetch" and (op.reads[0].kind == "s" or op.stage == FILL)
@@ -123,16 +123,16 @@ class _StageAssigner:
         self.index = {stage: index for index, stage in enumerate(self.stages)} | {FILL: -1}
         self.sizes = Counter(self.index[op.stage] for op in program.ops if op.micro_batch is not None)
         last_head = max((self.index[op.stage] for op in program.ops if op.verb == "head"), default=-1)
-        self.turn = IssuePoint(last_head, self.sizes[last_head], AFTER)  # behind the last head
+        self.after_heads = IssuePoint(last_head, self.sizes[last_head], AFTER)
         self.fetches = defaultdict[Value, list[int]](list)  # the stages for which gradient sums come from SSD
         for op in program.ops:
             if op.verb == "prefetch" and op.reads[0].kind == "dw" and not op.reads[0].part:
                 self.fetches[op.reads[0]].append(self.index[op.stage])
-        self.staged: IssuePoint | None = None  # before who reads the latest that was brought ahead
+        self.staged: IssuePoint | None = None  # before the reader of the latest `ahead` transfer
         late = [op.into[0] for op in program.ops if op.verb == "update" and op.stage == FILL]
         self.late = {placement.by_unit[value.unit].group_of(value).when for value in late}
-        # One by one, if nothing else runs, and as far apart as in a step: `slab` has late parameters in the memory of
-        # gradients that are used before.
+        # The stage of each unit's first use. Where updates run alone there is none: units then follow each other as in
+        # a step, because `slab` gives a late parameter the memory of a gradient that is used before it.
         in_order = sorted(placement.units, key=lambda unit: height(unit.unit))
         self.first_stage: dict[Unit | None, int] = {unit.unit: number for number, unit in enumerate(in_order)}
         for op in reversed(program.ops):
@@ -147,7 +147,7 @@ class _StageAssigner:
         for index, op in enumerate(self.program.ops):
             before = [points[other] for other in dependencies.before(op)]
             point = max([self._issue_point(op, done[op.stage]), *before])
-            if op.lane == "net":  # in one order whatever the number of micro-batches, which is a rank's own
+            if op.lane == "net":  # in the same order on ranks with different numbers of micro-batches
                 point = max(point, collectives.get((op.verb, point.stage), point))
                 collectives[op.verb, point.stage] = point
             points.append(point)
@@ -159,7 +159,7 @@ class _StageAssigner:
             yield op if op.stage == stage else op.moved(stage)
 
     def _issue_point(self, op: Op, position: int) -> IssuePoint:
-        """Where an operation belongs by its row; so far it stands before the computation `position` of its stage."""
+        """Where an operation is issued by its row; it now stands before the computation `position` of its stage."""
         here = self.index[op.stage]
         if op.micro_batch is not None:
             return IssuePoint(here, position, AT)
@@ -177,7 +177,7 @@ class _StageAssigner:
                 return IssuePoint(here, position - 1, AFTER)
             case "read":
                 return self._before_reader(here, position - (op.verb != "alias"))
-            case "ahead":  # as soon as the one before it is used: the lane has all the time until this one is
+            case "ahead":  # as soon as the one before it is used, so the lane has all the time until its own reader
                 before, self.staged = self.staged, IssuePoint(here, position, BEFORE)
                 return min(before or self.staged, self._before_reader(here, position - 2))
             case "piece":  # so that it shares the link with that micro-batch's checkpoint
@@ -188,7 +188,7 @@ class _StageAssigner:
                 return IssuePoint(stage, self.sizes[stage], AFTER)
         if name.startswith("prefetch sums"):
             return self._within_backward(stage)
-        if name == "offload dw host>ssd":  # has to have left before the stage that needs it again
+        if name == "offload dw host>ssd":  # it must have left before the stage that needs it again
             fetches = self.fetches[op.results[0]]
             stage = min(stage, fetches[bisect_right(fetches, here)])
         if op.lane != "ssd_read":
@@ -197,7 +197,7 @@ class _StageAssigner:
 
     def _within_backward(self, stage: int) -> IssuePoint:
         """The start of a stage, but not before the last head: a loss may wait while others have their backward."""
-        return max(IssuePoint(stage), self.turn)
+        return max(IssuePoint(stage), self.after_heads)
 
     def _beside(self, op: Op, stage: int) -> int:
         """The micro-batch beside which a piece of a unit moves."""
@@ -207,14 +207,17 @@ class _StageAssigner:
         return (op.results[0].piece or 0) * self.sizes[stage] // number
 
     def _beside_update(self, op: Op, part: str, stage: int) -> IssuePoint:
-        """Where what belongs to an update stands; `stage`: of the update, from its unit's."""
+        """Where a part of an update is issued; `stage`: the update's, relative to its unit's."""
         value = next(value for value in map(homed, (*op.into, *op.results)) if value.kind in ("w", "s", "dw"))
         unit = self.placement.by_unit[value.unit]
         group = unit.group_of(value)
         groups = unit.trained(*(self.late if op.stage == FILL else (group.when,)))
         place, updates = groups.index(group), self.placement.decision.layer_updates
-        own = self.first_stage[unit.unit] - turn(len(groups) - 1, updates) if op.stage == FILL else self.index[op.stage]
-        stage += own + turn(place, updates)
+        if op.stage == FILL:
+            stage += self.first_stage[unit.unit] - stages_after_first(len(groups) - 1, updates)
+        else:
+            stage += self.index[op.stage]
+        stage += stages_after_first(place, updates)
         if updates > 1:
             return IssuePoint(stage, rank=OTHERS + 2 * place + BESIDE_PIECE[part])
         if op.lane != "ssd_read":
@@ -224,7 +227,7 @@ class _StageAssigner:
         return IssuePoint(self._ahead(stage + BESIDE_UPDATE[part]), rank=READS_FIRST[op.reads[0].kind])
 
     def _ahead(self, stage: int) -> int:
-        """The stage of a read from SSD that is issued earlier than it has to be; what the step begins with stays."""
+        """The stage of a read from SSD, moved `lookahead` stages earlier, except where the step begins with it."""
         return max(stage - self.placement.decision.lookahead, min(stage, 0))
 
     def _before_reader(self, stage: int, position: int) -> IssuePoint:
@@ -236,11 +239,11 @@ class _StageAssigner:
 
 
 class _IssueOrder:
-    """The operations that each must come after: whoever it would wait for, and nobody else.
+    """The operations that each operation must come after: those that it would wait for, and no others.
 
-    points: of all operations so far, where each is issued; of several users of a value the last one stands for all.
-    A gathered unit is in the memory of its parts, so those are in use as long as it is. What is stored before `seal` is
-    what that commits.
+    points: where each operation so far is issued; of several users of a value the last one stands for all.
+    A gathered unit is in the memory of its parts, so they are in use as long as it is. `seal` commits what is stored
+    before it.
     """
 
     def __init__(self, points: Sequence[IssuePoint]) -> None:
@@ -250,8 +253,8 @@ class _IssueOrder:
         self.seal: list[int] = []
 
     def before(self, op: Op) -> list[int]:
-        """Who defines what it reads, who uses what it defines anew, and what the step before has stored or has been
-        sealed with.
+        """The operations that define what it reads, and those that use what it changes or defines anew. `seal` comes
+        after all stores of the step before, and the stores of this step after `seal`.
         """
         changed = (*op.changes, *op.results)
         found = self.values.awaited(op.reads, changed)

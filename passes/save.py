@@ -6,8 +6,8 @@
     after       x2_0.device, a1_0.device = forward(x1_0.device, w1.device)
                 dx1_0.device = backward(a1_0.device, dx2_0.device, w1.device, into=dw1.device)
 
-The placement's shares say for which layers and micro-batches. The input goes on being read where what is saved follows
-from it.
+The placement's shares say for which layers and micro-batches. The backward still reads the input if it recomputes
+something from it.
 """
 
 from __future__ import annotations

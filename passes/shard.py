@@ -9,8 +9,8 @@ On a device with memory of its own a shard comes in the same pieces first:
     shard1.device[0] = prefetch(w1a.host, w1b.host)         this rank's share of a piece
     w1.device[0] = all_gather(shard1.device[0])
 
-Everything else is as for one rank, on the rank's shard. What collectives there are, and their order, does not depend on
-the number of micro-batches, of which each rank has its own. A unit is gathered once for all micro-batches of a stage.
+Everything else is as for one rank, on the rank's shard. Number and order of the collectives do not depend on the number
+of micro-batches, so ranks may have different ones. A unit is gathered once for all micro-batches of a stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gs_compile.program.ir import Op, Program, Value
 
 
 def shard(program: Program, placement: Placement) -> Program:
-    """The same step of one of several ranks."""
+    """The same step, for one of several ranks."""
     return program.with_ops(_ops(program, placement), made_by="shard")
 
 
@@ -44,8 +44,8 @@ def _ops(program: Program, placement: Placement) -> Iterator[Op]:
 
 
 def _gather(op: Op, unit: UnitPlacement) -> Iterator[Op]:
-    """A piece is gathered from where this rank has it: the device, to which it has come or where it lives, or host
-    memory that the device reads.
+    """Each piece is gathered from where this rank has its share: on the device, where it was prefetched to or lives, or
+    in host memory that the device reads.
     """
     come = {value.piece for value in op.reads if value.piece is not None}
     whole = tuple(op.results[0]._replace(piece=k) for k in range(len(unit.pieces)))

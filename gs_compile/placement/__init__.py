@@ -1,1 +1,1 @@
-"""Where the data of a step lives, what it takes there, and the laws that a placed program obeys."""
+"""Where the data of a step lives, how much memory it takes there, and the laws that a placed program obeys."""

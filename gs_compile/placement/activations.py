@@ -1,4 +1,4 @@
-"""activations: where a layer's checkpoint, and what its forward saves beside it, lives until its backward."""
+"""activations: where a layer's checkpoint, and what else its forward saves, lives until its backward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gs_compile.program.ir import Tier, Unit, Value
 
 @dataclass(frozen=True)
 class ActivationHomes:
-    """The homes of the inputs of all layers, for all micro-batches, and what each layer saves with its own.
+    """The homes of the inputs of all layers, for all micro-batches, and of what each layer saves with its input.
 
-    ratios, shares, held: as of a decision; stacks: that the ratios are of.
-    levels: what each layer may save; () where no share says that one does.
+    ratios, shares, held: those of the decision; stacks: those that the ratios belong to.
+    levels: what each layer may save; () if there are no shares.
     """
 
     ratios: tuple[Ratios, ...]
@@ -29,8 +29,8 @@ class ActivationHomes:
     num_micro_batches: int
 
     def home(self, value: Value) -> Tier:
-        """Device, host or SSD, for the input of a layer: where its other saved activations are. Of those that have none
-        the ratios' shares, spread evenly; none that is held is on SSD.
+        """The tier of a layer's input: that of its other saved activations. Inputs without such are spread evenly over
+        the tiers, by the ratios; a held one is not on SSD.
         """
         if (share := self.share_of(value)) is not None:
             return share.tier
@@ -46,13 +46,13 @@ class ActivationHomes:
         ratio = min(kept["host"] / left, 1.0)
         if is_chosen(at, ratio):
             return "host"
-        elsewhere = at - int(at * ratio + TOLERANCE)  # of those before it: the device has a share of these
+        elsewhere = at - int(at * ratio + TOLERANCE)  # items before it outside host memory: some are on the device
         on_device = min(kept["device"] / left / (1 - ratio), 1.0) if ratio < 1 else 0.0
         return "device" if is_chosen(elsewhere, on_device) else "ssd"
 
     @cached_property
     def held_values(self) -> frozenset[Value]:
-        """The checkpoints that are not on SSD by what `held` says."""
+        """The checkpoints that `held` keeps from SSD."""
         every = (Value("x", layer, j) for layer in self.held for j in range(self.num_micro_batches))
         return frozenset(x for x in every if self.share_of(x) is None and self._home_by_ratios(x) == "ssd")
 
@@ -67,7 +67,7 @@ class ActivationHomes:
 
     @property
     def levels_in_use(self) -> Mapping[Unit, frozenset[int]]:
-        """The levels that each layer has, for one micro-batch or another; empty: all save their input alone."""
+        """The levels that each layer has for any of its micro-batches; empty: all layers save their input alone."""
 
         def levels(layer: int) -> frozenset[int]:
             shares = (self.share_of(Value("a", layer, j)) for j in range(self.num_micro_batches))
@@ -81,14 +81,14 @@ class ActivationHomes:
 
     @cached_property
     def _places(self) -> Sequence[Mapping[Item, int]]:
-        """The place of each item of level 0 among those of its stack, by stack."""
+        """The place of each item of level 0 among the items of level 0 of its stack, by stack."""
         every = ([(unit, j) for unit in layers for j in range(self.num_micro_batches)] for layers in self.stacks)
         return [{item: at for at, item in enumerate(x for x in of_stack if x not in self._items)} for of_stack in every]
 
     # Parts of all ----------------------------------------------------------------------------------------------------
 
     def _saved(self, stack: int, tier: Tier | None = None) -> float:
-        """The part of a stack's items that is in a share, or in one on a tier."""
+        """The part of a stack's items that is in any share, or in a share on `tier`."""
         return self.shares.of(stack).part(tier) / part_of(stack, self.stacks)
 
     def are_possible(self) -> bool:
@@ -115,20 +115,20 @@ class ActivationHomes:
     # Other homes, as fields of a decision ----------------------------------------------------------------------------
 
     def recomputed(self) -> Mapping[str, Any]:
-        """With layers that save their inputs alone, each where its activations were."""
+        """Layers save their inputs alone, on the tiers where their activations were."""
         every = enumerate(map(_checkpoints, self.ratios))
         kept = [{tier: part + self._saved(stack, tier) for tier, part in parts.items()} for stack, parts in every]
         return self._keeping(kept, Shares())
 
     def moved(self, source: Tier, target: Tier) -> Mapping[str, Any]:
-        """With all of one tier on another, slower one."""
+        """All activations of one tier are on another, slower one."""
         kept: list[dict[Tier, float]] = [{**_checkpoints(each), "ssd": 0.0} for each in self.ratios]
         for parts in kept:
             parts[target] += parts.pop(source)
         return self._keeping(kept, self.shares.moved(source, target))
 
     def _keeping(self, kept: Iterable[Mapping[Tier, float]], shares: Shares) -> Mapping[str, Any]:
-        """With checkpoints as `kept` has them, stack by stack."""
+        """Checkpoints are on the tiers by the parts of `kept`, stack by stack."""
         ratios = tuple(
             replace(each, checkpoint=parts.get("host", 0.0), device_checkpoint=parts.get("device", 0.0))
             for each, parts in zip(self.ratios, kept, strict=True)
@@ -137,7 +137,7 @@ class ActivationHomes:
 
 
 def _checkpoints(ratios: Ratios) -> dict[Tier, float]:
-    """The part of a stack's items that has its layers' inputs in memory, by tier."""
+    """The parts of a stack's checkpoints that are in memory, by tier."""
     return {"host": ratios.checkpoint or 0.0, "device": ratios.device_checkpoint or 0.0}
 
 

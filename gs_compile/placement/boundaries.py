@@ -1,7 +1,7 @@
-"""boundaries: the bytes of what is there once at each boundary of a model, for one micro-batch.
+"""boundaries: the bytes at each boundary of a model, for one micro-batch.
 
-Boundary i is below layer i: x of layer i is there, and the side inputs of the stack that begins with what is below it.
-The layers of another stack may hand on tensors of another size.
+Boundary i is below layer i: x of layer i is there, and the side inputs of a stack that the unit below it begins. The
+layers of different stacks may hand on tensors of different sizes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from math import gcd
 
 from gs_compile.program.ir import Unit
 
-BoundaryNbytes = tuple[int, ...]  # of each boundary, from below; the last number is that of all boundaries above, too
+BoundaryNbytes = tuple[int, ...]  # of each boundary, from below; the last number holds for all boundaries above, too
 
 
 def shortest(nbytes: Sequence[int]) -> BoundaryNbytes:
-    """The bytes of each boundary, in as few numbers as can be."""
+    """The bytes of each boundary, in as few numbers as possible."""
     number = len(nbytes)
     while number > 1 and nbytes[number - 2] == nbytes[-1]:
         number -= 1
@@ -23,7 +23,7 @@ def shortest(nbytes: Sequence[int]) -> BoundaryNbytes:
 
 
 def at(nbytes: BoundaryNbytes, boundary: Unit | None) -> int:
-    """The bytes at a boundary, which goes by the layer above it."""
+    """The bytes at a boundary, which has the number of the layer above it."""
     assert isinstance(boundary, int), f"no boundary is called {boundary}"
     return nbytes[min(boundary, len(nbytes) - 1)]
 
@@ -38,7 +38,7 @@ def scaled(nbytes: BoundaryNbytes, factor: float) -> BoundaryNbytes:
 
 
 def in_parts(nbytes: BoundaryNbytes) -> BoundaryNbytes:
-    """The bytes in equal parts, as few as can be; one where there are no bytes."""
+    """The bytes as multiples of the largest part that divides all of them; one part if there are no bytes."""
     largest = gcd(*nbytes)
     return tuple(each // largest for each in nbytes) if largest else (1,)
 

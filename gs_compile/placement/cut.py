@@ -16,15 +16,14 @@ from gs_compile.placement.units import Group, Part, UnitPlacement, When
 from gs_compile.placement.workload import UnitSize
 from gs_compile.program.ir import TIERS, Tier
 
-MOST_UPDATES = 128  # of a unit: each is several operations, and little may be trained of a layer
+MOST_UPDATES = 128  # of a unit: each is several operations, and layers of which little is trained make small ones
 
 
 def cut_units(sizes: Sequence[UnitSize], decision: Decision, layout: Layout) -> tuple[UnitPlacement, ...]:
-    """The units as a decision describes them. No update takes more elements at a time than a whole layer has, unless
-    a unit would have more than `MOST_UPDATES`.
+    """The units, cut as a decision says. No update takes more elements than a layer has, or its part of a layer if
+    `layer_updates` is more than one; unless a unit would then have more than `MOST_UPDATES`.
 
-    A larger unit's elements are taken in as many updates for each layer's worth. Whole tensors live on the device: what
-    one unit is short of its part, the next ones may have on top.
+    Only whole tensors live on the device: what one unit falls short of its part, the next ones may have in addition.
     """
     alpha, updates, stacks = decision.alpha, decision.layer_updates, decision.stacks(layout)
     layers = [size.num_trained for size in sizes if isinstance(size.unit, int)]
@@ -44,8 +43,8 @@ def cut_units(sizes: Sequence[UnitSize], decision: Decision, layout: Layout) -> 
     return tuple(units)
 
 
-def turn(place: int, layer_updates: int) -> int:
-    """The stages from a unit's first update to the one at `place` among them: one for each layer's worth."""
+def stages_after_first(place: int, layer_updates: int) -> int:
+    """The stages between a unit's first update and the one at `place` among them: one for each layer's worth."""
     return place // layer_updates
 
 
@@ -60,18 +59,18 @@ def cut(
 ) -> UnitPlacement:
     """Where the parts of a unit live.
 
-    What lives on the device is whole tensors; host memory takes what that is short of its share, so that the SSD has
-    its own share and no more. Without a separate device the code reads host memory as it is, so no tensor may straddle
-    the cut between host and SSD: the parameter ratio is rounded down to the end of a tensor. So it is where updates
-    take whole tensors, and each group has whole ones. Where ranks share these, all that is trained is one group, early
-    or late: of so many units as alpha says.
+    Only whole tensors live on the device. Host memory takes what the device falls short of its share, so that the SSD
+    has no more than its own share. If the device reads host memory itself, no tensor may straddle the cut between host
+    and SSD: the parameter ratio is rounded down to the end of a tensor. The same holds if updates take whole tensors,
+    of which each group then has some. If ranks share such tensors, all that is trained is one group: late in the part
+    of all units that alpha says, early in the others.
 
-    ratios: the shares of "parameter" and "optimizer", the state, in host memory; perhaps of "device", the parameters
-        that are to live there.
+    ratios: the shares in host memory, of "parameter" and of "optimizer" (the state); the share of parameters on the
+        device, "device".
     alpha: the share of the update that is late.
     most_numel: the most elements that one update takes at a time.
     separate: the device has memory of its own.
-    device_numel: the most elements that live there, as whole tensors: with what units before were short of.
+    device_numel: the most elements that live there, including what earlier units fell short of.
     """
     tensors = [0, *accumulate((*size.trained_numels, *size.frozen_numels))]
     device = max(end for end in tensors if end <= device_numel)
@@ -101,9 +100,9 @@ def cut(
 def _zones(
     bounds: Sequence[int], num_trained: int, fractions: Sequence[tuple[When, float]], among: Sequence[int]
 ) -> Iterator[tuple[When, list[tuple[Tier, int, int]]]]:
-    """What each group has of each tier's zone; frozen elements are a group that no update changes.
+    """The range of each tier's zone that each group has; frozen elements are a group that no update changes.
 
-    among: as of `_cuts`.
+    among: the places at which `_cuts` may cut.
     """
     pieces = [_cuts(min(a, num_trained), min(b, num_trained), fractions, among) for a, b in pairwise(bounds)]
     for number, (when, _) in enumerate(fractions):
@@ -113,7 +112,7 @@ def _zones(
 
 
 def _elements(share: float, numel: int) -> int:
-    """A share of so many elements; all of them where it is all but what a solver rounds away."""
+    """A share of so many elements; a share that is 1 but for a solver's rounding is all of them."""
     return numel if share > 1 - 1e-6 else int(share * numel + 1e-9)
 
 
@@ -127,7 +126,7 @@ def _fractions(numel: int, alpha: float, most_numel: int) -> list[tuple[When, fl
 def _cuts(
     start: int, stop: int, fractions: Sequence[tuple[When, float]], among: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """A zone cut at fractions of its length, to the nearest quantum; or to the nearest place `among` some."""
+    """A zone cut at fractions of its length, each rounded to a quantum, or to the nearest of the places `among`."""
     wanted = [(stop - start) * end for _, end in fractions]
     ends = [start + round(end / QUANTUM) * QUANTUM for end in wanted]
     if places := [place for place in among if start <= place <= stop]:

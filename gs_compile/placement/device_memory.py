@@ -1,10 +1,10 @@
 """device_memory: how far a step may run ahead in the device's memory, which has no planned offsets.
 
 A value takes its memory when the operation that defines it is issued. The memory is free again when the value has been
-freed and all who use it are done: where lanes lag behind the issue loop, that is later than the program's order says.
-Gradients that wait for room in host memory would pile up on the device, say. So an operation is issued once what it
-takes fits beside what is alive and what is still in use. What is alive fits by the plan, and who uses the rest has been
-issued, so this never waits for ever. The runtime and the simulator ask one object alike, `DeviceMemory`.
+freed and all who use it are done: if lanes lag behind the issue loop, that is later than the program's order says. For
+example, gradients that wait for room in host memory would pile up on the device. So an operation is issued once what it
+takes fits beside what is alive and what is still in use. What is alive fits by the plan, and the users of the rest have
+been issued, so the wait always ends. The runtime and the simulator use the same class, `DeviceMemory`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ User = TypeVar("User")
 
 
 def bounded(ranges: Sequence[LiveRange], program: Program, nbytes: int) -> DeviceBound:
-    """The live ranges of a program on the device, which may have so many bytes, or its planned peak if that is more."""
+    """What a program takes and gives back on a device of `nbytes`, or of its planned peak if that is more."""
     most, waiting = peak(ranges, "device", len(program.ops)), waiting_nbytes(ranges, program)
     takes: Counter[int] = Counter()
     gives: dict[int, tuple[object, int]] = {}
@@ -32,16 +32,16 @@ def bounded(ranges: Sequence[LiveRange], program: Program, nbytes: int) -> Devic
 
 
 def waiting_nbytes(ranges: Sequence[LiveRange], program: Program) -> int:
-    """Bytes that a call keeps there between its forward and its backward, and shares with no other call."""
+    """The bytes that a call keeps on the device between its forward and its backward, and shares with no other call."""
     of_call = (live for live in ranges if live.first != BEFORE)
     return int(nbytes_alive(of_call, "device", len(program.ops))[program.forward_end - 1]) if program.ops else 0
 
 
 class DeviceMemory(Generic[User]):
-    """What one step has on the device.
+    """The device memory that one step has in use.
 
-    is_done: whether a user leaves memory to those that come after it.
-    ended: bytes of values that have ended, and who may still use them; steps that follow each other share it.
+    is_done: whether a user no longer needs its memory.
+    ended: the bytes of values that have ended, and who may still use them; consecutive steps share this list.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DeviceMemory(Generic[User]):
         self._users: dict[object, list[User]] = {}  # of values that have ended, in slots that are alive
 
     def awaited(self, at: int) -> Sequence[User]:
-        """Who has to be done before there is room for what an operation takes; nobody where there is."""
+        """Who has to be done before there is room for what an operation takes; empty if there is room."""
         wanted = self.bound.takes.get(at)
         if not wanted:
             return ()

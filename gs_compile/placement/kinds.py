@@ -1,4 +1,4 @@
-"""kinds: one row for each kind of value: what it is of, whether a step ends it, and the memory it takes."""
+"""kinds: one row for each kind of value: what it belongs to, how long it lives, and the memory it takes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Slot(NamedTuple):
 class Kind(NamedTuple):
     """A row of the table.
 
-    of: "batch": micro-batches, or what is counted over all of them; "units": the model's parameters and their updates.
-    lives: "step": the step that defines it ends it; "placed": so it is for placed units, but for what is at home;
+    of: "batch": a micro-batch, or what is counted over all of them; "units": the model's parameters and their updates.
+    lives: "step": it ends in the step that defines it. "placed": the same for placed units, unless it is at home.
         "caller": it is an input or a result of the step.
     slot: the memory of a value of this kind.
     """
@@ -67,12 +67,12 @@ def ends_in_step(placement: Placement, value: Value) -> bool:
 
 
 def is_of_units(value: Value) -> bool:
-    """Whether a value is there, or made, whatever the batch of a step is."""
+    """Whether a value does not depend on the batch of a step."""
     return KIND_TABLE[value.kind].of == "units"
 
 
 def _alone(value: Value, nbytes: int) -> Slot:
-    """Memory that is a value's own."""
+    """Memory that a value shares with no other."""
     return Slot(value, value.tier or "device", nbytes)
 
 
@@ -94,7 +94,7 @@ def _saved(placement: Placement, value: Value) -> Slot:
 
 
 def _side(placement: Placement, value: Value) -> Slot:
-    """What a joint makes is there from the boundary above it on; what the prologue does, from the first one."""
+    """A joint's side inputs have the size of the boundary above it, the prologue's that of the first boundary."""
     layout = placement.layout
     if not (nbytes := layout.side_nbytes if value.kind == "side" else layout.dside_nbytes):
         return _none(placement, value)
@@ -103,15 +103,14 @@ def _side(placement: Placement, value: Value) -> Slot:
 
 
 def _part(placement: Placement, value: Value) -> Slot:
-    """A part by itself; on SSD with the extents that commits take turns with."""
+    """A part by itself; on SSD with all of the extents between which commits alternate."""
     nbytes = nbytes_of(placement, value) if value.unit in placement.by_unit else 0
     return _alone(value, nbytes * (placement.num_extents(value) if value.tier == "ssd" else 1))
 
 
 def _parameters(placement: Placement, value: Value) -> Slot:
-    """What comes from SSD stands together in host memory, as in its file. Where the device reads host memory itself the
-    whole unit is there: its host zone in one piece, and beside it what has come. What is gathered from all ranks stands
-    by itself.
+    """Parts that come from SSD are contiguous in host memory, as in their file. If the device reads host memory itself,
+    the unit's host zone is one piece, too. What is gathered from all ranks has memory of its own.
     """
     unit = placement.by_unit.get(value.unit)
     if unit is None:
@@ -132,9 +131,9 @@ def _parameters(placement: Placement, value: Value) -> Slot:
 
 
 def _gradient(placement: Placement, value: Value) -> Slot:
-    """A sum on the device and, where the device reads host memory itself, what stays where it was summed.
+    """The sum on the device, and what stays in its memory if the device reads host memory itself.
 
-    What several backwards add up has memory of its own.
+    The sums over several backwards have memory of their own.
     """
     unit = placement.by_unit.get(value.unit)
     if unit is None:

@@ -1,7 +1,7 @@
-"""laws: what holds of the values of a step program: their lifetimes, their updates and where they end.
+"""laws: the laws on the values of a step program: their lifetimes, their updates, and where they are at the end.
 
-Each class walks along with the operations and yields the laws that one breaks. `verify` calls them in turn; each sees
-what those before it have let pass.
+Each class is given the operations one by one, and yields the laws that an operation breaks. `verify` calls them in
+order; each sees only operations that those before it accept.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gs_compile.program.values import COPIES, SHADOWED
 from gs_compile.program.verbs import MOVEMENTS
 
 INPUT_KINDS = frozenset({"batch", "w", "dy"})  # defined before the step begins
-PLACED_KINDS = frozenset({"w", "s", "sw", "ss", "cw", "cs", "dw", "scale"})  # of placed units there if they are stored
+PLACED_KINDS = frozenset({"w", "s", "sw", "ss", "cw", "cs", "dw", "scale"})  # of placed units: there if they are stored
 
 
 class Updates:
-    """A part is updated once, used neither before its late update nor without contents, and is stored once changed.
+    """A part is updated once, not used before its late update or while it is empty, and stored after it has changed.
 
     A speculative update may come after a late one of the same part.
     """
@@ -61,7 +61,7 @@ class Updates:
                 self.changed.add(part)
 
     def _breaks_reads(self, op: Op) -> Iterator[str]:
-        """A movement reads what updates have made of a value, and nothing empty."""
+        """A movement reads the updated value, and no empty one."""
         to_device = (*op.results, *op.into)[0].tier == "device"
         for value in op.reads:
             part = _anywhere(value)
@@ -73,7 +73,7 @@ class Updates:
                 yield f"{value} is not what the update has made"
 
     def _breaks_results(self, op: Op) -> Iterator[str]:
-        """A movement overwrites only what is needed no more."""
+        """A movement overwrites only what is no longer needed."""
         for value in op.results:
             part = _anywhere(value)
             if value.tier == "host" and (part in self.changed or (op.verb == "empty" and part in self._early)):
@@ -99,11 +99,11 @@ class Updates:
 
 
 class Shadows:
-    """Updates that do not know the scale can be rolled back until all of what they have made is committed.
+    """Updates that do not know the scale can be rolled back until all of their results are committed.
 
-    Such an update changes nothing that is at home and would be needed to do it again: those parts are read, and what it
-    makes of them goes to their shadow copies, or to a copy that was brought from the SSD. A shadow copy is written
-    once, by an update or by the transfer of what one has made, and read for the copy that a commit keeps alone.
+    Such an update changes nothing at home that would be needed to repeat it: it reads these parts, and writes to their
+    shadow copies, or to a copy that was read from SSD. A shadow copy is written once, by an update or by the transfer
+    of an update's result, and is read only to write the copy on SSD that a commit keeps.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -154,7 +154,7 @@ class Shadows:
 
 
 def is_speculative(op: Op) -> bool:
-    """Whether it is an update that does not know the scale, where there is one to know."""
+    """Whether it is an update that does not read the scale. (With clipping, all others do.)"""
     return op.verb == "update" and all(value.kind != "scale" for value in op.reads)
 
 
@@ -162,7 +162,7 @@ class Gathers:
     """Parts that the device reads where they are stored do not change while their unit is gathered."""
 
     def __init__(self) -> None:
-        self.gathered: dict[Value, tuple[Value, ...]] = {}  # wholes, and what they are in the memory of
+        self.gathered: dict[Value, tuple[Value, ...]] = {}  # whole units, and the parts whose memory they are in
 
     def breaks(self, op: Op) -> Iterator[str]:
         for value in (*op.results, *op.into):
@@ -176,8 +176,9 @@ class Gathers:
 
 
 class Collectives:
-    """All ranks issue them in one order: pieces in that in which units are put together, and sums after all others of
-    their stage. So it depends on stages alone, and not on a rank's micro-batches. What is summed is not used alone.
+    """All ranks issue them in the same order: pieces in the order in which units are gathered, and sums after all
+    others of their stage. So it depends on stages alone, not on a rank's micro-batches. Once a gradient is summed over
+    all ranks, only the sum is used.
     """
 
     def __init__(self) -> None:
@@ -203,15 +204,14 @@ class Collectives:
 
 
 class Lifetimes:
-    """Defined before all uses, freed after them, and not defined again but by a movement; sums complete when read.
-
-    A movement may bring a value back, freed before or not. present: what is stored when the step begins.
+    """A value is defined before its uses and freed after them, and only a movement defines it again, whether it was
+    freed or not. Sums are complete when they are read. present: what is stored when the step begins.
     """
 
     def __init__(self, program: Program, placement: Placement | None, present: frozenset[Value]) -> None:
         self.placement = placement
         self.present = present
-        self.on_device = program.phase == "updates"  # all parts, still
+        self.on_device = program.form == "updates"  # all parts are there until they get their tiers
         self.defined: set[Value] = set()
         self.freed: set[Value] = set()
         self.additions: Counter[Value] = Counter()  # how many operations have added to an accumulator

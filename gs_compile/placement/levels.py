@@ -4,13 +4,13 @@ At level 0 a layer saves its input, its checkpoint, and its backward runs the fo
 forward also leaves saved activations, with which the backward has less to run again. An item is one layer and one
 micro-batch; the shares say how many items have which level and home.
 
-    layer 3   host   ssd    -       a share is spread evenly over all items that no other has: while one of them moves,
-    layer 2   host   ssd    -       others are computed that do not, and all layers take as long
+    layer 3   host   ssd    -       A share is spread evenly over all items that are in no other share: while one item
+    layer 2   host   ssd    -       moves, others compute that do not move, and all layers take the same time.
     layer 1   host   ssd    -
-    layer 0   host   ssd    -       the others: level 0
+    layer 0   host   ssd    -       -: level 0
 
-    layer 3   host   host   host    or it has the topmost: these are needed again at once, so that their memory is free
-    layer 2   host   -      -       before gradients and states need it
+    layer 3   host   host   host    Or it has the topmost items: they are needed again first, so that their memory is
+    layer 2   host   -      -       free before gradients and states need it.
     layer 1   -      -      -
 """
 
@@ -40,9 +40,9 @@ Levels = tuple[tuple[Level, ...], ...]  # 1, 2 ... of each layer; () of one that
 
 
 class Share(NamedTuple):
-    """A part of all items that is saved at a level, on a tier; of the topmost ones, or spread evenly.
+    """A part of all items that is saved at a level, on a tier: the topmost ones, or spread evenly.
 
-    stack: whose layers it is of; None: of all.
+    stack: the stack whose layers it is of; None: all layers.
     """
 
     level: int
@@ -58,7 +58,7 @@ class Shares(tuple[Share, ...]):
     __slots__ = ()
 
     def part(self, tier: Tier | None = None) -> float:
-        """The part of all items that is in a share, or in one on a tier."""
+        """The part of all items that is in any share, or in a share on `tier`."""
         return sum(share.part for share in self if tier in (None, share.tier))
 
     def of(self, stack: int) -> Shares:
@@ -73,9 +73,9 @@ class Shares(tuple[Share, ...]):
 def items(
     shares: Sequence[Share], levels: Sequence[Sequence[Level]], num_micro_batches: int, stacks: Stacks = ()
 ) -> Mapping[Item, Share]:
-    """The share that each item belongs to; items of level 0, as all are whose layer has no other, have none.
+    """The share that each item belongs to. Items of level 0 have none; a layer may have no other level.
 
-    stacks: that shares name.
+    stacks: those that the shares name.
     """
     number, by_item = len(levels) * num_micro_batches, dict[Item, Share]()
     rest = [(unit, j) for unit, above in enumerate(levels) if above for j in range(num_micro_batches)]
@@ -92,10 +92,10 @@ def items(
 
 
 def aligned(nbytes: int) -> int:
-    """The bytes that a saved tensor takes among others."""
+    """The bytes that a saved tensor takes beside others, aligned."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def is_chosen(at: int, ratio: float) -> bool:
-    """Whether the one at a place among many is, such that the ratio's share of them, spread evenly, are."""
+    """Whether the item at place `at` is chosen, where a part `ratio` of all items is, spread evenly."""
     return int((at + 1) * ratio + TOLERANCE) > int(at * ratio + TOLERANCE)

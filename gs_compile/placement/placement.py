@@ -19,13 +19,13 @@ from gs_compile.schedules import BY_MICRO_BATCH
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What the step before has left to a step, and which of both is to be committed.
+    """What the step before has left to a step, and which of the two is to be committed.
 
-    late: gradients wait for their update. The first step after a start, or after all updates were brought to an end, is
-        without. redo: those of speculative updates wait too, as these were not confirmed.
-    warm: the parameters that `Decision.carried` says are in host memory.
-    copies: this step is to be committed, so that what it makes in memory is written, too; its late updates are by the
-        program that `seals` it, the next one.
+    late: gradients wait for their late update; not in the first step, nor after a `flush`.
+    redo: those of speculative updates wait too: these updates were rolled back.
+    warm: the parameters of `Decision.carried` are in host memory.
+    copies: this step is to be committed, so what it changes in memory is also written to SSD. Its late updates are in
+        the next program, which `seals` it.
     """
 
     late: bool = False
@@ -35,34 +35,34 @@ class StepContext:
     seals: bool = False
 
     def waiting(self, placement: Placement) -> tuple[str, ...]:
-        """The groups of which the step before has left gradients."""
+        """The groups whose gradients the step before has left."""
         return placement.waiting(redo=self.redo) if self.late else ()
 
 
-STARTS = StepContext()  # after nothing
-ALL_LATE = StepContext(late=True)  # after all that may be left: such a step takes the most memory
+STARTS = StepContext()  # the first step
+ALL_LATE = StepContext(late=True)  # all gradients that may wait do: such a step takes the most memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What is given to a step: the layers of a model, a batch, and how steps are laid out on one device.
+    """What is given for a step: the layers of a model, a batch, and how steps are laid out on one device.
 
-    The homes of a model serve steps of every shape, so a `StepShape` is none of it.
+    It has no `StepShape`: the homes of a model are the same for steps of every shape.
 
-    x_nbytes, side_nbytes, dside_nbytes: of the checkpoint, the side inputs, and the gradient of these, of each
+    x_nbytes, side_nbytes, dside_nbytes: the bytes of the checkpoint, of the side inputs and of their gradient, for each
         micro-batch, at each boundary.
-    levels: of each layer, what levels 1, 2 ... save; a class of layers may have fewer than another.
+    levels: what each layer saves at levels 1, 2 ...; some layers may have fewer levels than others.
     joints: layers that begin another stack.
-    separate: the device has memory of its own; otherwise it is the host's, and nothing is copied between them but
-        what has to be collected for the SSD.
+    separate: the device has memory of its own. Otherwise its memory is the host's, and nothing is copied between them
+        except what has to be collected for the SSD.
     clip: gradients are clipped by the norm of all.
-    accumulates: a step has several backwards: the sum of their gradients has a home of its own, to which each adds, and
-        all updates are late, in the first forward of the next step.
-    schedule: of a training step; snake: that pass runs, where the schedule has it.
-    world: the ranks that share all units; the sizes of all but activations are one rank's share.
-    durability: every so many steps are committed: what the last of them has left outlives the process; 0: none are.
-    home_nbytes: the least that what lives on takes of host memory: what a run has mapped for it, where a step keeps
-        less than others.
+    accumulates: a step has several backwards. The sums of their gradients have homes of their own, and all updates are
+        late, in the first forward of the next step.
+    schedule: of a training step; snake: that pass runs, if the schedule has it.
+    world: the ranks that share all units; all sizes except those of activations are one rank's share.
+    durability: a number N: every N-th step is committed, so that it outlives the process; 0: none is.
+    home_nbytes: the least host memory that is set apart for what lives on: a run has mapped this much for it, although
+        this step may keep less.
     """
 
     num_layers: int = 0
@@ -99,29 +99,29 @@ class Layout:
         return stacks(self.num_layers, self.joints)
 
 
-UNITS = ("carried", "retained", "held")  # what decisions say of units
+UNITS = ("carried", "retained", "held")  # the fields of a decision that list units
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What is chosen for a step.
 
-    ratios: of all stacks, or of each its own. By class; what has none in host memory and none on the device is on SSD.
-        Of units, `gradient` is how many have their gradient sums in host memory between two micro-batches, or two
-        backwards; without one all do.
+    ratios: those of all stacks, or of each stack. What they put neither in host memory nor on the device is on SSD.
+        `gradient` is the part of units that have their gradient sums in host memory between two micro-batches, or two
+        backwards; None: all.
     alpha: the part of each update that is late, in the next forward.
-    shares: of all items, what saves activations; the ratios of checkpoints are of all items of their stacks, too.
-    speculative: with clipping, early updates run before the norm is known; should gradients have to be scaled, they are
-        rolled back and are late ones too. What they make goes to shadow copies until the scale is known.
-    layer_updates: in how many updates a layer's elements are taken.
-    layer_tokens: that a layer's code runs on at a time, all but its attention; None: as the options say.
+    shares: the items that save activations. They are counted among the items of which the ratios of checkpoints are.
+    speculative: with clipping, early updates run before the norm is known, and write to shadow copies. If gradients
+        have to be scaled, these updates are rolled back and repeated as late ones.
+    layer_updates: the number of updates in which a layer's elements are taken.
+    layer_tokens: the tokens that a layer's code, except its attention, runs on at a time; None: as the options say.
     carried: units whose early parameters, stored on SSD, also stay in host memory from their update to the first use
         in the next step; tied ones until the head has used them.
     retained: units whose parameters, stored on SSD, stay in host memory from the forward to their backward.
-    held: layers whose checkpoints do so, that would be on SSD.
-    ahead: so many stages earlier than others, the states of updates after the last backward are read.
-    lookahead: so many stages earlier than they would have to be, where computation hid them, all are read from SSD.
-    own: what the schedule has decided beside, which its own pass alone reads; None: nothing.
+    held: layers whose checkpoints, which would be on SSD, stay in host memory from the forward to the backward.
+    ahead: the states of updates after the last backward are read this many stages earlier than others.
+    lookahead: everything is read from SSD this many stages earlier than it has to be to be hidden by computation.
+    own: what the schedule has decided in addition, which only its own pass reads; None: nothing.
     """
 
     ratios: tuple[Ratios, ...] = (Ratios(checkpoint=1.0, parameter=1.0, optimizer=1.0),)
@@ -138,18 +138,18 @@ class Decision:
     own: object | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `of` is the inverse."""
+        """The decision for JSON; `of` is the inverse."""
         ratios, shares = [each.given() for each in self.ratios], [list(share) for share in self.shares]
         units = {name: list(getattr(self, name)) for name in UNITS}
         return {**asdict(self), "ratios": ratios, "shares": shares, **units}
 
     def stacks(self, layout: Layout) -> Stacks:
-        """What its ratios are of."""
+        """The stacks that its ratios are of: those of the model, or all layers as one."""
         return layout.stacks if len(self.ratios) > 1 else stacks(layout.num_layers)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Decision:
-        """The decision that a dict describes; raises KeyError, TypeError, ValueError or OptionError for another's."""
+        """The decision of a dict; KeyError, TypeError, ValueError or OptionError if the dict has another form."""
         known = {each.name: values[each.name] for each in fields(cls)}
         ratios = tuple(Ratios(**each) for each in known.pop("ratios"))
         shares = Shares(Share(*each) for each in known.pop("shares"))
@@ -159,9 +159,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes and sizes for one model: its units, cut as a decision says, in a layout.
+    """Where a model's data lives, and its sizes: the units, cut as a decision says, in a layout.
 
-    Without `units` the parameters are the user's and only checkpoints move.
+    Without `units`, parameters stay in the user's memory, and only checkpoints move.
     """
 
     units: tuple[UnitPlacement, ...] = ()
@@ -182,7 +182,7 @@ class Placement:
         return replace(self, layout=replace(self.layout, **changes))
 
     def decided(self, **changes: Any) -> Placement:
-        """The placement with other fields of its decision, of those that do not cut units."""
+        """The placement with other fields of its decision; only those by which units are not cut may change."""
         return replace(self, decision=replace(self.decision, **changes))
 
     @property
@@ -218,7 +218,7 @@ class Placement:
         return any(unit.trained(*self.waiting(redo=True)) for unit in self.units)
 
     def waiting(self, *, redo: bool) -> tuple[str, ...]:
-        """The groups whose update is in the next forward; `redo`: early ones were rolled back, if they may be."""
+        """The groups whose update is in the next forward; `redo`: speculative ones, too, which were rolled back."""
         return ("early", "late") if self.speculative and redo else ("late",)
 
     @cached_property
@@ -233,7 +233,7 @@ class Placement:
         return ActivationHomes(chosen.ratios, chosen.shares, chosen.held, levels, self.stacks, number)
 
     def recomputing(self) -> Placement:
-        """The placement with layers that save their inputs alone, each where its activations were."""
+        """The placement with layers that save their inputs alone, on the tiers where their activations were."""
         return self.decided(**self.activations.recomputed())
 
     def moved(self, source: Tier, target: Tier) -> Placement:
@@ -241,12 +241,12 @@ class Placement:
         return self.decided(**self.activations.moved(source, target))
 
     def gradient_home(self, unit: UnitPlacement) -> Tier:
-        """Host or SSD, for a unit's gradient sums between micro-batches or backwards: the ratio's share of units."""
+        """The tier of a unit's gradient sums between micro-batches or backwards: host for the ratio's part of units."""
         ratio = self.decision.ratios[stack_of(unit.unit, self.stacks)].gradient
         return "host" if is_chosen(self._order[unit.unit], 1.0 if ratio is None else ratio) else "ssd"
 
     def sums(self, unit: UnitPlacement) -> tuple[Value, ...]:
-        """What the backwards of a step have added up, group by group, at home; () where each has a step of its own."""
+        """The sums of the gradients of a step's backwards, by group, at home; () if a step has one backward."""
         if not self.accumulates:
             return ()
         home = self.gradient_home(unit)
@@ -276,12 +276,12 @@ class Placement:
         return unit.trained("early") if self.speculative else ()
 
     def rolls_back(self, *, confirmed: bool) -> bool:
-        """Whether early updates of a step are rolled back, and run again; `confirmed`: nothing is scaled or skipped."""
+        """Whether a step's early updates are rolled back, to run again; `confirmed`: nothing is scaled or skipped."""
         return self.speculative and not confirmed and any(self.speculated(unit) for unit in self.units)
 
     @cached_property
     def carried_values(self) -> frozenset[Value]:
-        """The copies in host memory of what `carried` says; of a unit that no early update makes there are none."""
+        """The copies in host memory of what `carried` says; a unit without early updates has none."""
         units = [unit for unit in self.units if unit.unit in self.decision.carried and unit.trained("early")]
         return _from_ssd((unit, group) for unit in units for group in unit.groups if group.when != "late")
 
@@ -297,8 +297,8 @@ class Placement:
         return self.activations.held_values
 
     def homes(self, *, late: bool, redo: bool = True, warm: bool = False) -> frozenset[Value]:
-        """What lives on between steps; `late`: gradients wait for their update; `redo`: also those of early ones;
-        `warm`: with the copies that one training step carries into the next.
+        """The values that live on between steps. late: gradients wait for their update; redo: those of early updates,
+        too; warm: so do the copies that one training step carries into the next.
         """
         homes: set[Value] = set()
         for unit in self.units:
@@ -318,13 +318,13 @@ class Placement:
         return frozenset(homes | self.carried_values if warm else homes)
 
     def num_extents(self, value: Value) -> int:
-        """The extents on SSD that a part, its shadow copy or its other copy has: a write never goes to the one that the
+        """The number of extents on SSD that a part or its copy has: two, if a write must not go to the one that the
         last commit names.
         """
         return 2 if self.durability and value.kind in ("w", "s", *COPIES.values()) else 1
 
     def present(self, ops: Iterable[Op]) -> frozenset[Value]:
-        """What is at home when `ops` begin: they read gradients and copies of the step before, or there are none."""
+        """What is at home when `ops` begin, gradients and copies of the step before included if `ops` read any."""
         defined, found = set[Value](), set[Value]()
         for op in ops:
             found.update(value for value in op.reads if value.kind in ("dw", "w") and value not in defined)
@@ -338,8 +338,8 @@ class Placement:
     def reclaims(self, unit: UnitPlacement, part: Part) -> bool:
         """Whether a late part's host memory is free between backward and update (paper, section 4.3).
 
-        The parameter is then stale, and its update can do without it: the master is elsewhere. Where the device reads
-        host memory itself, a unit's host zone stays in one piece. Where another backward may come it is not stale.
+        The parameter is stale then, and its update makes it from the master. If the device reads host memory itself, a
+        unit's host zone stays one piece. If another backward may come, the parameter is not stale.
         """
         return self.separate and unit.has_master and part.tier == "host" and not self.accumulates
 
@@ -371,8 +371,8 @@ class Placement:
 
     @property
     def clip(self) -> bool:
-        """Whether late updates wait for the scale that follows from all gradients' norms: of updates that are neither
-        all late nor speculative the step is one without clipping.
+        """Whether late updates wait for the scale, which follows from the norms of all gradients. If updates are
+        neither all late nor speculative, the program is one without clipping.
         """
         return self.layout.clip and (self.speculative or self.decision.alpha == 1.0)
 

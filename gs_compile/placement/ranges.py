@@ -1,4 +1,4 @@
-"""ranges: who is where in a slab, and who was there before: what the runtime and the simulator wait for alike."""
+"""ranges: where values are in a slab, and who used that memory before, for the runtime and the simulator alike."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Range(NamedTuple):
 
 
 def range_of(slot: Slot, offsets: Mapping[object, int]) -> Range | None:
-    """Where a slot is in host memory; None where it is elsewhere, takes nothing, or has no offset."""
+    """Where a slot is in host memory; None if it is elsewhere, takes no memory, or has no offset."""
     return Range(slot.key, offsets[slot.key], slot.nbytes) if slot.is_in_slab and slot.key in offsets else None
 
 
 class ResultRange(NamedTuple):
-    """Where a result is: its slot's range, from where on in it, and whether none of the operation's reads is there."""
+    """Where a result is: the range of its slot, its offset in that, and whether no read of the operation is there."""
 
     where: Range | None
     offset: int
@@ -65,11 +65,11 @@ class Ranges(Generic[User]):
 
     @property
     def users(self) -> list[User]:
-        """Who may still be at work on what has ended."""
+        """Who may still use what has ended."""
         return self._former.users
 
     def begin(self, where: Range) -> list[User]:
-        """One more value is in a slot; who has to be done before it is written."""
+        """One more value is in a slot. Returns who has to be done before it is written."""
         if where.key not in self._alive:
             self._alive[where.key] = _Alive(self._former.take(where.offset, where.nbytes))
         alive = self._alive[where.key]
@@ -77,7 +77,7 @@ class Ranges(Generic[User]):
         return [*alive.former, *alive.users]
 
     def end(self, where: Range, users: Sequence[User]) -> None:
-        """A value in a slot has ended; `users` may still be at work on it. They come after who was there before."""
+        """A value in a slot has ended, and `users` may still use it. They began after the former users of the range."""
         alive = self._alive[where.key]
         alive.num_values -= 1
         alive.users += users

@@ -1,4 +1,4 @@
-"""sealing: the law of durable steps: what `seal` commits is on SSD before it, and nothing of the step it stands in."""
+"""sealing: the law of durable steps: before `seal`, all that it commits is on SSD, and nothing of its own step is."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from gs_compile.program.ir import COPIES, Op, Unit, Value, homed
 
 
 class Seals:
-    """One `seal`, where the program has to have one: after every store of a late update, before any of an early one.
+    """There is one `seal` if the context asks for it: after every store of a late update, before any of an early one.
 
-    Copies of what lives in memory are written once, each by the offload of what the update has made that they are of:
-    those of early updates where the step is to be committed, those of late ones where the step before is.
+    The copy of a part in memory is written once, from the result of the part's update: after an early update if this
+    step is to be committed, after a late one if the step before is.
     """
 
     def __init__(self, placement: Placement, context: StepContext) -> None:
         self.placement = placement
         self.copies, self.seals = context.copies, context.seals
         self.is_sealed = False
-        self.made: dict[Value, bool] = {}  # by updates, in host memory: whether an early one was the last
-        self.written: set[tuple[Value, bool]] = set()  # what was stored, and whether after an early update
+        self.made: dict[Value, bool] = {}  # the results of updates in host memory; True: the last one was early
+        self.written: set[tuple[Value, bool]] = set()  # what was stored; True: after an early update
         waiting = context.waiting(placement)
         late = [(unit, group) for unit in placement.units for group in (unit.trained(*waiting) if waiting else ())]
         self.late = {store for unit, group in late for store in _stores(unit, group, copies=self.seals)}

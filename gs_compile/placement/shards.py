@@ -1,14 +1,14 @@
-"""shards: how ranks share a unit's parameters, gradients and optimizer states among themselves.
+"""shards: how ranks share a unit's parameters, gradients and optimizer states.
 
-A rank's shard is a unit's flat space as everything else knows it: it is cut into parts, stored and updated like the
-whole unit of a run with one rank. Trained elements come first, then frozen ones, and each of these is cut into pieces.
-The same piece of all ranks, end to end, is a stretch of the unit's whole space, so that one collective gathers it:
+All other code takes a rank's shard as the unit's flat space: the shard is cut into parts, stored and updated like the
+whole unit of a run with one rank. Trained elements come first, then frozen ones, and each of the two is cut into
+pieces. The same piece of all ranks, end to end, is a range of the unit's whole space, which one collective gathers:
 
     shard of rank 0    [ piece 0 | piece 1 ]            whole space    [ piece 0 of 0, of 1 | piece 1 of 0, of 1 ]
     shard of rank 1    [ piece 0 | piece 1 ]
 
-Pieces follow from the size of the shard alone. So for one number of ranks each element is summed in the same order
-wherever data is stored.
+Pieces follow from the size of the shard alone. So with the same number of ranks each element is summed in the same
+order, wherever data is stored.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 from gs_compile.placement.workload import UnitSize, Workload
 
-# Elements. Cuts are at multiples, so that a part begins on a 4 KiB page in 16 bits and in 32, that the optimizer's
-# vector code takes every element the same way wherever a unit is cut, and that no block of a state in 8 bits is cut.
+# Elements. Cuts are at multiples of it: so a part begins on a 4 KiB page both in 16 and in 32 bits, the optimizer's
+# vector code treats every element the same wherever a unit is cut, and no block of a state in 8 bits is cut.
 QUANTUM = 2048
-MOST_PIECES = 4  # of what is trained, and of what is frozen: one comes from other ranks beside the next on the link
+MOST_PIECES = 4  # of trained and of frozen elements each: ranks exchange one while the next is on the link
 
 
 class Owned(NamedTuple):
-    """Elements that are next to each other in a shard and in the whole space: where they start in each."""
+    """Elements that are contiguous in a shard and in the whole space, and where they start in each."""
 
     local: int
     whole: int
@@ -35,8 +35,8 @@ class Owned(NamedTuple):
 
 
 def sharded(size: UnitSize, world: int) -> UnitSize:
-    """What one of `world` ranks has of a unit. Its cuts between tiers are at ends of pieces, as those of one rank are
-    at ends of tensors.
+    """The share of a unit that one of `world` ranks has. It may be cut at ends of pieces, as a unit is at ends of
+    tensors.
     """
     if world == 1:
         return size
@@ -46,24 +46,24 @@ def sharded(size: UnitSize, world: int) -> UnitSize:
 
 
 def shared(workload: Workload, world: int) -> Workload:
-    """What one of `world` ranks has of a model; each has micro-batches of its own."""
+    """The share of a model that one of `world` ranks has; each rank has micro-batches of its own."""
     if world == 1:
         return workload
     return replace(workload, sizes=tuple(sharded(size, world) for size in workload.sizes), world=world)
 
 
 def share(numel: int, world: int) -> int:
-    """The elements that each rank has of so many: a multiple of the quantum."""
+    """The elements of each rank's share of `numel`: a multiple of the quantum."""
     return -(-numel // (world * QUANTUM)) * QUANTUM
 
 
 def pieces(num_trained: int, numel: int) -> tuple[tuple[int, int], ...]:
-    """Where each piece of a shard of so many elements starts and stops in it."""
+    """Where each piece of a shard starts and stops in it."""
     return tuple(pairwise(accumulate((*_cut(num_trained), *_cut(numel - num_trained)), initial=0)))
 
 
 def owned(cuts: Sequence[tuple[int, int]], rank: int, world: int, start: int, stop: int) -> Iterator[Owned]:
-    """What a rank has of the elements from `start` to `stop` of the whole space. cuts: the `pieces` of the unit."""
+    """A rank's elements between `start` and `stop` of the whole space. cuts: the `pieces` of the unit."""
     if world == 1:
         yield Owned(start, start, stop - start)
         return

@@ -1,7 +1,7 @@
-"""slab: where every value in host memory stands: its offset in the one block that a run has there.
+"""slab: where every value in host memory is: its offset in the one block that a run has there.
 
 The program is static, so nothing is allocated while a step runs. What lives on from step to step has the same offset in
-every program of a run; everything else is packed around it, by the time it is alive in its program:
+every program of a run. Everything else is packed around it, by the time for which it is alive in its program:
 
     0                 fixed                                    transient
     | states, parameters | late parameters > < late gradients | transfers, checkpoints, gradients ...   |
@@ -10,9 +10,9 @@ A late parameter is stale between its last use and its update, and its gradient 
 Units are updated in the order of the forward and used last in the opposite one, so one region serves both: up to some
 unit the parameters are alive, from there on the gradients.
 
-All offsets are multiples of a page, which direct I/O asks for. What the plan states as needed is the smallest slab. Who
-begins in a range waits for those who still use what was there before; so where the budget has room, memory that a
-transfer has used last is given on when others have moved some bytes, in the next step if need be (`packed`).
+All offsets are multiples of a page, which direct I/O requires. The plan states the smallest slab as needed. An
+operation that writes to a range waits for those that still use its former contents. So if the budget has room, memory
+that a transfer used last is not reused before other transfers have moved some bytes, maybe in the next step (`packed`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gs_compile.placement.cut import turn
+from gs_compile.placement.cut import stages_after_first
 from gs_compile.placement.device_memory import bounded
 from gs_compile.placement.kinds import Slot, slot_of
 from gs_compile.placement.liveness import LiveRange, Numbers, live_ranges, peak, spans_of, summed
@@ -40,15 +40,17 @@ from gs_compile.program.verbs import NORMS
 
 PAGE_NBYTES = 4096  # what direct I/O asks of addresses, offsets and lengths; no drive asks for more
 EVER = -(1 << 30), 1 << 30  # a span that overlaps all others
-LONGEST_LAG = 3 / 10  # of what a step moves: with more, no step that was simulated waited clearly less
-BLOCK = 1 << 15  # operations: in a longer program, what is alive at other times need not be looked through
-NUM_LAGS = 96  # that are tried: of a hundred layers the least is about what one of them moves
+LONGEST_LAG = 3 / 10  # of the bytes that a step moves: with more, no simulated step waited clearly less
+BLOCK = 1 << 15  # operations: a longer program is packed in several blocks of time, each searched alone
+NUM_LAGS = 96  # that are tried: with a hundred layers, the least is about what one layer moves
 
 Spans = Sequence[tuple[int, int]]  # of time: from the first to before the second
 
 
 class FixedOffsets(NamedTuple):
-    """Where what lives on stands, by slot: `always`, or in the region that late parameters and gradients share."""
+    """The offsets of what lives on, by slot: in the region that is in use all the time (`always`), or in the one that
+    late parameters and gradients share.
+    """
 
     always: Mapping[object, int]
     shared: Mapping[object, int]
@@ -64,8 +66,8 @@ def rounded(nbytes: int) -> int:
 def fixed_offsets(placement: Placement) -> FixedOffsets:
     """The offsets that all programs of a placement have in common, whatever the size of their batches.
 
-    What is carried from a step to the next is in memory from the next one's first reads on: programs of a run differ in
-    when that is, so it shares its memory with nothing that lives on.
+    What one step carries into the next shares its memory with nothing that lives on: programs of a run differ in the
+    times for which it is in memory.
     """
     late = sorted(_late(placement), key=lambda each: -len(each[1]))  # gradients, then parameters from below
     carried = [(slot_of(placement, value), (EVER,)) for value in sorted(placement.carried_values, key=str)]
@@ -83,11 +85,13 @@ def fixed_offsets(placement: Placement) -> FixedOffsets:
 
 
 def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
-    """Parameters that are stale until their late update, and gradients that wait for it: when they are in memory.
+    """The times for which parameters that are stale until their late update, and gradients that wait for it, are in
+    memory.
 
-    Times are stages of a step with n units: up from 0, and down to 2 n. Of a unit with several groups each is updated
-    in the stage of its turn, the last in the unit's. Tied parameters are updated when the first unit needs them,
-    wherever that is: they are in memory all the time, and so may their gradients be. Sums over several backwards are.
+    Times are stages of a step with n units: up from 0, and down to 2 n. The last group of a unit is updated in the
+    unit's stage, the others in the stages before it. Tied parameters are updated when the first unit needs them,
+    wherever that is: they are in memory all the time, and their gradients count as if they were. Sums over several
+    backwards are.
     """
     if placement.accumulates:
         return
@@ -95,9 +99,9 @@ def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
     for number, unit in enumerate(units):
         down = 2 * len(units) - number
         groups = unit.trained(*placement.waiting(redo=True))
-        last = turn(len(groups) - 1, updates)
+        last = stages_after_first(len(groups) - 1, updates)
         for place, group in enumerate(groups):
-            up = number if placement.keeps_gradient(unit) else number + turn(place, updates) - last
+            up = number if placement.keeps_gradient(unit) else number + stages_after_first(place, updates) - last
             is_tied = unit.unit == TIED
             gradient = slot_of(placement, unit.gradient(group))
             yield gradient, (EVER,) if is_tied else ((EVER[0], up + 1), (down, EVER[1]))
@@ -109,9 +113,9 @@ def _late(placement: Placement) -> Iterator[tuple[Slot, Spans]]:
 def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Placement) -> tuple[dict[object, int], int]:
     """The offset of each slot in host memory that a program uses, and the bytes of the slab.
 
-    Largest first: deterministic, and near the bytes that are alive at most. What is alive in a step alone is not across
-    the end of what lives on: these are two blocks. In a program that updates nothing it is all behind that end, as a
-    step may be open meanwhile.
+    The largest is packed first: that is deterministic, and close to the most bytes that are alive at a time. What lives
+    on and what lives in one step are two blocks: nothing crosses the end of the first. A program that updates nothing
+    has all of its own behind that end, as it may run while a step is open.
     """
     fixed = fixed_offsets(placement)
     updates = any(op.verb in NORMS or op.verb == "update" for op in ops)
@@ -133,7 +137,7 @@ def plan_offsets(ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Plac
 
 
 def planned_memory(ops: Sequence[Op], placement: Placement) -> tuple[tuple[tuple[str, int], ...], dict[object, int]]:
-    """The peak of each tier in bytes, that of the host being the smallest slab's size, and the offsets in that slab."""
+    """The peak of each tier in bytes (of the host: the size of the smallest slab), and the offsets in that slab."""
     ranges = live_ranges(ops, placement)
     offsets, host_nbytes = plan_offsets(ranges, ops, placement)
     device, ssd = peak(ranges, "device", len(ops)), peak(ranges, "ssd", len(ops))
@@ -145,8 +149,8 @@ def packed(
 ) -> Program:
     """A program as `free` leaves it, in the slab of at most `host_nbytes` in which it waits least.
 
-    What a transfer uses last is given on when others have moved some bytes, as many as have room, up to LONGEST_LAG. On
-    the device a step waits for room within `device_nbytes`; None: of either memory, without a bound.
+    Memory that a transfer used last is reused only after others have moved some bytes: as many as there is room for, up
+    to LONGEST_LAG. On the device a step waits for room within `device_nbytes`. None: that memory has no bound.
     """
     ops, ranges = program.ops, live_ranges(program.ops, placement)
     if device_nbytes is not None:
@@ -163,7 +167,7 @@ def packed(
 
 
 def placed_as(program: Program, other: Program, placement: Placement) -> Program:
-    """A program at the offsets of another one of the same placement, where these serve it too; else as it is."""
+    """A program at the offsets of another one of the same placement, if it can have them; otherwise unchanged."""
     slots = (live.slot for live in live_ranges(program.ops, placement))
     known = all(slot.key in other.offsets for slot in slots if slot.is_in_slab)
     if not known or any(conflicts(program.ops, placement, other.offsets)):
@@ -172,8 +176,8 @@ def placed_as(program: Program, other: Program, placement: Placement) -> Program
 
 
 class _Lagging:
-    """What is in the slab, where all that a transfer or an update has used last lasts until others have moved a number
-    of lags after it. That may be in the next step: then the start of this one is its as well.
+    """The live ranges in the slab, those that a transfer or an update used last being longer: until others have moved a
+    number of lags. If that is in the next step, such a range also takes the start of this one.
     """
 
     def __init__(self, ranges: Sequence[LiveRange], ops: Sequence[Op], placement: Placement) -> None:
@@ -189,7 +193,7 @@ class _Lagging:
         return int(summed(first, last, np.tile(self.nbytes, 2), self.num_ops).max(initial=0))
 
     def ranges(self, number: int) -> Iterator[LiveRange]:
-        """Each, and what it takes of the start of the step."""
+        """Each live range, and what it takes of the start of the step."""
         for live, last, again in zip(self.all, *(each.tolist() for each in self._ends(number)), strict=True):
             yield live if live.last is None else replace(live, last=last)
             if again:
@@ -236,7 +240,7 @@ class _Packing:
         self.blocks = [_Block() for _ in range(num_ops // BLOCK + 1)]
 
     def fill(self, wanted: Mapping[object, tuple[int, Spans]]) -> dict[object, int]:
-        """The offset of each of these bytes, in their order: the lowest that is free for as long as it is alive."""
+        """Pack these in their order, each at the lowest offset that is free in all its spans. Returns the offsets."""
         offsets = {}
         for key, (nbytes, spans) in wanted.items():
             offsets[key] = self._lowest(spans, nbytes)
@@ -254,7 +258,7 @@ class _Packing:
         return self.blocks[low : high + 1]
 
     def _lowest(self, spans: Spans, nbytes: int) -> int:
-        """The lowest offset from which so many bytes are free in all of these spans."""
+        """The lowest offset from which `nbytes` are free in all of these spans."""
         within = defaultdict[_Block, list[tuple[int, int]]](list)
         for span in spans:
             for block in self._blocks(*span):
@@ -290,7 +294,7 @@ class _Block:
 
 
 def _together(found: Sequence[Numbers]) -> Numbers:
-    """What several blocks have, by offset; those of more than one are there more than once."""
+    """The rectangles of several blocks, by offset; one that is in two blocks is there twice."""
     if len(found) == 1:
         return found[0]
     every = np.hstack(found)

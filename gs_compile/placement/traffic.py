@@ -17,9 +17,9 @@ from gs_compile.program.ir import TRANSFERS, Op, Program
 def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int]:
     """The bytes that the transfers of `program` move, by lane ("h2d", "ssd_write" ...) and kind of value (`Op.kind`).
 
-    Each transfer counts what it moves, not the memory it moves it into or the requests it is made of: parts count in
-    the type they are kept in, and the pieces in which a unit goes to the device are one unit together. Lanes and kinds
-    that move nothing are not in the result.
+    Counted are the bytes that move, whatever memory they go to and whatever requests a transfer is made of: parts in
+    the type in which they are stored, and the pieces of a unit that goes to the device as one unit together. Lanes and
+    kinds that move nothing are not in the result.
     """
     moved: Counter[tuple[str, str]] = Counter()
     for op in program.ops:
@@ -29,7 +29,7 @@ def traffic(program: Program, placement: Placement) -> dict[tuple[str, str], int
 
 
 def op_nbytes(op: Op, placement: Placement) -> int:
-    """The bytes that one transfer moves; of a collective those that come from other ranks, and as many go there."""
+    """The bytes that one transfer moves. A collective counts what comes from other ranks; as many bytes go there."""
     if op.verb == "reduce_scatter":
         return (placement.world - 1) * nbytes_of(placement, op.results[0])
     piece = op.results[0].piece if op.results else None

@@ -9,8 +9,8 @@ by a ratio of its own.
     [ a    | c    ] [ b      | d      ]     w: group 0 is a and b, group 1 (late, say) is c and d
     [ group 0             | group 1   ]     dw, s: the same elements, group after group
 
-On a device with memory of its own a zone of whole tensors may come first that lives there: the code reads it where it
-is, and what an update makes of it goes there.
+If the device has memory of its own, the first zone may live there, as whole tensors: the code reads them where they
+are, and an update's results are brought there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The elements that one update changes; frozen ones are a group that none does."""
+    """The elements that one update changes; frozen elements are a group without updates."""
 
     letter: str  # of its gradient
     when: When
@@ -56,7 +56,7 @@ class Group:
 
 
 class Stretch(NamedTuple):
-    """Elements of a group that are in one part of the parameters and, where they have state, in one part of that."""
+    """Elements of a group that are in one part of the parameters and, if they have state, in one part of the state."""
 
     w: Part
     s: Part | None
@@ -67,7 +67,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitPlacement(UnitSize):
-    """A unit that is placed: its elements are in groups."""
+    """A unit whose elements are cut into groups, with a home for each part."""
 
     groups: tuple[Group, ...] = field(kw_only=True)
 
@@ -85,12 +85,12 @@ class UnitPlacement(UnitSize):
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """Where each starts and stops, of those in which ranks exchange a unit."""
+        """Where each of the pieces in which ranks exchange a unit starts and stops."""
         return pieces(self.num_trained, self.numel)
 
     @cached_property
     def ssd_zone(self) -> tuple[int, int]:
-        """Where the parameters on SSD begin and end in the unit's space: one request moves them."""
+        """Where the parameters on SSD begin and end in the unit's space, which one request moves."""
         parts = [part for part in self.w.values() if part.tier == "ssd"]
         return (min(p.start for p in parts), max(p.stop for p in parts)) if parts else (0, 0)
 
@@ -101,7 +101,7 @@ class UnitPlacement(UnitSize):
 
     @cached_property
     def num_resident(self) -> int:
-        """Elements of the parameters that live on the device: the first ones."""
+        """The number of parameter elements that live on the device, which are the first ones."""
         return max((part.stop for part in self.w.values() if part.tier == "device"), default=0)
 
     def group_of(self, value: Value) -> Group:
@@ -113,10 +113,11 @@ class UnitPlacement(UnitSize):
         return next(group for group in self.groups if part in (group.w if is_parameter else group.s))
 
     def is_late(self, update: Op) -> bool:
-        """Whether an update in a program that runs is of the step before it."""
+        """Whether an update, in a program that has its tiers, is of the step before."""
         return self.group_of(update.into[0]).when == "late" or any(value.kind == "scale" for value in update.reads)
 
     def trained(self, *when: str) -> tuple[Group, ...]:
+        """The groups that are updated early, late, or, if nothing is given, at either time."""
         return tuple(group for group in self.groups if group.when in (when or ("early", "late")))
 
     def stretches(self, group: Group, start: int, stop: int) -> Iterator[Stretch]:
@@ -132,17 +133,17 @@ class UnitPlacement(UnitSize):
             end += w.numel
 
     def value(self, kind: str, part: Part, tier: Tier | None = None) -> Value:
-        """The value that a part is, at its home or on another tier."""
+        """The value of a part, at its home or on `tier`."""
         return Value(kind, self.unit, tier=tier or part.tier, part=part.letter)
 
     def parts(self, *groups: Group) -> Iterator[Value]:
-        """The parts of parameters and then of state, at home, of each of these groups; of all where none is given."""
+        """The parts of these groups, or of all, at home: each group's parameters before its state."""
         for group in groups or self.groups:
             yield from (self.value("w", part) for part in group.w)
             yield from (self.value("s", part) for part in group.s)
 
     def shadows(self, group: Group) -> tuple[tuple[Value, Value], ...]:
-        """The parts of a group, at home, that an update needs to be done again, and the shadow copy of each.
+        """The parts of a group, at home, that repeating its update needs unchanged, and the shadow copy of each.
 
         A narrow parameter is not among them: it follows from its master.
         """

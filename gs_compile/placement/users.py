@@ -1,7 +1,7 @@
-"""users: who made each value and who has used it since: what the runtime, the simulator and `pipeline` wait for alike.
+"""users: who made each value and who has used it since, for the runtime, the simulator and `pipeline` alike.
 
-An operation that reads a value waits for who made it (`ready`); one that changes it in place, or takes its memory, also
-for all who use it (`idle`). Users are tickets in the runtime, and numbers of operations elsewhere.
+An operation that reads a value waits for its maker (`ready`). One that changes it in place, or takes its memory, also
+waits for all who use it (`idle`). Users are tickets in the runtime, and numbers of operations elsewhere.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ User = TypeVar("User")
 
 
 class Users(Generic[Key, User]):
-    """The users of each value; of a value that was there before there are none.
+    """The users of each value. A value that was there from the start has none.
 
-    latest: of several users, those that one has to wait for: who waits for these has waited for all.
+    latest: of several users, those that it suffices to wait for.
     """
 
     def __init__(self, latest: Callable[[Sequence[User]], Sequence[User]]) -> None:
@@ -38,12 +38,12 @@ class Users(Generic[Key, User]):
         return [*chain.from_iterable(map(self.ready, reads)), *chain.from_iterable(map(self.idle, into))]
 
     def use(self, value: Key, user: User) -> None:
-        """An operation reads the value until it is over."""
+        """An operation reads the value until it is done."""
         users = self._used.get(value)
         self._used[value] = self._latest((*users, user)) if users else (user,)
 
     def define(self, value: Key, makers: Sequence[User]) -> None:
-        """A new value: it is ready when all of `makers` are over."""
+        """A new value: it is ready when all of `makers` are done."""
         self._made[value] = makers
         self._used.pop(value, None)
 
@@ -58,7 +58,7 @@ class Users(Generic[Key, User]):
             table.update(users)
 
     def free(self, value: Key) -> Sequence[User]:
-        """The end of a value: who may still use it."""
+        """End a value. Returns who may still use it."""
         users = self._latest(self.idle(value))
         self._made.pop(value, None)
         self._used.pop(value, None)

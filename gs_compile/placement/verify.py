@@ -31,20 +31,20 @@ def verify(
         after snake, line 19: x2_0.device = forward(x1_0.device, w1.device): x1_0.device was freed
 
     The line is that of the unfolded text. One walk over the operations, so checking is as cheap as printing.
-    With a `placement`, what it and the step's `context` say of where values are stored and of late updates holds too,
-    from the phase on in which a program has it: what is there at the start and at the end, each part of a unit updated
-    once, before its forward or after its gradient, what makes a step durable, and planned peaks that are true.
+    A program is also checked against the `placement` and the step's `context`, as far as its form has them: what is
+    there at the start and at the end, that each part of a unit is updated once, before its forward or after its
+    gradient, what makes a step durable, and the planned peaks.
 
-    known: the operations that snapshots of the same step have had before: what holds of one by itself is asked once.
-    Those that are new here are added. Whoever gives it keeps the snapshots.
+    known: the operations of earlier snapshots of the same step, for which the laws on one operation by itself are not
+    checked again. New ones are added. They go by `id`, so the caller keeps the snapshots alive.
     """
-    phase = program.phase
-    placement = placement if phase != "compute" else None
+    form = program.form
+    placement = placement if form != "compute" else None
     present = placement.homes(late=context.late, redo=context.redo, warm=context.warm) if placement else frozenset()
     waiting = context.waiting(placement) if placement else ()
     stages, updates = Stages(program), Updates(placement, waiting)
     lifetimes = Lifetimes(program, placement, present)
-    stores = phase in ("tiers", "freed")
+    stores = form in ("tiers", "freed")
     sealing = Seals(placement, context) if placement and stores else None
     sizes = program.num_layers, program.num_micro_batches, program.joints
     asked = ({} if known is None else known).setdefault(sizes, set())
@@ -52,7 +52,7 @@ def verify(
     laws: list[_Law] = [stages.breaks, partial(_once, by_itself, asked), updates.breaks]
     laws += [partial(_saved, placement)] if placement else []
     laws += [*([sealing.breaks] if sealing else []), Collectives().breaks]
-    laws += [*([Gathers().breaks] if placement and phase == "freed" else []), lifetimes.breaks]
+    laws += [*([Gathers().breaks] if placement and form == "freed" else []), lifetimes.breaks]
     for index, op in enumerate(program.ops):
         for complaint in chain.from_iterable(law(op) for law in laws):
             raise _error(program, index, complaint)
@@ -60,12 +60,12 @@ def verify(
         raise _error(program, len(program.ops) - 1, complaint)
     for stage in stages.missing(placement):
         raise ProgramError(f"after {program.made_by}: stage {stage} is missing")
-    for complaint in at_the_end(program, sealing, updates, lifetimes) if sealing and phase == "freed" else ():
+    for complaint in at_the_end(program, sealing, updates, lifetimes) if sealing and form == "freed" else ():
         raise ProgramError(f"after {program.made_by}: at the end, {complaint}")
 
 
 def _once(laws: Sequence[_Law], asked: set[int], op: Op) -> Iterator[str]:
-    """What an operation breaks of laws that speak of it alone."""
+    """What an operation breaks of the laws on one operation by itself."""
     if id(op) not in asked:
         for law in laws:
             yield from law(op)
@@ -83,7 +83,7 @@ class Stages:
         self.program, self.by_micro_batch = program, program.by_micro_batch
         self.now: Stage | None = None
         self.seen: set[Stage] = set()
-        self.tracks: dict[object, tuple[_Position, Stage]] = {}  # the last one on each line of stages, and its stage
+        self.tracks: dict[object, tuple[_Position, Stage]] = {}  # the last position on each track, and its stage
         self.done: Counter[tuple[str, int | None]] = Counter()  # operations of the stage, by verb and micro-batch
 
     def breaks(self, op: Op) -> Iterator[str]:
@@ -111,7 +111,7 @@ class Stages:
         self.done.clear()
 
     def unfinished(self) -> Iterator[str]:
-        """The micro-batches that the stage which ends here has left out."""
+        """The micro-batches that the current stage, which ends here, has left out."""
         for verb in {verb for verb, _ in self.done if verb in SIGNATURES}:
             assert self.now is not None
             of, number = self.now.micro_batch, self.program.num_micro_batches
@@ -121,7 +121,9 @@ class Stages:
                     yield f"stage {self.now} has ended without micro-batch {j}"
 
     def missing(self, placement: Placement | None) -> Iterator[Stage]:
-        """Every unit runs forward, unless all there is are updates, if any; the head may do so in the backward."""
+        """The forward stages that are missing: every unit has one, unless the program has only updates. The head may
+        run in the backward.
+        """
         if placement is not None and self.seen <= {FILL, DRAIN}:
             return
         for j in range(self.program.num_micro_batches) if self.by_micro_batch else (None,):
@@ -133,10 +135,10 @@ class Stages:
 
 
 def _positions(stage: Stage) -> dict[object, _Position]:
-    """Where a stage stands on each line of stages that is in order: up through the forward, down through the backward.
+    """Where a stage stands on each track, along which positions never fall: first up, then down through the units.
 
-    Layer by layer that is one line. Micro-batch by micro-batch each of these has one, and in a phase they follow each
-    other.
+    The layer-major order has one track. In the micro-batch-major order each micro-batch has one, and so has each phase,
+    in which the micro-batches follow each other.
     """
     if stage.unit is None:
         return {"step": (0, 0.0) if stage == FILL else (3, 0.0)}
@@ -191,7 +193,7 @@ def _signature(program: Program, joints: frozenset[int], op: Op) -> Iterator[str
 
 
 def _misfits(expected: list[Value], needed: list[bool], values: tuple[Value, ...]) -> Iterator[str]:
-    """Where values are not those that are expected, in their order."""
+    """How values differ from the expected ones, in their order."""
     rest = list(values)
     for value, is_needed in zip(expected, needed, strict=True):
         if rest and rest[0] == value:

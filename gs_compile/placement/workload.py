@@ -1,4 +1,4 @@
-"""workload: what the step of one model has to place, move and compute, in numbers: all that planning needs to know."""
+"""workload: what the step of one model has to store, move and compute, in numbers: all that planning needs to know."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gs_compile.placement.stacks import Stacks, stacks
 from gs_compile.program.ir import StepShape, Unit
 
 ACTIVATIONS = ("x_nbytes", "side_nbytes", "dside_nbytes")  # fields of a workload, and of a captured model
-NOISE = 0.02  # of seconds: by what two timings of the same code differ
+NOISE = 0.02  # the relative difference of two timings of the same code
 
 
 @dataclass(frozen=True)
 class Products:
-    """The matrix products of a unit's update: their operations, and the most bytes that those of one tensor take, where
-    they are computed and in host memory before and after.
+    """The matrix products of a unit's update: their FLOPs, and the most bytes that those of one tensor take, on the
+    device that computes them and in host memory before and after.
 
-    shared_nbytes: of all tensors, what comes from other ranks; 0: there are none, and each tensor is here as a whole.
-    is_priced: the sizes of the unit have their time (`prices.with_products`).
+    shared_nbytes: what comes from other ranks, for all tensors; 0: each tensor is on this rank as a whole.
+    is_priced: the unit's size includes their time (`prices.with_products`).
     """
 
     flops: float
@@ -34,14 +34,14 @@ class Products:
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What a unit has to place: elements of its tensors (multiples of the quantum), trained ones first.
+    """The tensors of a unit, by their numbers of elements (multiples of the quantum), trained ones first.
 
-    state_itemsize: of all components of an element's state; not whole where moments have 8 bits.
+    state_itemsize: the bytes of all components of an element's state; not a whole number if moments have 8 bits.
     has_master: the parameters are narrow copies of a master in the state.
-    conversion_nbytes: what converting an element takes in an update.
-    decoded_nbytes: of the values of its encoded matrices, which its code computes with.
-    products: of its update, where that takes whole tensors; None: it takes elements. device_nbytes: that the device
-        passes over in the time of these, once it is known.
+    conversion_nbytes: the bytes that converting an element moves in an update.
+    decoded_nbytes: the bytes of its encoded matrices when they are decoded, as its code uses them.
+    products: those of its update, if that takes whole tensors; None: it takes elements.
+    device_nbytes: the bytes that the device could move in the time of the products, once that time is known.
     """
 
     unit: Unit
@@ -81,8 +81,8 @@ def beside_slab(sizes: Iterable[UnitSize]) -> int:
 class CodeCost:
     """What code costs for one micro-batch.
 
-    backward counts the recomputation too; the head's is all of it, for its forward runs together with its backward.
-    seconds: of forward and backward, measured on the machine that is planned for; None: to be derived from the FLOPs.
+    The backward includes the recomputation. The head's backward includes its forward: the two run together.
+    seconds: of forward and backward, measured on the machine that is planned for; None: they follow from the FLOPs.
     """
 
     forward_flops: float
@@ -90,7 +90,7 @@ class CodeCost:
     seconds: tuple[float, float] | None = None
 
     def times(self, factor: float) -> Self:
-        """The cost of code that computes so many times as much."""
+        """The cost of code that computes `factor` times as much."""
         return replace(
             self,
             forward_flops=self.forward_flops * factor,
@@ -108,7 +108,7 @@ class CodeCost:
 class LevelCost(CodeCost):
     """The cost of a layer's code where its forward saves more than its input.
 
-    nbytes: of what is saved beside the input; reads_input: the backward reads that, too.
+    nbytes: of what is saved beside the input; reads_input: the backward reads the input, too.
     """
 
     nbytes: int
@@ -119,9 +119,9 @@ class LevelCost(CodeCost):
 class UnitCost(CodeCost):
     """The cost of a unit's code.
 
-    levels: of a layer, what it may save instead of its input alone; () where it can save nothing else, or is not to.
-    workspace_nbytes: the most bytes that its code has alive inside, beside inputs and results.
-    on_all: of a layer in pieces, the operations that run on all tokens.
+    levels: what a layer may save instead of its input alone; () if it can save nothing else, or must not.
+    workspace_nbytes: the most bytes that its code uses at a time, beside inputs and results.
+    on_all: the operations of a layer in pieces that run on all tokens.
     """
 
     workspace_nbytes: int = 0
@@ -139,9 +139,9 @@ class Workload:
 
     world: the ranks that share it: `sizes` are one rank's shares, and each rank has micro-batches of its own.
     costs: by unit: "e", 0 ... num_layers - 1, "h"; layers of one class share one `UnitCost`.
-    x_nbytes, side_nbytes, dside_nbytes: of the checkpoint, of all side inputs, and of the gradient of these, of one
+    x_nbytes, side_nbytes, dside_nbytes: the bytes of the checkpoint, of all side inputs and of their gradient, for one
         micro-batch, at each boundary.
-    dtype: the matrix rate that its code is held against ("fp32", "bf16", "fp16").
+    dtype: of its matrix products, for the machine's rate ("fp32", "bf16", "fp16").
     masters: of narrow parameters, "split" or "whole"; None: not known, or there are none.
     """
 
@@ -160,7 +160,7 @@ class Workload:
     masters: Masters | None = None
 
     def scaled(self, *, code: float = 1.0, activations: float = 1.0, workspace: float = 1.0) -> Workload:
-        """The workload of code that computes, hands on and has inside so many times as much."""
+        """The workload with the costs of its code, its activations and its workspaces multiplied by these factors."""
 
         def level(cost: LevelCost) -> LevelCost:
             return replace(cost.times(code), nbytes=int(cost.nbytes * activations))
@@ -202,8 +202,8 @@ class Workload:
 
     @cached_property
     def workspace_nbytes(self) -> int:
-        """The most bytes that a unit's code computes with, its decoded matrices too, beside inputs and results, and
-        those of an update's products beside it.
+        """The most bytes that a unit's code uses beside inputs and results, its decoded matrices included, and an
+        update's products at the same time.
         """
         decoded = {size.unit: size.decoded_nbytes for size in self.sizes}
         beside = max((size.products.device_nbytes for size in self.sizes if size.products), default=0)
@@ -212,7 +212,7 @@ class Workload:
 
     @cached_property
     def num_levels(self) -> int:
-        """How many levels the layers have that may save more than their input; 0 where none may."""
+        """The most levels that a layer has at which it saves more than its input; 0 if there are none."""
         return max(len(self.costs[layer].levels) for layer in range(self.num_layers))
 
     def savable(self, layers: Sequence[int]) -> float:
@@ -221,7 +221,7 @@ class Workload:
 
     @cached_property
     def computed(self) -> tuple[float, ...]:
-        """What all layers compute for one micro-batch, at each level: seconds, or operations where some have none."""
+        """What all layers compute for one micro-batch, at each level: seconds, or FLOPs if a layer has no seconds."""
         layers = range(self.num_layers)
         levels = [[self.costs[layer].at(level) for layer in layers] for level in range(self.num_levels + 1)]
         seconds = [[sum(each.seconds) for each in costs if each.seconds is not None] for costs in levels]
@@ -245,7 +245,7 @@ class Workload:
 
     @cached_property
     def model_flops(self) -> float:
-        """Operations of one micro-batch of every rank, as throughput is usually stated: one forward and a backward of
-        twice that, without what is recomputed.
+        """The FLOPs of one micro-batch of every rank, as throughput is usually stated: three times those of a forward,
+        nothing for the recomputation.
         """
         return self.world * sum(3 * cost.forward_flops for cost in self.costs.values())

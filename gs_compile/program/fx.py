@@ -1,6 +1,6 @@
-"""The step program as a torch.fx graph: for those who have tools for these, and for reading it in their terms.
+"""The step program as a torch.fx graph, for tools that read such graphs.
 
-Its nodes call the verbs below, which mean something to an interpreter only.
+Its nodes call the functions below, one for each verb. They have no code: an interpreter gives them their meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from gs_compile.program.ir import VERBS, Op, Program, Value
 
 
 def graph_module(program: Program) -> GraphModule:
-    """`program` as a graph whose inputs are its batches, parameters and outside gradients, and what else is at home.
+    """`program` as a graph. Its inputs are the values that are there before the step: batches, parameters, states,
+    gradients from outside.
 
     Nodes are named as the values are (x1_0_device), call verbs with the keywords `unit=`, `micro_batch=` and
     `into=`, and carry verb, kind, unit, micro_batch, tier and stage in `meta`, next to the whole operation (`op`) and
@@ -70,7 +71,7 @@ def _call(graph: Graph, op: Op, env: Mapping[Value, Node]) -> list[Node]:
 
 
 def _standing_for(value: Value, node: Node) -> Node:
-    """The node, with what its value is in its `meta`."""
+    """The node, with its value described in its `meta`."""
     node.meta["value"] = value
     node.meta.update({name: getattr(value, name) for name in ("kind", "unit", "micro_batch", "tier", "part")})
     return node

@@ -57,11 +57,12 @@ __all__ = [  # the whole language, for whoever reads or makes programs
 ]
 # fmt: on
 
-# Of a program: computations alone; parts that updates change, all on the device; transfers between tiers; frees.
-Phase = Literal["compute", "updates", "tiers", "freed"]
+# Which operations a program has so far: computations; also updates of parts, all on the device; also transfers between
+# tiers; also frees.
+Form = Literal["compute", "updates", "tiers", "freed"]
 
 VERSION = "0.1"  # of the text: a new one when old text no longer parses
-MIN_FOLDED_STAGES = 3  # fewer are quicker read than unfolded in the mind
+MIN_FOLDED_STAGES = 3  # fewer are easier to read unfolded
 PERIODS = (1, 2)  # two, because `snake` turns every second stage round
 
 Stages = list[tuple[Stage, tuple[Op, ...]]]
@@ -75,14 +76,14 @@ class StepShape:
     has_loss: bool = True  # the head computes a loss
     has_total: bool = False  # the loss divides by what is counted over the whole batch
     joints: frozenset[int] = frozenset()  # layers that begin another stack
-    sides: frozenset[Unit] = frozenset()  # of what begins a stack, the prologue and joints: what makes side inputs
-    side_gradients: frozenset[Unit] = frozenset()  # of these, those into which their gradient flows back
-    emits: frozenset[Unit] = frozenset()  # units with other outputs
-    outside: frozenset[Unit] = frozenset()  # what gradients arrive for from outside: i for x of layer i, "h"
+    sides: frozenset[Unit] = frozenset()  # units that make side inputs: the prologue and joints, which begin a stack
+    side_gradients: frozenset[Unit] = frozenset()  # of `sides`, those that need the gradient of their side inputs
+    emits: frozenset[Unit] = frozenset()  # units that make other outputs of the model
+    outside: frozenset[Unit] = frozenset()  # gradients arrive from outside for x of layer i (i), or for the head ("h")
     frozen: frozenset[Unit] = frozenset()  # units without trainable parameters
     tied: frozenset[Unit] = frozenset()  # units that read the parameters of "t"
     first_grad: Unit = PROLOGUE  # the lowest unit that needs a gradient: there the backward ends
-    input_gradient: bool = False  # inputs of the batch get one where a stack begins: there too the backward may end
+    input_gradient: bool = False  # inputs of the batch need one: the backward may also end where a stack begins
 
     def __post_init__(self) -> None:
         shares = self.first_grad in self.tied and TIED not in self.frozen
@@ -109,10 +110,11 @@ class StepShape:
 
 
 class DeviceBound(NamedTuple):
-    """The bytes that a step may have on the device, and what its operations take and give back there, by their index.
+    """The device memory that a step may have, and what operations take of it and give back, by their index.
 
-    present_nbytes: from before the first; gives: by `free`, the slot its value is in, and the bytes with the last one.
-    waiting_nbytes: that a call has between its forward and its backward, and shares with no other call.
+    nbytes: the bound; present_nbytes: in use before the first operation.
+    waiting_nbytes: in use between a call's forward and its backward, and not shared with another call.
+    takes: bytes. gives: of each `free`, the slot that its value is in, and the slot's bytes if no other value is in it.
     """
 
     nbytes: int
@@ -142,7 +144,7 @@ class Program:
 
     @property
     def by_micro_batch(self) -> bool:
-        """Whether each stage is of one micro-batch, not of all: they say so themselves."""
+        """Whether each stage is of one micro-batch, not of all."""
         return any(op.stage.micro_batch is not None for op in self.ops)
 
     @cached_property
@@ -152,12 +154,12 @@ class Program:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether gradients are completed in it: neither an evaluation nor late updates alone do that."""
+        """Whether it completes gradients, which neither an evaluation does nor a program of late updates alone."""
         return any(op.verb in NORMS for op in self.ops)
 
     @property
-    def phase(self) -> Phase:
-        """How far passes have brought it: its operations say so."""
+    def form(self) -> Form:
+        """How far passes have lowered it, by the operations that it has."""
         if any(op.verb == "free" for op in self.ops):
             return "freed"
         if any(value.tier in ("host", "ssd") for op in self.ops for value in op.values):

@@ -43,7 +43,7 @@ KINDS = {  # also a table of docs/step.md
     "cw": "a copy on SSD of parameters that live in memory, for a commit",
     "cs": "a copy on SSD of optimizer state that lives in memory, for a commit",
 }
-WORDS = {  # what reports call a kind whose bytes they tell; what a commit writes and keeps is told by its verb
+WORDS = {  # what reports call the bytes of each kind; "seal" is what a commit writes and keeps
     "w": "parameters",
     "s": "optimizer states",
     "x": "checkpoints",
@@ -59,7 +59,7 @@ SHADOWS = {"w": "sw", "s": "ss"}  # the kind of a part's shadow copy
 COPIES = {"w": "cw", "s": "cs"}  # the kind of the copy of a part in memory that a commit keeps
 SHADOWED = {shadow: kind for kind, shadow in SHADOWS.items()}
 _COPIED = SHADOWED | {copy: kind for kind, copy in COPIES.items()}
-SHARDS = {"shard": "w", "dshard": "dw"}  # of what each is a rank's share
+SHARDS = {"shard": "w", "dshard": "dw"}  # the kind of what each is a rank's share of
 
 
 class Value(NamedTuple):
@@ -106,7 +106,7 @@ class Stage(NamedTuple):
 
     @property
     def unit_class(self) -> str:
-        """The word of the table of signatures for its unit: "e", "h" or "layer"."""
+        """Its unit as the table of signatures writes it: "e", "h" or "layer"."""
         return "" if self.unit is None else self.unit if isinstance(self.unit, str) else "layer"
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Operations, and what every verb reads, defines and changes: one table, from which programs are built and checked.
 
-`passes/vertical.py` fills the compute verbs in for a model; `verify` holds every operation against its verb's row.
+`passes/vertical.py` fills in the rows of the compute verbs for a model; `verify` checks each operation by its row.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ VERBS = {  # what each does: also a table of docs/step.md
     "free": "ends a value",
 }
 
-# What takes no time on any resource of the machine: it happens when issued.
+# These take no time on any resource of the machine: they are done when they are issued.
 MEMORY_VERBS = frozenset({"gather", "alias", "empty", "zeros", "free", "commit"})
-# These may define what has been there before.
+# These may define a value that was defined before.
 MOVEMENTS = frozenset({"prefetch", "offload", "alias", "gather", "all_gather", "empty"})
 
-# The lanes of transfers, by where from and where to. A lane is first-in-first-out; lanes run side by side.
+# The lane of each transfer, by source and target. A lane is first-in-first-out; lanes run in parallel.
 TRANSFER_LANES = {
     ("host", "device"): "h2d",
     ("device", "host"): "d2h",
@@ -88,7 +88,7 @@ CHANGED_KINDS = frozenset({"w", "s"})  # changed in place by an update, and stor
 class Op:
     """One line of a program: ``results = verb(*reads, into=...)``, issued in `stage`.
 
-    What follows from its fields, and is asked for wherever it is planned, simulated and issued, is found once.
+    What follows from its fields is cached: it is read whenever the operation is planned, simulated or issued.
     """
 
     verb: str
@@ -117,10 +117,10 @@ class Op:
 
     @cached_property
     def keywords(self) -> tuple[str, ...]:
-        """What each of its reads, and of what it changes, is called where a unit's code runs: by its kind.
+        """The names under which a unit's code gets what the operation reads and changes: their kinds.
 
-        The unit "t" has kinds of its own (`wt`, `dwt`), and so has what is added to side inputs' gradient (`dsides`),
-        as a joint reads another one.
+        Values of the unit "t" are `wt` and `dwt`. A side inputs' gradient that is added to is `dsides`: a joint also
+        reads another one, `dside`.
         """
         tied = {True: "t", False: ""}
         reads = (value.kind + tied[value.unit == TIED] for value in self.reads)
@@ -139,14 +139,14 @@ class Op:
 
     @cached_property
     def lane(self) -> str:
-        """Where it is carried out: follows from the verb and, of a transfer, from the tiers."""
+        """The lane that runs it: it follows from the verb and, for a transfer, from the tiers."""
         if self.verb in ("prefetch", "offload"):
             return TRANSFER_LANES[self.reads[0].tier or "", (self.results or self.into)[0].tier or ""]
         return _LANES.get(self.verb, "compute")
 
     @cached_property
     def kind(self) -> str:
-        """The kind that what it moves or makes counts as: of a shadow copy and of a rank's share that of the part."""
+        """The kind by which its bytes are counted; of a shadow copy or a rank's share it is that of the part."""
         if self.verb == "seal" or (self.into and self.into[0].kind in COPIES.values()):
             return "seal"
         return whole_kind(homed(self.values[0]))
@@ -198,7 +198,7 @@ class Operand:
 
 
 def _maker(unit: Unit) -> int | None:
-    """What side inputs go by: the joint that makes them; those of the prologue need no name."""
+    """The unit in the name of side inputs: the joint that makes them, or None for those of the prologue."""
     return unit if isinstance(unit, int) else None
 
 
@@ -251,7 +251,7 @@ SIGNATURES: dict[str, Signature] = {
     verb.strip(): _signature(*columns) for verb, *columns in (row.split("|") for row in _TABLE.strip().splitlines())
 }
 
-# What runs the code of a unit is in `SIGNATURES`: its forward, or its backward, which a head may run with the forward.
+# The verbs of `SIGNATURES` run the code of a unit: its forward (`head` perhaps with the backward), or its backward.
 FORWARDS = frozenset(verb for verb, each in SIGNATURES.items() if any(phase == "forward" for phase, _ in each.stages))
 BACKWARDS = SIGNATURES.keys() - FORWARDS
 

@@ -10,8 +10,8 @@ moves nearly all of them away and back in every such period:
 Here all of them stay at first. Then, as long as the peak of a tier is above its budget, one of the periods in which the
 peak lies becomes a round trip again: the one that frees the most bytes for the longest time, for the least time on the
 lanes. First the device's memory is brought within its budget, then the host's, with what the device has left to it.
-What stays is neither moved away nor back; each prefetch that is left is where `pipeline` has put it, as late as hides
-it. What outlives the step is not in question: its home is the placement's.
+What stays is neither moved away nor back. The remaining prefetches keep the stages that `pipeline` gave them. What
+outlives the step keeps the home that the placement gives it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
 from gs_compile.program.ir import TRANSFER_LANES, WORDS, Op, Program, Stage, Tier, Value
 
-BACKWARD = 3.0  # forwards that a backward takes: one again, and twice one for its two gradients
-STAYING = frozenset({"w", "x", "dw"})  # kinds; optimizer states go home after each update: that is what is learned
-MOVES = frozenset({"prefetch", "offload", "alias", "gather"})  # what is of no use if nobody reads what it defines
+BACKWARD = 3.0  # the time of a backward, in forwards: one for the recomputation, two for its two gradients
+STAYING = frozenset({"w", "x", "dw"})  # kinds that may stay; optimizer states are stored after each update
+MOVES = frozenset({"prefetch", "offload", "alias", "gather"})  # of no use if nobody reads their results
 ENDLESS = 1 << 60  # bytes, where no budget is known
-SPARE_PARTS = (0.25, 0.5)  # of host memory, that ratios of their own leave to what is inactive
+SPARE_PARTS = (0.25, 0.5)  # the parts of host memory that the planner's ratios may leave to what is inactive
 INACTIVE = {"w": "between two uses", "x": "from forward to backward", "dw": "between two micro-batches"}
 NEXT = {"device": "host", "host": "SSD"}  # where a tensor goes that does not stay
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What may be filled with what is inactive, and what moving costs: `Decision.own` of this schedule.
+    """The memory that inactive tensors may fill, and the cost of moving them: `Decision.own` of this schedule.
 
-    device_nbytes, host_nbytes: the planned peaks that it keeps; of the device only where that has memory of its own.
+    device_nbytes, host_nbytes: the peaks that it may reach; the device's counts only if it has memory of its own.
     bytes_per_second: of each lane that moves data, alone.
     """
 
@@ -64,8 +64,8 @@ EVERYTHING = Room(
 class Period:
     """A tensor that is inactive on its tier from the end of `since` on, until it comes back for its use in `until`.
 
-    index: of the operation that brings it back, in the program in question.
-    first, last: in the same with its frees, those between which it takes no memory if it is moved away.
+    index: of the operation that brings it back, in the program without frees.
+    first, last: in the program with frees, the operations between which it takes no memory if it is moved away.
     duration: in forwards of a layer; seconds: of the round trip, on all its lanes.
     """
 
@@ -150,9 +150,10 @@ def _periods(ops: Sequence[Op], ranges: Iterable[LiveRange], placement: Placemen
 
 
 def _decided(periods: Sequence[Period], now: NDArray[np.int64], budget: int) -> list[Period]:
-    """All periods: those are kept that leave the tier within its budget, or within what it takes without any.
+    """All periods, each with the decision whether its tensor stays. The tier keeps to its budget, or to the peak that
+    it has if none stays.
 
-    now: the bytes of the tier after each operation, if none is kept.
+    now: the bytes on the tier after each operation, if none stays.
     """
     budget = max(budget, int(now.max(initial=0)))
     first, last, nbytes = (
@@ -168,7 +169,7 @@ def _decided(periods: Sequence[Period], now: NDArray[np.int64], budget: int) -> 
         moved = over[worth[over].argmax()]
         stays[moved] = False
         now[first[moved] : last[moved]] -= nbytes[moved]
-    for index in sorted(np.flatnonzero(~stays), key=lambda index: worth[index]):  # of use no more, after later ones
+    for index in sorted(np.flatnonzero(~stays), key=lambda index: worth[index]):  # no longer needed, after later ones
         span = slice(first[index], last[index])
         if now[span].max(initial=0) + nbytes[index] <= budget:
             stays[index] = True
@@ -195,7 +196,7 @@ def _seconds(value: Value, nbytes: int, placement: Placement) -> float:
 
 
 def _ssd_nbytes(value: Value, nbytes: int, placement: Placement) -> int:
-    """How many bytes of a tensor go as far as the SSD."""
+    """How many of a tensor's bytes a round trip takes to SSD."""
     if value.kind == "x":  # the head's input never does
         is_far = value.unit != placement.layout.num_layers
         return nbytes if is_far and placement.activations.home(value) == "ssd" else 0
@@ -207,7 +208,7 @@ def _ssd_nbytes(value: Value, nbytes: int, placement: Placement) -> int:
 
 
 def _without(program: Program, dropped: set[int], outlives: frozenset[Value], placement: Placement) -> Program:
-    """The program without some movements, and without what has led to them alone."""
+    """The program without some movements, and without others that served only these."""
     wanted, written = set(outlives), set[Value]()
     left: list[Op] = []
     for index in reversed(range(len(program.ops))):
@@ -248,7 +249,7 @@ class Rooms:
         )
 
     def why(self, plain: Outcome, chosen: Outcome) -> str:
-        """In a sentence, what keeping brings, or that it would bring nothing."""
+        """In a sentence, what it brings to let tensors stay, or that it would bring nothing."""
         before, after = plain.seconds, chosen.seconds
         if chosen is plain:
             return f"to keep what there is room for would not be faster than {before:.3g} s: nothing is kept"

@@ -1,7 +1,7 @@
-"""registry: every schedule by name: the paper's own and those it is compared with.
+"""registry: every schedule by name: the paper's own and those that it is compared with.
 
-A new one is a row here, a file of its own beside this one, and a name in `gs_compile/schedules.py`. Nothing else asks
-for one by its name: what the rest has to know of it is a field of its `ScheduleSpec`.
+A new one is a row here, a file beside this one, and a name in `gs_compile/schedules.py`. No other code tests for a
+schedule by its name: what it needs to know of one is a field of its `ScheduleSpec`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _halves() -> BlockCut:
-    from gs_compile.passes.baselines.halve import HALVES  # late: with torch, which a plan may do without
+    from gs_compile.passes.baselines.halve import HALVES  # here, because it imports torch, which a plan may not need
 
     return HALVES
 

@@ -2,9 +2,9 @@
 
     attention half 0 --x1--> feed-forward half 0 --x2--> attention half 1 --x3--> ...
 
-What Ratel does, to compare with: layer by layer prefetch, and the optimizer beside the backward, but no micro-batches.
-The activations of a layer then grow with the whole batch, so a checkpoint stands between attention and feed-forward
-too: half a block's activations are alive at a time, at the price of twice the checkpoints to move.
+This is Ratel's order, for comparison: layers are prefetched, and the optimizer runs beside the backward, but there are
+no micro-batches. The activations of a layer then grow with the whole batch, so there is also a checkpoint between
+attention and feed-forward: half a block's activations are alive at a time, but twice the checkpoints move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""spec: what the rest has to know of a schedule, and what a schedule may provide beside the order of its operations."""
+"""spec: what other code needs to know of a schedule, and what a schedule may provide beside the order of operations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from gs_compile.capture.graph import BlockCut
 
 
+class OwnPass(Protocol):
+    """A pass that only one schedule has. late: gradients are left to the next step."""
+
+    def __call__(self, program: Program, placement: Placement, *, late: bool) -> Program: ...
+
+
 class Builder(Protocol):
     """Lays a step out, as compute operations only."""
 
@@ -21,7 +27,7 @@ class Builder(Protocol):
 
 
 class Outcome(Protocol):
-    """What is known of a step before it runs."""
+    """What a simulation says of a step."""
 
     @property
     def seconds(self) -> float: ...
@@ -66,19 +72,19 @@ class ScheduleSpec:
     """One schedule: how its programs are built, and how it differs from the others.
 
     turns: neighbouring stages take the micro-batches in opposite orders (`snake`).
-    own_pass: what only it has, given the placement and whether gradients are left to the next step; before `free`.
-    block_cut: gives how it has each block as several layers; None: a layer is a block.
+    own_pass: runs before `free`.
+    block_cut: returns how each block is cut into several layers; None: a layer is a block.
     whole_batch: the whole batch is one micro-batch.
     batch_like: the schedule whose batch it is planned for, so that the two can be compared; None: its own.
-    as_published: it is as others publish it: updates are left to the next step, and parameters kept for it, only where
-        somebody asks for that.
+    as_published: as others publish it: updates are left to the next step, and parameters kept for it, only if asked
+        for.
     variants: other placements of the same homes, of which the planner takes the fastest.
-    heading: over what the report of a simulation tells of such decisions; none: it tells nothing.
+    heading: of the section that a simulation's report has on these decisions; "": there is none.
     """
 
     build: Builder
     turns: bool = False
-    own_pass: Callable[..., Program] | None = None
+    own_pass: OwnPass | None = None
     block_cut: Callable[[], BlockCut] | None = None
     whole_batch: bool = False
     batch_like: Schedule | None = None
@@ -88,5 +94,5 @@ class ScheduleSpec:
 
     @property
     def fills_memory(self) -> bool:
-        """Whether the schedule itself decides what the memory that its homes leave is for."""
+        """Whether the schedule itself fills the memory that its homes leave."""
         return self.variants is not None
