@@ -4,10 +4,10 @@
     rank 2 ──┼──> rank 0: a thread for ─┤
     ...    ──┘    each connection       └── its own checks
 
-A rank that fails says why; a rank whose script is over says so. A connection that closes without a word is of a rank
-that was killed: its system closes it at once, or keeps silent for some seconds if the machine is gone. So nobody sends
-signs of life, and a rank that computes for long is never taken for dead. One that waits asks the others where they are:
-what they answer tells ranks that compute from those that wait for the one that asks.
+A rank that fails says why; a rank whose script is over says so. A connection that closes without a message is that of a
+rank that was killed: its system closes it at once, or is silent for some seconds if the machine is gone. So no rank
+sends heartbeats, and one that computes for long is never taken for dead. A rank that waits asks the others what they
+wait for: this distinguishes ranks that compute from ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from gs_compile.runtime.forks import leave_in_children
 
 log = logging.getLogger(__name__)
 
-LIMIT = 8.0  # seconds that a user's thread may take to notice: then the process is ended, as others wait for its end
+LIMIT = 8.0  # seconds for a user's thread to notice a failure: then its process is ended, as other ranks wait for it
 MEETING = 60.0  # seconds for all connections
 REASON = 4000  # characters of a reason
-OF_US = "greedysnake"  # how the names of this package's threads begin
+OF_US = "greedysnake"  # the names of this package's threads begin with it
 
 Kind = Literal["failed", "ended", "asks", "stands"]  # of a line
 
-Exchange = Callable[[Any], list[Any]]  # every rank's value, by its place
+Exchange = Callable[[Any], list[Any]]  # a collective call that returns every rank's value, by its place
 
 
 class Alarm:
     """One rank's connection to the first rank; on the first rank, those of all others.
 
-    place: this rank's, in the order of `names`; exchange: a collective call that gives every rank's value.
+    place: this rank's index in `names`.
     """
 
     def __init__(self, place: int, names: Sequence[int], exchange: Exchange) -> None:
         self.names = names
         self.failed: tuple[int, str] | None = None  # the rank, and its reason
         self.num_here = 1  # ranks on this machine
-        self.on_failure: Callable[[], None] = lambda: None  # of another rank, on a thread of this object's
+        self.on_failure: Callable[[], None] = lambda: None  # called when another rank fails, on a listening thread
         self.ended: dict[int, float] = {}  # ranks whose script is over, and since when (time.monotonic)
         self.standing: dict[int, str] = {}  # the others' answers to `ask`
-        self.where: Callable[[int], str] = lambda _: ""  # this rank's: what it waits for together with that rank
+        self.where: Callable[[int], str] = lambda _: ""  # what this rank waits for together with a given one
         self._place = place
         self._is_noticed = False
         self._is_closed = False
@@ -93,7 +93,7 @@ class Alarm:
             time.sleep(0.02)
 
     def ask(self) -> None:
-        """Have the other ranks tell `standing` what they wait for; empty: for nothing that is known of."""
+        """Ask the other ranks what they wait for; `standing` gets the answers, "" for nothing that is known."""
         self.standing = {}
         self._send(self.name, "asks", "")
 
@@ -209,7 +209,7 @@ class Alarm:
     def _end(self) -> None:
         """The process ends; an error that ends it ends the other ranks as well."""
         if (error := ending_error()) is not None:
-            self.fail(words(error))
+            self.fail(in_words(error))
         self.close()
 
     def _end_process(self) -> None:
@@ -221,8 +221,8 @@ class Alarm:
 
 @cache
 def _alarms() -> weakref.WeakSet[Alarm]:
-    """The alarms of this process. The end of a script is told to them from here, as Python takes no such call back, and
-    before `atexit` ends runs: their lanes would fail for another reason.
+    """The alarms of this process. One hook tells all of them of the script's end, as Python cannot remove a hook. It
+    runs before `atexit` ends the runs, whose lanes would then fail for another reason.
     """
     alarms: weakref.WeakSet[Alarm] = weakref.WeakSet()
 
@@ -235,21 +235,21 @@ def _alarms() -> weakref.WeakSet[Alarm]:
 
 
 def ending_error() -> BaseException | None:
-    """The error with which this process ends, as it ends; None: none."""
+    """The error that ends this process; None: it ends without one."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    if isinstance(error, SystemExit):  # a launcher may have made it of an error
+    if isinstance(error, SystemExit):  # a launcher may have raised it because of an error
         error = error.__context__ if error.code else None
     return error
 
 
-def words(error: BaseException) -> str:
-    """An error as the reason of a rank's end, of letters that can be written: a path may have others."""
+def in_words(error: BaseException) -> str:
+    """An error's type and message, with escapes for what UTF-8 cannot encode: a path may have surrogates."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return text.encode(errors="backslashreplace").decode()
 
 
 def _server(backlog: int, *, on_loopback: bool) -> socket.socket:
-    """What others of this machine can call, or others of the network, by IPv6 as well where that is here."""
+    """A server for calls from this machine alone, or from the network, by IPv6 as well if there is any."""
     if on_loopback:
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
     both = socket.has_dualstack_ipv6()
@@ -258,7 +258,7 @@ def _server(backlog: int, *, on_loopback: bool) -> socket.socket:
 
 
 def _line(connection: socket.socket) -> str:
-    """What comes before the end of the line; nothing is read beyond."""
+    """One line; nothing after its end is read."""
     found = b""
     while not found.endswith(b"\n") and len(found) < 100 and (more := connection.recv(1)):
         found += more
@@ -280,7 +280,7 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
 
 
 def _boot() -> str:
-    """What tells this machine from others of the same name."""
+    """What distinguishes this machine from others of the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

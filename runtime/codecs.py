@@ -1,4 +1,4 @@
-"""codecs: frozen matrices in fewer bytes, as they are stored and moved; the device makes values of them.
+"""codecs: frozen matrices are stored and moved in fewer bytes, and decoded on the device.
 
     nf4     4 bits of a table of 16 quantiles of the normal distribution, a scale for every 64 elements, 8 bits with a
             scale of their own for every 256 of them: 4.127 bits an element (QLoRA, arXiv 2305.14314, section 3)
@@ -10,8 +10,8 @@
             32 inputs: 4.25 bits an element (OCP Microscaling Formats 1.0, section 5)
 
 Tensors, their order and their values are those of bitsandbytes (nf4, fp4, int8) and of transformers' block-scaled FP8
-and MXFP4, bit for bit; `tests/runtime/test_codecs.py` holds that. A stored matrix is these tensors one after the other,
-as bytes.
+and MXFP4, bit for bit, which `tests/runtime/test_codecs.py` checks. A stored matrix is the bytes of these tensors, one
+after the other.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SCALES = 256  # of these with one scale of their own
 TILE = 128  # rows and columns with one scale of fp8
 MX = 32  # elements with one scale of mxfp4
 CHUNK = 1 << 18  # elements that are encoded or decoded at a time, a multiple of BLOCK * SCALES: they stay in a cache
-LAUNCHED = 16  # of these at a time on a device that is launched: calls would take it longer than the elements do
+LAUNCHED = 16  # chunks at a time on an asynchronous device: for fewer, launching takes longer than computing
 FP8 = torch.float8_e4m3fn
-TINY = 1e-38  # a scale of zeros is none
+TINY = 1e-38  # the least scale that is divided by: the scale of zeros is zero
 
 NF4 = """
     -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
@@ -59,7 +59,7 @@ Shape = Sequence[int]
 
 
 class Codec(ABC):
-    """A form of a frozen matrix, or of several of one shape: shape [..., rows, columns]."""
+    """A format of a frozen matrix, or of several matrices of one shape: [..., rows, columns]."""
 
     name: str
 
@@ -93,7 +93,7 @@ class Codec(ABC):
         return self.packed(self.quantized(values), values.shape)
 
     def packed(self, tensors: Mapping[str, Tensor], shape: Shape) -> Tensor:
-        """The same of its tensors, such as another library has made."""
+        """The same from its tensors, which another library may have made."""
         device = next(iter(tensors.values())).device
         stored = torch.zeros(self.nbytes(shape), dtype=torch.uint8, device=device)
         for name, view in self.tensors(stored, shape).items():
@@ -271,7 +271,7 @@ CODECS: Mapping[str, Codec] = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """A stored matrix where it is: its bytes, and what it has the values of."""
+    """A stored matrix: its bytes, and the codec, shape and dtype of its values."""
 
     codec: Codec
     stored: Tensor  # uint8

@@ -1,8 +1,8 @@
 """commits: steps that survive their process. No file that a commit names is written until the next commit is made.
 
-A part that lives on SSD has a file more than it has contents, its shadow copy included; a part that lives in memory has
-a copy on SSD, of two files. Which file a write goes to is settled when the write is issued, in the order of the
-program: one that neither the last commit nor any content has. A commit takes the contents of the moment it is issued.
+A part on SSD has one file more than it has contents: its own, and its shadow copy's if it has one. A part in memory has
+a copy on SSD with two files. The file of a write is chosen when the write is issued, in the order of the program: one
+that neither the last commit nor a content is in. A commit takes the contents at the moment when it is issued.
 
     step 7     s3a.ssd is in s3-a.0    the commit of step 7 names s3-a.0
     step 8     s3a.ssd is in s3-a.1    s3-a.0 stays as it is until the commit of step 8 is made
@@ -38,9 +38,9 @@ def part_of(value: Value) -> Value:
 class Commits:
     """The files of all parts of a durable run.
 
-    snapshot: takes what else a commit has, as it is now, and gives what makes a manifest of it once the files are
-        known, with the tensors that are beside the tiers; set before the first step.
-    alike: names of parts of the run that is taken up that stay in their files.
+    snapshot: takes everything else that a commit has, as it is now. It returns a function that makes the manifest once
+        the files are known, and the tensors that are beside the tiers. Set before the first step.
+    alike: names of parts of the resumed run that stay in their files.
     """
 
     def __init__(self, setting: Setting, values: ValueTable, alike: Set[str] = frozenset()) -> None:
@@ -80,19 +80,19 @@ class Commits:
         return new[0]
 
     def has(self, value: Value) -> bool:
-        """Whether the file of a part at home has already what is to come from the former run."""
+        """Whether a part at home is a file of the former run, which has its values already."""
         former = self._issued.get(part_of(value)) if self.takes_up else None
         return former is not None and self.values.contents.get(value) is former
 
     def to_change(self, value: Value) -> torch.Tensor | Extent | None:
-        """The content of a part at home that somebody changes between steps: a committed file is copied first.
+        """The content of a part at home that is about to be changed between steps: a committed file is copied first.
 
-        None: nothing is to be changed, as the file of the former run has what is to come from there.
+        None: nothing needs to be written, because the file of the former run has these values.
         """
         now: torch.Tensor | Extent = self.values.contents[value]
         if not isinstance(now, Extent):
             if self.takes_up and part_of(value) in self._issued:
-                return now  # what is to come is in its copy
+                return now  # its copy has the values
             self._stale.update({part_of(value)} & self.copies.keys())
         elif now is self._issued.get(part_of(value)):
             if self.takes_up:
@@ -111,7 +111,7 @@ class Commits:
         return now
 
     def _uncommitted(self, value: Value) -> Extent:
-        """A value's file, or where a commit has that, another one of its part."""
+        """A value's file, or if a commit names that, another file of its part."""
         part, now = part_of(value), self.values.contents[value]
         if now is self._issued.get(part):
             taken = [now, *(self.values.contents.get(holder) for holder in _holders(part))]
@@ -122,7 +122,7 @@ class Commits:
     # Commits ---------------------------------------------------------------------------------------------------------
 
     def note(self, op: Op) -> None:
-        """An operation is about to be issued: what it writes on SSD gets its file, and copies get old or new."""
+        """An operation is about to be issued: choose the files that it writes, and note which copies become stale."""
         for value in op.into:
             part = part_of(value)
             if value.tier == "ssd" and part in self._files:
@@ -133,13 +133,13 @@ class Commits:
                 self._stale.add(part)
 
     def stale(self) -> list[tuple[Value, Value]]:
-        """The parts in memory that the next commit has to write itself: frozen ones, and what came from outside; of
-        each its home, and its copy.
+        """The parts in memory that the next commit has to write itself, each with its copy: frozen ones, and what was
+        changed between steps.
         """
         return [self.copies[part] for part in sorted(self._stale, key=str)]
 
     def seal(self) -> Callable[[], None]:
-        """Issue a commit of all parts as they are now; gives what is left to be done on the lane that writes."""
+        """Issue a commit of all parts as they are now. Returns the rest of its work, for the lane `ssd_write`."""
         assert self.snapshot is not None, "there is nothing to commit yet"
         writes = [(self.writable(copy), self.values.contents[home]) for home, copy in self.stale()]
         self._stale.clear()

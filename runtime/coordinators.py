@@ -1,11 +1,12 @@
-"""coordinators: who knows each kind of values, and what the operations on them do (arXiv 2512.17570, section 5).
+"""coordinators: one class for each group of kinds of values: their memory, and the transfers of them (arXiv 2512.17570,
+section 5).
 
     Activations     checkpoints in the forward, inter-layer gradients in the backward
     Parameters      a unit's parameters, from where they are stored to the device
     OptimizerStep   gradients, optimizer states and the update (optimizer.py)
 
-The executor asks for the content of a result (`allocate`) when it issues an operation, and has the operation carried
-out on its lane, later. What is in host memory stands where the plan has put it: `memory` is those bytes.
+When the executor issues an operation, it asks for the content of each result (`allocate`); the lane fills it later. A
+value in host memory is where the plan has put it: `memory` is these bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Activation = Tensor | Saved
 
 @dataclass(frozen=True)
 class Bindings:
-    """How one capture of the model reads its inputs: the parameters of each unit, and what is no parameter."""
+    """How one capture of the model reads its inputs: each unit's parameters, and its inputs that are not parameters."""
 
     parameters: Mapping[Unit, Sequence[Binding]]
     others: Mapping[Unit, Mapping[int, Tensor]]
@@ -46,8 +47,7 @@ class Bindings:
 class Setting:
     """What the coordinators of a run share: where values live, in which type, on which device, and with which ranks.
 
-    types: of each unit's parameters and state; store: None where everything is in host memory; ranks: None where there
-        are no others.
+    types: of each unit's parameters and state. store: None if nothing is on SSD. ranks: None if there is one.
     """
 
     placement: Placement
@@ -69,7 +69,7 @@ class Setting:
         return self.types[unit].wide
 
     def part(self, value: Value, memory: Tensor | None) -> Tensor:
-        """A part of parameters or gradient, or a gradient sum, in the host memory planned for it; of state, bytes."""
+        """A part of parameters or gradients in the host memory planned for it; a part of state as bytes."""
         unit = self.unit(value).unit
         dtype = {"w": self.dtype(unit), "s": torch.uint8}.get(homed(value).kind, self.wide(unit))
         return flat(memory, nbytes_of(self.placement, value) // dtype.itemsize, dtype)
@@ -91,7 +91,7 @@ def flat(memory: Tensor | None, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 class Parameters:
-    """The parameters of every unit: where they are stored, as their states and shadow copies are, and on their way."""
+    """The parameters of every unit, at home and in transfers; the homes of states and of shadow copies."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -103,9 +103,9 @@ class Parameters:
         self._zones.clear()
 
     def home(self, value: Value, memory: Tensor | None) -> Tensor | Extent:
-        """What a part is where it lives, not written yet: parameters or state, component after component.
+        """The content of a part at home, not written yet. A state is its components, one after the other.
 
-        A zone of the device is taken with its first part: what the model leaves there makes room for it.
+        A unit's zone on the device is allocated with its first part, after the model's own values have left the device.
         """
         setting, unit = self.setting, self.setting.unit(value)
         if value.tier == "ssd":
@@ -126,7 +126,7 @@ class Parameters:
         self.setting.device.copy(home, shadow)
 
     def allocate(self, value: Value, memory: Tensor | None) -> Tensor:
-        """Memory of a part in host memory; on the device of a piece of a shard, or of all that pieces come to."""
+        """Memory for a part in host memory, or on the device for a piece of a shard, or for a whole unit."""
         if value.tier != "device":
             return self.setting.part(value, memory)
         placement, unit = self.setting.placement, self.setting.unit(value)
@@ -145,10 +145,10 @@ class Parameters:
     def gather(
         self, value: Value, staged: Tensor | None, memory: Tensor | None, bindings: Sequence[Binding]
     ) -> dict[int, Tensor | Encoded]:
-        """A unit's parameters as its code takes them: views, nothing is moved. Encoded matrices are for `decode`.
+        """A unit's parameters as its code takes them: views, nothing moves. `decode` follows for encoded matrices.
 
-        They are in the zone that stays, on the device or in host memory that it reads, or in what has come behind it;
-        where ranks share the unit, in what was gathered.
+        They are in the zone that stays where it is stored, or in what was transferred; if ranks share the unit, all
+        are in what was gathered.
         """
         unit = self.setting.unit(value)
         if self.setting.ranks:
@@ -167,7 +167,7 @@ class Parameters:
         return tensors
 
     def send_piece(self, op: Op, reads: Sequence[Tensor], whole: Tensor, elements: tuple[int, int]) -> None:
-        """Copy a piece of a unit, which has such elements, from its parts to the device, where they are not already."""
+        """Copy a piece of a unit, the range `elements` of it, from its parts to the device."""
         unit, (start, stop) = self.setting.unit(op.results[0]), elements
         first = start if op.results[0].kind == "shard" else unit.num_resident
         for value, content in zip(op.reads, reads, strict=True):
@@ -178,7 +178,7 @@ class Parameters:
                 self.setting.device.copy(whole[begin - first : end - first], source)
 
     def all_gather(self, op: Op, reads: Sequence[Tensor], whole: Tensor) -> None:
-        """A piece of a unit from all ranks; this one's share is in one stretch of memory, of one or several parts."""
+        """Gather a piece of a unit from all ranks. This rank's share is contiguous, also if it is of several parts."""
         ranks, unit = self.setting.ranks, self.setting.unit(op.results[0])
         assert ranks is not None
         start, stop = unit.pieces[op.results[0].piece or 0]
@@ -198,7 +198,7 @@ class Activations:
     def allocate(
         self, value: Value, source: Activation | Extent, memory: Tensor | None, number: int = 0
     ) -> Activation | Extent:
-        """Memory like `source`, which is to be moved into it; number: as of `file`."""
+        """Memory into which `source` can be moved; number: see `file`."""
         like = source.like if isinstance(source, Extent) else without_contents(source)
         assert like is not None
         if value.tier == "device":
@@ -211,9 +211,10 @@ class Activations:
         return flat(memory, like.numel(), like.dtype).as_strided(like.shape, like.stride())
 
     def file(self, value: Value, nbytes: int, number: int) -> Extent:
-        """A file of a value with so many bytes or more: batches of many sizes come to a few files.
+        """A file for a value of `nbytes`. From the second on, sizes are powers of two, so that batches of many sizes
+        need few files.
 
-        number: of the step among those under way, by which it has files of its own.
+        number: of the step among those under way, each of which has files of its own.
         """
         name = f"{value.kind}{value.unit}_{value.micro_batch}" + (f"-{number}" if number else "")
         known = self._extents[name]
@@ -223,7 +224,7 @@ class Activations:
         return found
 
     def keep(self, value: Value, source: Activation, memory: Tensor | None) -> Activation:
-        """An activation in the memory planned for it, where that is the device's as well; it is read there."""
+        """An activation in the memory planned for it, which the device reads directly."""
         if value.tier == "device":
             return source
         kept = self.allocate(value, source, memory)
@@ -234,7 +235,7 @@ class Activations:
 
 
 def transfer(reads: Sequence[Activation | Extent], targets: Sequence[Activation | Extent]) -> None:
-    """Between host memory and SSD: all at once, and back when nothing moves any more, well or badly."""
+    """Move contents between host memory and SSD, all at once. Returns or raises when nothing moves any more."""
     moves: list[Transfer] = []
     for source, target in zip(reads, targets, strict=True):
         if isinstance(target, Tensor | Saved):
@@ -247,7 +248,7 @@ def transfer(reads: Sequence[Activation | Extent], targets: Sequence[Activation 
 
 
 def _as_it_lies(content: Activation) -> Tensor:
-    """An activation's memory in one dimension: what an activation's strides make of it is not contiguous, but dense."""
+    """An activation's memory in one dimension: its strides may not be contiguous, but it is dense."""
     if isinstance(content, Saved):
         assert content.flat is not None
         return content.flat

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 
 from gs_compile.program.ir import Op, Program, Value
+from gs_compile.runtime.units import CompiledUnits
 
 
 class Executor:
     """One step under way: a program, the units it runs on, and the contents of the values that are alive."""
 
-    def __init__(self, program: Program, units: Any, inputs: Mapping[Value, Any]) -> None:
+    def __init__(self, program: Program, units: CompiledUnits, inputs: Mapping[Value, Any]) -> None:
         self.program = program
         self.units = units
         self.env: dict[Value, Any] = dict(inputs)
         self.wanted: frozenset[Value] = frozenset()  # values that the model returns, also where the program frees them
-        self.returned: dict[Value, Any] = {}  # what has been made of these
+        self.returned: dict[Value, Any] = {}  # their contents so far
         self._half = program.forward_end
 
     def forward(self) -> None:
@@ -33,14 +34,14 @@ class Executor:
         self._run(self._half, len(self.program.ops))
 
     def give(self, values: Mapping[Value, Any]) -> None:
-        """Have values that no operation makes, as gradients that arrive for outputs."""
+        """Add values that no operation defines, such as gradients that arrive for outputs."""
         self.env.update(values)
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients there are: between forward and backward, the head's own."""
+        """Multiply all gradients that there are: between forward and backward, those of the head."""
         for value, content in list(self.env.items()):
             if value.kind == "dx":
-                self.env[value] = content * factor  # not in place: it may be expanded, or be another's memory
+                self.env[value] = content * factor  # not in place: it may be expanded, or share memory
             elif value.kind in ("dw", "dside"):
                 content.scale(factor)
         self.units.scale(factor)
@@ -59,7 +60,7 @@ class Executor:
             self.env.update(zip(op.results, self._call(op, reads, into), strict=True))
 
     def level(self, op: Op) -> int:
-        """The level of an operation's layer and micro-batch, if these save activations."""
+        """The level at which an operation's layer and micro-batch save activations."""
         raise AssertionError(f"{op}: nothing is saved without a placement")
 
     def _call(self, op: Op, reads: Sequence[Any], into: Sequence[Any]) -> tuple[Any, ...]:

@@ -17,12 +17,12 @@ from typing import Protocol
 
 class Inherited(Protocol):
     def leave(self) -> None:
-        """Let go, in a forked child, of what is its parent's."""
+        """Release, in a forked child, what belongs to its parent."""
 
 
 class _Parent:
-    """What the children of this process leave. What this process has left as a child stays alive, so it frees nothing
-    of its parent's.
+    """The objects that children of this process release. A child keeps them alive, so that their ends free nothing of
+    its parent's.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _Parent:
         self.held.clear()
         self._left += left
         for each in left:
-            with suppress(OSError):  # the others are left all the same
+            with suppress(OSError):  # the others are released all the same
                 each.leave()
 
 
@@ -43,5 +43,5 @@ _parent = _Parent()
 
 
 def leave_in_children(held: Inherited) -> None:
-    """Have each child that is forked from now on leave something, for as long as it is there."""
+    """Have each child that is forked from now on call `held.leave`, as long as `held` is alive."""
     _parent.held.add(held)

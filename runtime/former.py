@@ -1,4 +1,4 @@
-"""former: what a run that was here before has committed, read as the homes of a run are; and how a commit says it."""
+"""former: the last commit of a former run, read like the homes of a run; and units as manifests have them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from gs_compile.runtime.stream import device_of
 
 
 class FormerHomes(Homes):
-    """The parts of the last commit of a store's former run; read alone.
+    """The parts of the last commit of a store's former run, for reading only.
 
-    A trained parameter whose master is stored may not be: it is read as its master.
+    A trained parameter may not be stored if its master is: then the master is read.
     """
 
     def __init__(self, store: Store, ranks: Ranks | None) -> None:
@@ -59,7 +59,7 @@ def alike(
     parameters: Sequence[StoredParameter],
     folders: Sequence[Path],
 ) -> frozenset[str]:
-    """The names of the stored parts that can stay in their files: of units that have the same in the same places, in
+    """The names of the stored parts that can stay in their files: the units are laid out the same, and the files are in
     these folders.
     """
     same = {each.unit for each in {*former.units} & {*stored_units(placement, types)}}

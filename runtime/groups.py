@@ -22,12 +22,12 @@ from gs_compile.options import Options
 from gs_compile.runtime.alarm import ending_error
 from gs_compile.runtime.stream import default_store, network_backend, num_groups
 
-ON_DEVICES = "nccl"  # alone, it takes no tensors in host memory
+ON_DEVICES = "nccl"  # a backend that takes no tensors in host memory
 POLL = 0.2  # seconds between two looks at torch's store
 _END = "greedysnake: the end of {}"
 
 TIMEOUT = 1800.0  # seconds: a rank may evaluate or save alone for that long
-LIMIT = timedelta(seconds=TIMEOUT + 60)  # of groups: waits of `Ranks` end first, and say more
+LIMIT = timedelta(seconds=TIMEOUT + 60)  # of groups: waits of `Ranks` end earlier, and their errors say more
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Team:
 
     replicas: tuple[tuple[int, ...], ...]
     rank: int  # in its row
-    backend: str  # of the groups that the user gave
-    groups: tuple[Any, ...]  # these: that of everyone, or those of this rank's row and column
+    backend: str  # of `groups`
+    groups: tuple[Any, ...]  # given by the user: one of everyone, or those of this rank's row and column
 
     @property
     def number(self) -> int:
@@ -60,21 +60,21 @@ class Team:
         return () if self.backend == ON_DEVICES else self.groups
 
     def new_group(self, rows: Sequence[Sequence[int]], backend: str) -> Any:
-        """A group of those of the `rows` that have this rank; all ranks call this with the same rows."""
+        """The group of the row that has this rank; all ranks call this with the same rows."""
         mine, me = None, dist.get_rank()
         if not self.is_world:
             self._even_out(me)
         for row in rows:
             if self.is_world or me in row:
-                local = not self.is_world  # ranks outside do not know of it
+                local = not self.is_world  # without the ranks outside
                 group = dist.new_group(list(row), LIMIT, backend, use_local_synchronization=local)
                 mine = group if me in row else mine
         return mine
 
     def _even_out(self, me: int) -> None:
-        """Have all ranks be in as many groups, the fewer in further ones of their own.
+        """Bring all ranks to the same number of groups, by further groups of one rank.
 
-        torch names a group that ranks outside do not know of by that number, and ranks meet by the name.
+        torch names a group that ranks outside do not know of by this number, and ranks meet by the name.
         """
         number = num_groups()
         most = torch.tensor(number, device="cpu")
@@ -112,8 +112,8 @@ def team_of(options: Options) -> Team | None:
 
 
 def new_groups(team: Team) -> tuple[Any, Any, Any, Any]:
-    """Groups of all ranks, for their values and for their commits; of those that share the model; and of those that
-    have the same shard.
+    """Four groups: all ranks, for values; all ranks, for commits; the ranks that share the model; the ranks that have
+    the same shard, or None.
     """
     backend = "gloo" if team.backend == "gloo" else network_backend()
     everyone, commits = (team.new_group([team.everyone], "gloo") for _ in range(2))
@@ -128,9 +128,9 @@ def mesh_of(team: Team) -> DeviceMesh:
 
 
 def await_everyone(team: Team) -> None:
-    """Return when all ranks have come here as often as this one; RuntimeError where the script of one has ended.
+    """Return when all ranks have called this as often as this one; RuntimeError if the script of one has ended.
 
-    By torch's store, for ranks that have no group yet which takes tensors in host memory.
+    It uses torch's store: these ranks have no group yet that takes tensors in host memory.
     """
     store, names = default_store(), team.everyone
     number = store.add(f"greedysnake {names}: of {dist.get_rank()}", 1)
@@ -145,7 +145,7 @@ def await_everyone(team: Team) -> None:
 
 
 def tell_of_end() -> None:
-    """Have the end of this rank's script told to those that may wait for it in `await_everyone`."""
+    """Let the end of this rank's script be known to ranks that wait for it in `await_everyone`."""
     if dist.is_initialized() and dist.get_backend() == ON_DEVICES:
         _tell_of_end(default_store(), dist.get_rank())
 
@@ -160,10 +160,7 @@ def _tell_of_end(store: dist.Store, name: int) -> None:
 
 
 def gathered(team: Team, value: Any) -> list[Any]:
-    """The `value` of each rank that trains together with this one, before they have met; all call it.
-
-    No rank need know its device yet.
-    """
+    """Each rank's `value`, before the ranks have met as `Ranks`; all call it. No rank needs to know its device yet."""
     given: list[Any] = [None] * len(team.everyone)
     dist.all_gather_object(given, value, _in_host_memory(team))
     return given
@@ -177,9 +174,9 @@ def _in_host_memory(team: Team) -> Any:
 
 
 def num_processes() -> int:
-    """The processes that train together where no option says otherwise: torch's ranks, or what torchrun has started.
+    """The number of processes that train together by default: torch's ranks, or what torchrun has started.
 
-    Raises `OptionError` where the environment names a rank that there is not.
+    Raises `OptionError` if the environment names an impossible rank.
     """
     if dist.is_initialized():
         return dist.get_world_size()
@@ -195,7 +192,7 @@ def num_processes() -> int:
 
 
 def _initialize() -> None:
-    """What torchrun asks for: its variables name the ranks, and where they meet."""
+    """Initialise torch.distributed if torchrun's variables name several ranks, and where they meet."""
     if (number := num_processes()) > 1:
         try:
             dist.init_process_group(network_backend())
@@ -205,7 +202,7 @@ def _initialize() -> None:
 
 
 def _destroy() -> None:
-    if dist.is_initialized() and ending_error() is None:  # otherwise it might wait for what never comes
+    if dist.is_initialized() and ending_error() is None:  # after an error it might wait for ever
         dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """handlers: what each verb does with each kind of values, in a step on the tiers.
 
-The executor asks for the content of a result when it issues an operation (`allocate`), and has the operation carried
-out on its lane, later (`move`, or the optimizer's update). A new kind of values is a case of `allocate`.
+When the executor issues an operation, it asks for the content of each result (`allocate`). The lane runs the operation
+later (`move`, or the optimizer's update). A new kind of values is a case of `allocate`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from gs_compile.runtime import coordinators
 from gs_compile.runtime.coordinators import Bindings
 from gs_compile.runtime.step_record import SharedNorm, StepRecord
 from gs_compile.runtime.tiers import Tiers
+from gs_compile.runtime.units import CompiledUnits
 from gs_compile.runtime.values import tensors_of
 
 
 class Handlers:
     """The operations of one step, by verb and kind; the coordinators carry them out."""
 
-    def __init__(self, tiers: Tiers, placement: Placement, units: Any, bindings: Bindings, number: int = 0) -> None:
+    def __init__(
+        self, tiers: Tiers, placement: Placement, units: CompiledUnits, bindings: Bindings, number: int = 0
+    ) -> None:
         self.number = number  # of the step among those under way
         self.tiers = tiers
         self.placement = placement
@@ -35,7 +38,7 @@ class Handlers:
     def allocate(self, verb: str, value: Value, source: Any, memory: torch.Tensor | None) -> Any:
         """The content of a result, which may not be filled yet.
 
-        source: the content it is made of; memory: the bytes planned for it in host memory, if any.
+        source: the content from which it is made; memory: the bytes planned for it in host memory, if any.
         """
         tiers, unit = self.tiers, value.unit or 0
         match verb, value.kind:
@@ -60,10 +63,7 @@ class Handlers:
                 return tiers.activations.allocate(value, source, memory, self.number)
 
     def move(self, op: Op, reads: Sequence[Any], targets: Sequence[Any], record: StepRecord | None = None) -> None:
-        """What a transfer's lane does, given the contents it reads and those it defines or changes.
-
-        record: of the step whose gradient it is.
-        """
+        """Run a transfer on its lane, from `reads` to `targets`. record: of the step that a gradient belongs to."""
         if op.lane in ("ssd_read", "ssd_write"):
             coordinators.transfer(reads, targets)
         elif op.verb == "all_gather":
@@ -83,9 +83,9 @@ class Handlers:
                     self.tiers.setting.device.copy(other, one)
 
     def commit(self, op: Op) -> None:
-        """Let shadow copies replace what they are copies of.
+        """Let shadow copies replace the values that they are copies of.
 
-        Parameters in a zone that is read in one piece stay there: their shadow copies are copied, beside what follows.
+        Parameters in a zone that is read in one piece stay there: a lane copies the shadow copy over them.
         """
         table = self.tiers.values
         users = table.users
@@ -101,7 +101,7 @@ class Handlers:
             users.use(shadow, ticket)
 
     def seal(self, op: Op) -> None:
-        """Commit the step before, behind all that has been written so far."""
+        """Commit the step before, after everything that has been written so far."""
         table, commits = self.tiers.values, self.tiers.commits
         assert commits is not None, "no step is committed"
         homes = [home for home, _ in commits.stale()]

@@ -27,28 +27,28 @@ from gs_compile.runtime.storage.store import Extent
 class Homes:
     """The parts at home, of a run or of a commit.
 
-    Whole parameters are read and written; where ranks share the units, all of them read the same ones.
+    Whole parameters are read and written. If ranks share the units, all of them make the same reads.
     """
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.before_read: Callable[..., None] | None = None  # tells the other ranks what this one reads alone
+        self.before_read: Callable[[Slice, int | None], None] | None = None  # lets other ranks take part in a read
 
     @property
     def placement(self) -> Placement:
         return self.setting.placement
 
     def at_home(self, value: Value) -> Any:
-        """The content of a part, once nobody works on it any more."""
+        """The content of a part, once no operation uses it any more."""
         raise NotImplementedError
 
     def to_change(self, value: Value) -> Any:
-        """The same, to be changed in place; None where it is not to be changed."""
+        """The same, to be changed in place; None if it must not be changed."""
         raise NotImplementedError
 
     def fill(self, span: Slice, values: Tensor | Encoded) -> None:
-        """Bring a parameter's values home, to its master as well; waits until they are there. What is encoded as it is
-        stored here is not decoded.
+        """Write a parameter's values to its home and to its master; returns when they are there. Values that are
+        encoded as they are stored here are not decoded.
         """
         if span.codec and isinstance(values, Encoded) and values.codec.name == span.codec:
             self._write(span.elements, None, values.stored)
@@ -71,7 +71,9 @@ class Homes:
         return self.setting.types[span.unit].has_master and span.dtype is None and self._is_trained(span)
 
     def _has_copy(self, span: Slice) -> bool:
-        """Whether a parameter is wide among narrow ones whose masters are whole: it has what they have."""
+        """Whether a wide parameter is in a unit of narrow ones with whole masters: then it has a copy where these have
+        their master.
+        """
         types = self.setting.types[span.unit]
         return types.has_master and not types.is_pair and span.dtype is not None and self._is_trained(span)
 
@@ -104,7 +106,7 @@ class Homes:
     def here(self, span: Slice) -> Tensor | None:
         """A parameter's values where they live, if that is memory in one piece; they change with the next update.
 
-        None for halves of masters too: who changes these there leaves the other halves as they are.
+        None also for halves of masters: a change in place would leave the other halves as they are.
         """
         if self.setting.ranks or span.codec or (self.has_master(span) and self.is_pair(span, 0)):
             return None
@@ -117,7 +119,7 @@ class Homes:
         return found.view(self.dtype(span)).view(span.shape)
 
     def read_state(self, span: Slice, component: int) -> Tensor:
-        """One component of a parameter's optimizer state; the master, where there is one, is the first."""
+        """One component of a parameter's optimizer state; the master, if there is one, is the first."""
         span, component = self._moment(span, component)
         own, first = self._number(span, component), 0
         if self.setting.types[span.unit].state[own] in EIGHT_BITS:
@@ -134,7 +136,7 @@ class Homes:
         return elements.to(self.setting.wide(span.unit)).view(span.shape)
 
     def write_state(self, span: Slice, component: int, values: Tensor) -> None:
-        """The inverse; a master in a pair brings the parameter with it."""
+        """The inverse; for a master that is a pair, the parameter is written as well."""
         span, component = self._moment(span, component)
         values, own = values.to(self.setting.wide(span.unit)), self._number(span, component)
         if self.is_pair(span, component):
@@ -144,13 +146,13 @@ class Homes:
         self._write(span, own, narrowed(values, self.setting.types[span.unit].state[own]))
 
     def read_any(self, span: Slice, number: int | None) -> Tensor:
-        """A parameter (None), or the elements of a component of its unit's state, as they are stored: 8 bits by whole
-        quanta.
+        """A parameter (`number` None), or the elements of a component of its unit's state, as they are stored: of 8
+        bits whole quanta.
         """
         if self.before_read is not None:
             self.before_read(span, number)
         types, dtype = self.setting.types[span.unit], self._stored_dtype(span, number)
-        flat = map_memory(types.nbytes(number, span.numel * span.width))  # the heap would keep it, in pieces
+        flat = map_memory(types.nbytes(number, span.numel * span.width))  # the heap would keep it, fragmented
         for value, start, target in self._pieces(span, number, flat):
             content = self.at_home(value)
             if isinstance(content, Extent):
@@ -177,7 +179,7 @@ class Homes:
                 _bytes(content, start, source).copy_(source)
 
     def parts_of(self, span: Slice, component: int | None) -> Iterator[Value]:
-        """The parts that have some of a parameter (None), or of a component of its state."""
+        """The parts that hold some of a parameter (`component` None), or of a component of its state."""
         if component is not None:
             span, component = self._moment(span, component)
         own = None if component is None else self._number(span, component)
@@ -185,7 +187,7 @@ class Homes:
         return (value for number in numbers for value, _, _ in self._pieces(span, number))
 
     def _moment(self, span: Slice, component: int) -> tuple[Slice, int]:
-        """Where a component of a parameter's state is: in which elements, and as which component of these."""
+        """The elements of the unit that hold a component of a parameter's state, and as which of their components."""
         first = self.has_master(span)
         if component < first:
             return span, component
@@ -193,7 +195,7 @@ class Homes:
         return span, number + first
 
     def _number(self, span: Slice, component: int) -> int:
-        """A component's number in the state of its unit, which may have masters that the parameter has not."""
+        """A component's number in the state of its unit, which has masters also if this parameter has none."""
         return component + bool(self.setting.types[span.unit].has_master and span.dtype)
 
     def _stored_dtype(self, span: Slice, number: int | None) -> torch.dtype:
@@ -202,10 +204,9 @@ class Homes:
     def _pieces(
         self, span: Slice, number: int | None, flat: Tensor | None = None
     ) -> Iterator[tuple[Value, int, Tensor]]:
-        """Each part that has some of a parameter, or of its elements of a component of its unit's state: from which
-        byte on, and its bytes of `flat`, which is all of it as it is stored; None: of no memory.
-
-        Where ranks share the parameter, this rank's.
+        """Each part that holds some of a parameter, or of its elements of a component of its unit's state: the part,
+        the offset in its bytes, and the same bytes in `flat`, which is all of it as it is stored (None: on the meta
+        device). If ranks share the parameter, these are this rank's parts.
         """
         unit, types = self.placement.by_unit[span.unit], self.setting.types[span.unit]
         if flat is None:
@@ -221,7 +222,7 @@ class Homes:
                     yield unit.value("s", each.s), start, found
 
     def _owned(self, span: Slice, rank: int | None = None) -> list[Owned]:
-        """The elements of the unit that are a parameter's, and that this rank, or another, has."""
+        """The elements of a parameter that this rank, or another one, has."""
         unit, ranks = self.placement.by_unit[span.unit], self.setting.ranks
         mine, number = (ranks.rank, ranks.number) if ranks else (0, 1)
         rank = mine if rank is None else rank
@@ -234,6 +235,6 @@ def _bytes(content: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _bytes_of(values: Tensor) -> Tensor:
-    """The bytes of values in their order; an expanded one of a single element has a stride of 0."""
+    """The bytes of values in their order. (A single element that is expanded has a stride of 0.)"""
     whole = values.contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)

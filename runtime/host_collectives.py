@@ -1,7 +1,7 @@
-"""host_collectives: collectives on host memory, without what gloo's own do beside.
+"""host_collectives: collectives on host memory that do less than gloo's own.
 
-shares      gloo gathers into memory of its own, and copies. A broadcast from each rank comes to where it belongs.
-terms       gloo reduces the whole of a sum on every rank, twice the bytes. Each is sent the terms of its own part.
+shares      an all-gather. gloo's goes through memory of its own; a broadcast from each rank arrives in place.
+terms       a reduce-scatter. gloo's sums all parts on every rank, twice the bytes; here each gets the terms of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Begin = Callable[[], Any]  # a collective; gives torch's Work
+Begin = Callable[[], Any]  # begins a collective, and returns torch's Work
 
 
 def shares(whole: Tensor, shard: Tensor, rank: int, group: Any) -> list[Begin]:
-    """What brings every rank's `shard`, one after the other, into `whole`; this one's is there. As bytes: gloo refuses
-    int16 and floats of 8 bits.
+    """The collectives that bring every rank's `shard`, one after the other, into `whole`; this rank's is copied here.
+    They move bytes, as gloo refuses int16 and floats of 8 bits.
     """
     whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
     parts = list(whole.view(-1, len(shard)))
@@ -28,7 +28,9 @@ def shares(whole: Tensor, shard: Tensor, rank: int, group: Any) -> list[Begin]:
 
 
 def terms(rows: Sequence[Tensor], rank: int, group: Any) -> tuple[Begin, list[Tensor]]:
-    """What brings this rank's row of every rank's `rows`, and these, in the order of ranks. Rows of two or more."""
+    """The collective that brings this rank's row of every rank's `rows`, and these rows, in the order of ranks. There
+    are two ranks or more.
+    """
     others = [row for at, row in enumerate(rows) if at != rank]
     sizes = [0 if at == rank else len(row) for at, row in enumerate(rows)]
     given = torch.cat(others) if len(others) > 1 else others[0]

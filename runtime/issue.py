@@ -1,9 +1,9 @@
 """issue: runs a step program whose data is on the tiers: every operation on its lane, as soon as it can start.
 
-The program's order is the order of issue. The thread that issues gives each transfer and update to its lane with the
-tickets it has to wait for, and computes itself. Who writes a value waits for those who were in its memory before. So a
-program that has its transfers early enough computes without a wait. On a device that computes asynchronously the thread
-is a computation ahead, or some milliseconds of short ones (`ahead.py`).
+The program's order is the order of issue. The issuing thread gives each transfer and update to its lane, with the
+tickets that it has to wait for, and computes itself. An operation that writes to a value waits for the former users of
+its memory. So a program that has its transfers early enough computes without waits. If the device computes
+asynchronously, the thread is one computation ahead, or some milliseconds of short ones (`ahead.py`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.stream import Event, Stream
 from gs_compile.runtime.tiers import Tiers, used_within_step
 from gs_compile.runtime.trace import Label
+from gs_compile.runtime.units import CompiledUnits
 from gs_compile.runtime.values import ValueTable, unfinished
 
 
 class TieredExecutor(Executor):
-    """One step under way. `record` is of this step's own updates; late ones are of the step in `tiers.pending`."""
+    """One step under way. `record` is for this step's own updates; late ones belong to the step in `tiers.pending`."""
 
     def __init__(
         self,
         tiers: Tiers,
         placement: Placement,
         program: Program,
-        units: Any,
+        units: CompiledUnits,
         inputs: Mapping[Value, Any],
         bindings: Bindings,
         number: int = 0,
     ) -> None:
-        """number: another one than all others that are under way have: by it they have other checkpoints on SSD.
+        """number: distinguishes steps that are under way at the same time, which have their own checkpoints on SSD.
 
-        Raises `MemoryBudgetError` where another step is under way and both do not fit host memory, and
-        `StorageFullError` where SSD has no room for what the step makes there.
+        Raises `MemoryBudgetError` if another step is under way and both do not fit host memory, and `StorageFullError`
+        if SSD has no room for the files of this step.
         """
         super().__init__(program, units, {})
         self.number = number
@@ -65,7 +66,7 @@ class TieredExecutor(Executor):
         self.record: StepRecord | None = None
         self._homes = tiers.homes | (placement.carried_values if program.trains else frozenset())
         self._before = tiers.pending
-        self._factor: torch.Tensor | None = None  # of sums that are scaled once they are complete
+        self._factor: torch.Tensor | None = None  # that multiplies gradient sums once they are complete
         self._device = tiers.setting.device
         self._stream: Stream | None = None  # of this thread, that of a half of the step
         tiers.make_files(program, placement, number)
@@ -79,10 +80,10 @@ class TieredExecutor(Executor):
             self.values.define(value, content)
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients there are: between forward and backward, the head's own.
+        """Multiply all gradients that there are: between forward and backward, those of the head.
 
-        Micro-batch by micro-batch there are sums of whole ones by then, some of them on their way: all sums are
-        multiplied when they are complete.
+        In a micro-batch-major program there are sums of whole micro-batches by then, some of them in transfers: all
+        sums are multiplied when they are complete.
         """
         if self.placement.by_micro_batch:
             self._factor = factor
@@ -105,19 +106,19 @@ class TieredExecutor(Executor):
 
     def backward(self) -> None:
         super().backward()
-        if self._factor is not None:  # the norm has scaled the sums
+        if self._factor is not None:  # `norm` has scaled the sums
             self.units.of_batch.scale(self._factor)
 
     def close(self) -> None:
-        """Let go of a step that will not be finished."""
+        """Release a step that will not be finished."""
         for value in list(self.env):
             self.values.free(value)
         self._keep_memory(waits=False)
         self._segment = self.tiers.slab.empty
 
     def _keep_memory(self, *, waits: bool) -> None:
-        """Keep the step's host memory for its backward, or give it up. An evaluation may have run in the memory of a
-        step that waits: that stays.
+        """Keep the step's host memory for its backward, or release it. An evaluation changes nothing: it may have run
+        in the memory of a step that waits for its backward.
         """
         if self.program.trains:
             self._segment.waits = waits
@@ -125,13 +126,13 @@ class TieredExecutor(Executor):
     # Issuing ---------------------------------------------------------------------------------------------------------
 
     def _run(self, start: int, stop: int) -> None:
-        if not start and self._before is not self.tiers.pending:  # they were made since this program was chosen
+        if not start and self._before is not self.tiers.pending:  # a handler has made the late updates meanwhile
             raise used_within_step()
         self._computing, at = False, start
         try:
             self._stream = self._device.current_stream()
             self._device.set_clock()
-            if self._device.has_own_memory:  # whose backward is not on the main thread
+            if self._device.has_own_memory:  # its backward is not on the main thread
                 watch(self.tiers.failure)
             with self.tiers.failure.issued():
                 for at in range(start, stop):
@@ -151,8 +152,8 @@ class TieredExecutor(Executor):
             raise error
 
     def _end(self, at: int, stop: int, error: BaseException) -> None:
-        """End the run after an error; after the model's own in a forward it goes on, without this step, if nothing else
-        comes before its late updates are issued.
+        """End the run after an error. After an error of the model's own code in a forward the run goes on without this
+        step, if its late updates can still be issued.
         """
         forward = self._computing and stop == self._half and self.tiers.setting.ranks is None
         if forward and self.tiers.failure.first is None:
@@ -162,7 +163,7 @@ class TieredExecutor(Executor):
         self.tiers.fail(error)
 
     def _out_of_memory(self, op: Op, error: BaseException) -> MemoryBudgetError:
-        """What to do where the device has no memory for an operation; who catches this has its memory back."""
+        """The error if the device has no memory for an operation. It holds no frames, and so none of their memory."""
         planned, (free, whole) = dict(self.program.peaks).get("device", 0), self._device.memory_nbytes()
         budget_error = MemoryBudgetError(
             f"{self._device.name} has no memory left in {op.name}: {format_bytes(whole - free)} of "
@@ -175,7 +176,7 @@ class TieredExecutor(Executor):
         return budget_error
 
     def _give_up(self, at: int) -> None:
-        """End a forward that has failed: late updates still run, if there are any, and the rest is let go of."""
+        """End a forward that has failed: its remaining late updates still run, and the rest is released."""
         for value in [value for value in self.env if not is_of_units(value)]:
             self.values.free(value)
         for index in range(at, self._half) if self._before is not None else ():
@@ -187,7 +188,7 @@ class TieredExecutor(Executor):
         self.tiers.pending = None
 
     def _wait_for_memory(self, at: int) -> None:
-        """Until there is room on the device for what an operation takes: lanes may lag behind this thread."""
+        """Wait until the device has room for what an operation takes: lanes may lag behind this thread."""
         if self._on_device is not None and at in self._on_device.bound.takes:
             while users := self._on_device.awaited(at):
                 join_all(users, None)
@@ -229,10 +230,10 @@ class TieredExecutor(Executor):
         return ready + [ticket for value in into for ticket in self._users(value).idle(value)]
 
     def _define(self, op: Op, at: int) -> None:
-        """Define values that are there when issued: memory, and old memory under a new name."""
+        """Define values that need no lane: new memory, or old memory under a new name."""
         after = unfinished(self._awaited(op.reads))
         allocated, former = self._allocated(op, [self._content(value) for value in op.reads], at)
-        if op.verb != "alias":  # which has waited for them
+        if op.verb != "alias":  # `_allocated` has waited for these
             after += former
         for value, (content, allocation) in zip(op.results, allocated, strict=True):
             self._table(value).define(value, content, after, allocation=allocation)
@@ -240,9 +241,9 @@ class TieredExecutor(Executor):
     def _allocated(
         self, op: Op, reads: Sequence[Any], at: int
     ) -> tuple[list[tuple[Any, Allocation | None]], list[Ticket]]:
-        """The content and allocation of each result, and who was there before: who writes them waits for these.
+        """The content and allocation of each result, and the former users of its memory, for whom its writer waits.
 
-        A result is made of the read at its own position, or all are made of the first.
+        A result is made of the read at its own position, or all results are made of the first read.
         """
         sources = reads if len(reads) == len(op.results) else [reads[0] if reads else None] * len(op.results)
         allocated: list[tuple[Any, Allocation | None]] = []
@@ -307,8 +308,8 @@ class TieredExecutor(Executor):
         return share.level
 
     def _launched(self, event: Event | None = None) -> list[Ticket]:
-        """A ticket for all that was launched so far, by now or by an event; none where the device has no streams: all
-        of it is over.
+        """A ticket for all computations launched so far, or before `event`; none if the device has no streams, as they
+        have ended then.
         """
         if self._stream is None:
             return []
@@ -357,12 +358,14 @@ class TieredExecutor(Executor):
             self._users(value).change(value, ticket)
 
     def _begins_sums(self, op: Op) -> bool:
-        """Whether an operation of the backward would bring what no backward of this step has left yet."""
+        """Whether an operation would fetch gradient sums in the first backward of a step: there are none yet."""
         is_sum = op.reads[0].kind == "dw" and bool(op.reads[0].part)
         return is_sum and self.record is not None and not self.record.adds
 
     def _record_of(self, op: Op) -> StepRecord:
-        """Whose update: a late one belongs to the step before. What an early one reads is what is known by now."""
+        """The record of the step that an update belongs to: for a late one the step before. An early one gets what is
+        known now.
+        """
         unit = self.tiers.setting.unit(op.into[0])
         is_late = unit.is_late(op)
         record = self._before if is_late else self.record
@@ -375,5 +378,5 @@ class TieredExecutor(Executor):
 
 
 def _has_left(user: Ticket) -> bool:
-    """Whether an operation leaves the device's memory to those that come after it."""
+    """Whether later operations may take the device memory that an operation has used."""
     return user.is_in_order or user.done

@@ -1,13 +1,13 @@
 """Optimizer rules and the gradient's norm on flat CPU tensors: the same bits for every cut and number of threads.
 
 A unit's parameters, gradient and optimizer state are flat buffers that are cut into parts: some in host memory, some on
-SSD, some updated early and some late. No result may tell how. What makes that so:
+SSD, some updated early and some late. No result may depend on the cuts. Therefore:
 
 * Parts are whole quanta from an aligned base, so every element is computed by the vector code of its kernel. The code
-  for what is left over (fewer elements than a vector) may round differently; it never runs.
+  for a remainder (fewer elements than a vector) may round differently; it never runs.
 * torch's fused kernels give each thread whole cache lines, for the same reason. Other kernels split anywhere, so those
-  used here round once an element, which leaves nothing to differ: convert, multiply, add, sign.
-* What is rounded at random is so by numbers that follow from the step and the element alone (`noise`).
+  used here round once per element, which is the same in vector and scalar code: convert, multiply, add, sign.
+* Random rounding takes numbers that follow from the step and the element alone (`noise`).
 * Sums are taken quantum by quantum, each by one thread, and the quanta are added without rounding (math.fsum).
 
 Padding is zero in parameter, gradient and state, and stays zero under every rule.
@@ -32,7 +32,7 @@ from gs_compile.placement.shards import QUANTUM
 from gs_compile.runtime.formats import REST, at_random, joined, noise, parted, rounded, widened
 from gs_compile.runtime.stream import fused_adam, fused_adamw, fused_sgd, is_in_host_memory
 
-CHUNK = 256 * 1024  # elements a thread, 4 MB with scratch and two states; of fewer, calls wait more than they work
+CHUNK = 256 * 1024  # elements per thread, 4 MB with scratch and two states; with fewer, the overhead of calls dominates
 
 Hyper = Mapping[str, Any]  # a param group's options, by torch's names, and "scale"
 Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hyper, int], None]
@@ -40,12 +40,12 @@ Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hyper, int], None]
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's arithmetic on flat tensors: ADAMW, ADAM, SGD and LION; of Muon (`muon.py`) what is elementwise."""
+    """An optimizer's arithmetic on flat tensors: ADAMW, ADAM, SGD, LION, and the elementwise part of Muon."""
 
     name: str
     states: tuple[str, ...]  # as torch names them in an optimizer's state
     apply: Apply  # (master, gradient in master's dtype, state, hyper, step): changes master and state alone
-    in_cache: bool = False  # several kernels, each of them a pass: chunks pay whatever the gradient
+    in_cache: bool = False  # it has several kernels, each a pass over memory: chunks are always faster
 
     def components(self, defaults: Hyper) -> tuple[str, ...]:
         """Names of the state tensors a parameter has; they start at zero, in the master's dtype."""
@@ -233,7 +233,7 @@ _memory = _Scratch()
 
 
 def scratch(use: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised memory of this thread for as many elements as `like` has; a use has one at a time."""
+    """Uninitialised memory of this thread, of as many elements as `like`; a later call for the same use reuses it."""
     key = use, dtype or like.dtype
     if key not in _memory.buffers or len(_memory.buffers[key]) < len(like):
         _memory.buffers[key] = torch.empty(max(len(like), _chunk()), dtype=key[1])

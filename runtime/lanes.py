@@ -1,15 +1,15 @@
-"""lanes: where operations are carried out, one after the other on a lane, lanes side by side.
+"""lanes: lanes run operations, each lane one after the other, different lanes in parallel.
 
-A lane is first-in-first-out. Its next operation starts when what it needs is done, which a `Ticket` tells. Transfers
-and updates have threads of their own; the computation is launched by the thread that issues the program.
+A lane is first-in-first-out. Its next operation starts when the `Ticket`s that it waits for are done. Lanes of
+transfers and updates have threads; the thread that issues the program computes.
 
     issue      x2_0 = forward(x1_0, w1)      x2_1 = forward(x1_1, w1)         the thread that issues, and computes
     ssd_read       w3b.host = prefetch(...)        s1a.host = prefetch(...)   threads that wait for the drives
     cpu                      update(dw2a.host ...)                            a thread that computes a little
 
-Where the device has streams, the two directions of the link are streams as well: the thread launches a copy on its
-lane's stream, and a ticket carries the event by which other streams and threads know that it has ended. A copy that
-no thread has to wait for is launched by who submits it: a thread that wakes up costs more than the launch.
+If the device has streams, the two directions of the link are streams as well: the lane's thread launches a copy on the
+lane's stream, and the ticket carries an event for which other streams and threads wait. If a copy can be launched at
+once, the submitting thread does so: to wake up another thread costs more than the launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gs_compile.errors import LaneError, RankError
-from gs_compile.runtime.alarm import OF_US, words
+from gs_compile.runtime.alarm import OF_US, in_words
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.stream import Device, Event, Stream, settle, wait_for
 from gs_compile.runtime.threads import limit_threads
@@ -36,9 +36,9 @@ class Ticket:
     """Tells when one operation is done, and raises its error."""
 
     def __init__(self, name: str = "", check: Callable[[], None] = lambda: None, *, is_in_order: bool = False) -> None:
-        """check: raises where the operation may never be done.
+        """check: raises if the operation may never be done.
 
-        is_in_order: on the stream that computes, and what takes memory after it waits for it anyway.
+        is_in_order: it is on the computation's stream, so later users of its memory wait for it anyway.
         """
         self.name = name
         self._check = check
@@ -83,7 +83,7 @@ class Ticket:
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise the operation's error, if it has one, or is about to have."""
+        """Raise the operation's error, if it has failed or is about to."""
         if not self.is_launched:
             with self._until_launched:
                 pass
@@ -99,25 +99,25 @@ def join_all(tickets: Sequence[Ticket], stream: Stream | None) -> None:
 
 
 def without_frames(error: BaseException) -> Exception:
-    """What an error says, for who keeps it: its frames hold the loss, by which autograd holds the model.
+    """An error's message without its frames, which hold the loss, by which autograd holds the model.
 
-    Python's collector does not see through autograd, so a model whose run held such frames would never be collected.
+    Python's collector does not see through autograd, so a model whose run kept such frames would never be collected.
     """
-    return RankError(error.message) if isinstance(error, RankError) else RuntimeError(words(error))
+    return RankError(error.message) if isinstance(error, RankError) else RuntimeError(in_words(error))
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Let go of all that was computed with where an error and its causes come from; not of who still runs."""
+    """Release the local variables in the frames of an error and of its causes; frames that still run keep theirs."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 class Failure:
-    """The first error on any lane of a run, or on another rank. After it nothing more is carried out.
+    """The first error on any lane of a run, or on another rank. After it nothing more runs.
 
-    A thread that issues a program may be another than the main one, which waits for it and hears no signal meanwhile:
-    autograd's of a device. Then `interrupt` ends what is issued.
+    A program may be issued by autograd's thread of a device. The main thread then waits for it, and Python calls no
+    signal handler: `interrupt` ends what is issued.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -129,7 +129,7 @@ class Failure:
 
     @contextmanager
     def issued(self) -> Iterator[None]:
-        """This thread issues a program inside the block; raises what it is interrupted with, at its end too."""
+        """This thread issues a program inside the block; at its end, too, this raises what it was interrupted with."""
         before, self._issuing = self._issuing, threading.current_thread()
         try:
             yield
@@ -137,16 +137,16 @@ class Failure:
             with self._guard:
                 self._issuing, late = before, self._interruption
                 self._interruption = None
-            if late is not None:  # also where another error is on its way: nobody hears of it again
+            if late is not None:  # also if another error is being raised: the interruption is told only once
                 raise late
 
     @property
     def is_issuing(self) -> bool:
-        """Whether this thread issues a program: who asks is a signal's handler, say."""
+        """Whether this thread issues a program: then the caller is within a step, for example a signal's handler."""
         return self._issuing is threading.current_thread()
 
     def interrupt(self, error: BaseException) -> bool:
-        """Have the thread that issues raise an error, if it is another than the main one; whether it will."""
+        """Have the issuing thread raise an error, unless that is the main thread. Returns whether it will."""
         with self._guard:
             if self._issuing in (None, threading.main_thread()):
                 return False
@@ -154,7 +154,7 @@ class Failure:
             return True
 
     def note(self, ticket: Ticket, error: BaseException) -> None:
-        """An operation has failed, which its ticket is about to tell; the other ranks hear of it now."""
+        """An operation has failed, and its ticket is about to raise the error; tell the other ranks now."""
         with self._guard:
             self.first = self.first or ticket
         if self._ranks is not None:
@@ -180,9 +180,9 @@ class _Task(NamedTuple):
 
 
 class Lane:
-    """A lane with a thread of its own, and where `device` has streams and `stream` is given, that stream.
+    """A lane with a thread of its own, and a stream of the device if one is given.
 
-    copies: all that is done on it is launched on its stream, and nothing of it waits.
+    copies: its operations only launch on that stream, and do not wait.
     """
 
     def __init__(
@@ -210,9 +210,9 @@ class Lane:
         self._thread.start()
 
     def submit(self, name: str, run: Callable[[], object], after: Sequence[Ticket] = (), **moved: Any) -> Ticket:
-        """Carry `run` out once all before it on this lane and all of `after` are done; `moved`: as of `Label`.
+        """Call `run` once everything before it on this lane and all of `after` are done; `moved`: fields of `Label`.
 
-        Raises as `Ticket.wait` where it is launched here and now, and fails.
+        If it is launched at once and fails, this raises the error as `Ticket.wait` does.
         """
         ticket = Ticket(name, self._failure.check)
         task = _Task(ticket, run, after, Label(self.name, name, **moved))
@@ -243,7 +243,7 @@ class Lane:
             except BaseException as error:  # noqa: BLE001  it is raised where the ticket is waited for
                 failed = error
                 clear_frames(error)
-            del task  # holds the buffers of its operation: whoever waits for the ticket may take their memory
+            del task  # holds the buffers of its operation, whose memory others may take once the ticket is done
             self._finish(ticket, failed)
             with self._submitting:
                 self._num_queued -= 1
@@ -255,9 +255,9 @@ class Lane:
             self._device.enter()
 
     def _launch(self, task: _Task) -> None:
-        """Carry a task out on the thread that submits it, which raises its error at once.
+        """Run a task on the submitting thread, which raises its error at once.
 
-        The ticket's has no frames: theirs would hold the thread's, and so the run.
+        The ticket's error has no frames: these would hold this thread's, and so the run.
         """
         try:
             self._carry_out(task)
@@ -271,8 +271,8 @@ class Lane:
     def _finish(self, ticket: Ticket, failed: BaseException | None) -> None:
         try:
             if failed is not None:
-                self._failure.note(ticket, failed)  # before any that fails because of it
-        finally:  # also where the user interrupts it: others wait for the ticket
+                self._failure.note(ticket, failed)  # before an operation that fails because of it
+        finally:  # also if the user interrupts it: others wait for the ticket
             ticket.finish(failed)
 
     def _carry_out(self, task: _Task) -> None:

@@ -4,9 +4,9 @@
     Newton-Schulz              each whole matrix, in bfloat16                                              the device
     descent, elementwise       w = (1 - lr decay) w - lr ratio o                                           host memory
 
-Elementwise parts are rules of `kernels`, the same bits for every cut. Newton-Schulz needs all of a matrix: its elements
-are updated together (`UnitSize.products`). On a device with memory of its own it goes there and back in bfloat16, which
-it is computed in, on a stream beside the one that computes; so 2 + 2 bytes of an element are moved, and no state.
+Elementwise parts are rules of `kernels`, the same bits for every cut. Newton-Schulz needs the whole matrix: its
+elements are updated together (`UnitSize.products`). If the device has memory of its own, the matrix goes there and back
+in bfloat16, in which the iterations compute, on a stream of its own: 2 + 2 bytes of an element move, and no state.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NS_STEPS = 5  # iterations, as of torch.optim.Muon
 class Matrices:
     """The matrices that a parameter consists of: itself, or each of a stack, cut along a dimension into these sizes.
 
-    shape: of the parameter, of two dimensions or three. dim: 0 or 1 of a matrix; sizes: () where it is not cut.
-    num_steps: of Newton-Schulz, for what they cost.
+    shape: of the parameter, which has two or three dimensions. dim: 0 or 1, of a matrix; sizes: (): it is not cut.
+    num_steps: of Newton-Schulz, for the cost.
     """
 
     shape: tuple[int, ...]
@@ -69,9 +69,9 @@ class Matrices:
 def matrices_of(path: str, shape: Sequence[int], cut: Sequence[int], num_steps: int) -> Matrices | None:
     """The matrices of a layer's parameter of this name; None: it has none, and is updated by AdamW.
 
-    cut: as a param group says it, the dimension and the sizes along it; () where it says nothing. Then a matrix of
-    queries, keys and values is cut into three equal ones where its name has "qkv", or is c_attn or in_proj, and one
-    side is three times the other; and three dimensions are a stack of matrices where the name has "expert" or "moe".
+    cut: the dimension, and the sizes along it, that a param group gives; (): it gives none. Then a matrix whose name
+    has "qkv", "c_attn" or "in_proj", and of which one side is three times the other, is cut into three equal ones
+    (queries, keys and values). A tensor of three dimensions is a stack of matrices if its name has "expert" or "moe".
     """
     shape, words = tuple(shape), path.lower()
     if len(shape) == 3 and not cut:
@@ -88,7 +88,7 @@ def matrices_of(path: str, shape: Sequence[int], cut: Sequence[int], num_steps: 
 
 
 def _blend(mixed: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
-    """The momentum, and what is orthogonalized. Each kernel rounds once, as in Lion."""
+    """Update the momentum, and write what is orthogonalized to `mixed`. Each kernel rounds once, as in Lion."""
     (momentum,), mu = state, hyper["momentum"]
     _interpolate(momentum, momentum, gradient, 1 - mu)
     if hyper["nesterov"]:
@@ -98,7 +98,7 @@ def _blend(mixed: Tensor, gradient: Tensor, state: Sequence[Tensor], hyper: Hype
 
 
 def _interpolate(out: Tensor, start: Tensor, end: Tensor, weight: float) -> None:
-    """torch's lerp: from the nearer end."""
+    """torch's lerp, which starts from the nearer end."""
     way = torch.sub(end, start, out=scratch("way", start))
     if abs(weight) < 0.5:
         torch.add(start, way.mul_(weight), out=out)
@@ -107,7 +107,7 @@ def _interpolate(out: Tensor, start: Tensor, end: Tensor, weight: float) -> None
 
 
 def _descend(master: Tensor, direction: Tensor, state: Sequence[Tensor], hyper: Hyper, step: int) -> None:
-    """Decoupled decay, and a step that has its learning rate in it."""
+    """Decoupled decay, and a step that is multiplied by the learning rate already."""
     master.mul_(1 - hyper["lr"] * hyper["weight_decay"]).sub_(direction)
 
 
@@ -118,7 +118,7 @@ DESCEND = Rule("Muon's descent", (), _descend, in_cache=True)
 class Orthogonalizer:
     """Newton-Schulz iterations of matrices that are in host memory, on a device.
 
-    nbytes: of the largest parameter, in the dtype of its master. ranks: that have some of each.
+    nbytes: of the largest parameter, in the dtype of its master. ranks: those that share each parameter.
     """
 
     def __init__(self, device: Device, nbytes: int = 0, ranks: Ranks | None = None) -> None:
@@ -131,9 +131,9 @@ class Orthogonalizer:
         self._ranks = ranks
 
     def close(self) -> None:
-        """Let go of all memory, also where what used it was given up.
+        """Release all memory, also if the step that used it was given up.
 
-        Garbage is collected in the midst of a capture too, which records operations of torch: none is called here.
+        This may run as garbage collection within a capture, which records operations of torch: none is called here.
         """
         settle(self._device, self._stream)
         self._mixed = self._staged = self._gathered = self._empty
@@ -143,7 +143,7 @@ class Orthogonalizer:
         return self._mixed[: numel * dtype.itemsize].view(dtype)
 
     def gather(self, mixed: Tensor, shares: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Bring what all ranks have of elements to this one, in bfloat16. shares: of each rank, from where to where."""
+        """Bring all ranks' elements to this one, in bfloat16. shares: the ranges of elements that each rank has."""
         assert self._ranks is not None
         gathered = self._gathered[: 2 * len(mixed)].view(torch.bfloat16)
         for rank, own in enumerate(shares):
@@ -156,14 +156,14 @@ class Orthogonalizer:
 
     @torch.no_grad()
     def step(self, parameter: Tensor, matrices: Matrices, hyper: Hyper) -> None:
-        """Replace what is to be orthogonalized by the step that it makes, its learning rate in it."""
+        """Replace what is orthogonalized by the step that follows from it, multiplied by the learning rate."""
         for matrix in matrices.of(parameter):
             is_apart = self._device.has_own_memory
             found = self._on_device(matrix, hyper) if is_apart else orthogonal(matrix.bfloat16(), hyper)
             matrix.copy_(found).mul_(_rate(hyper, matrix.shape))
 
     def _on_device(self, matrix: Tensor, hyper: Hyper) -> Tensor:
-        """There and back, beside what else it computes."""
+        """The orthogonal factor, computed on the device in parallel to the step's computations."""
         device = self._device
         self._stream = self._stream or device.new_stream()
         staged = self._staged[: 2 * matrix.numel()].view(torch.bfloat16).view(matrix.shape).copy_(matrix)
@@ -177,9 +177,10 @@ class Orthogonalizer:
 
 
 def orthogonal(matrix: Tensor, hyper: Hyper) -> Tensor:
-    """Near to the orthogonal factor of a matrix in bfloat16, which is changed: its singular values come near to 1.
+    """The orthogonal factor of a matrix in bfloat16, approximately: its singular values come close to 1. `matrix` is
+    changed.
 
-    Operation by operation what torch.optim.Muon does.
+    The operations are those of torch.optim.Muon.
     """
     a, b, c = hyper["ns_coefficients"]
     is_high = matrix.size(0) > matrix.size(1)

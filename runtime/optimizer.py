@@ -1,7 +1,7 @@
 """optimizer: gradients, optimizer states and the updates, early and late (arXiv 2512.17570, sections 4.3 and 4.4).
 
-The state of a part is one stretch of memory, component after component (the master first, where the parameters are
-narrower), so that one read serves one update.
+The state of a part is contiguous, component after component (the master first, if parameters are narrower), so that one
+read serves one update.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class OptimizerStep:
     def gradient(
         self, verb: str, value: Value, source: Any, memory: Tensor | None, bindings: Sequence[Binding]
     ) -> Gradient | Tensor | Extent:
-        """Memory of a unit's gradient: nothing added yet, a part of it, or a sum on its way to another tier or back.
+        """The content of a unit's gradient: nothing added yet, a part of it, or a sum that moves to another tier or
+        back.
 
-        What an alias names is in the memory of its source. Parts on the device are sums of several backwards.
+        An alias is in the memory of its source. Parts on the device are sums over several backwards.
         """
         setting, unit = self.setting, self.setting.unit(value)
         if isinstance(source, Gradient):
@@ -74,7 +75,7 @@ class OptimizerStep:
         return self._on_device(unit, unit.num_trained, memory)
 
     def _on_device(self, unit: UnitPlacement, numel: int, memory: Tensor | None) -> Tensor:
-        """Elements of a gradient; `memory`: where the device's is the host's."""
+        """Elements of a gradient; `memory`: used if the device's memory is the host's."""
         dtype = self.setting.wide(unit.unit)
         if self.setting.placement.separate:
             return self.setting.device.empty((numel,), dtype)
@@ -90,9 +91,9 @@ class OptimizerStep:
                 at += part.numel
 
     def norm(self, op: Op, gradient: Gradient, sums: Sequence[Tensor], record: StepRecord) -> Reading:
-        """The sum of squares of a complete gradient; where it is not finite, nothing is updated from then on.
+        """Complete a gradient, and return its sum of squares; once one is not finite, nothing is updated any more.
 
-        sums: what it is added to, and becomes.
+        sums: of earlier backwards; the gradient is added to them, and becomes their sum.
         """
         unit = self.setting.unit(op.reads[0]).unit
         gradient.complete()
@@ -105,7 +106,7 @@ class OptimizerStep:
         return record.squares[unit]
 
     def _add(self, op: Op, flat: Tensor, sums: Sequence[Tensor], record: StepRecord) -> None:
-        """Add what earlier backwards of the step have left in `sums`, if any has, to a gradient, and leave it there."""
+        """Add the sums of earlier backwards of the step, if there were any, to a gradient, and store it as the sum."""
         for value, total in zip(op.into, sums, strict=True):
             at = 0
             for part in self.setting.unit(value).dw[value.part].w:
@@ -120,7 +121,7 @@ class OptimizerStep:
     ) -> None:
         """This rank's share of the sum over all ranks, the sum of squares of the whole, and the sum of the losses.
 
-        sums: as of `norm`.
+        sums: as in `norm`.
         """
         unit, ranks, device = self.setting.unit(op.reads[0]), self.setting.ranks, self.setting.device
         assert ranks is not None
@@ -143,6 +144,6 @@ class OptimizerStep:
 
 
 def _square(flat: Tensor) -> Tensor:
-    """The sum of squares in float64, which torch would convert the whole of `flat` to first: so in pieces."""
+    """The sum of squares in float64, in pieces, because torch would first convert all of `flat`."""
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in flat.split(PIECE)]
     return torch.stack(norms).square().sum()

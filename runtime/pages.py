@@ -1,7 +1,7 @@
-"""pages: memory of whole pages, which no forked child has.
+"""pages: memory of whole pages, which forked children do not get.
 
-After a fork, of a DataLoader's workers say, the parent would copy each page that it writes to; pages that are pinned
-are copied by the fork itself; and open(2) forbids O_DIRECT into memory that a fork shares.
+Otherwise, after a fork (of a DataLoader's workers, for example), the parent would copy each page that it writes to, the
+fork itself would copy pinned pages, and open(2) forbids O_DIRECT into memory that is shared by a fork.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Pages(mmap.mmap):
     process: int
 
     def __new__(cls, nbytes: int, *, touched: bool = False) -> Pages:
-        """touched: with all pages there from the start; else they come as they are touched, in huge pages."""
+        """touched: all pages are allocated now; otherwise when they are first touched, as huge pages."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if touched else 0)
         pages = super().__new__(cls, -1, nbytes, flags=flags)
         pages.madvise(mmap.MADV_DONTFORK)
@@ -35,7 +35,7 @@ class Pages(mmap.mmap):
         return pages
 
     def leave(self) -> None:
-        """Nothing is to be let go of: what is left is not unmapped."""
+        """A child has nothing to release: it must not unmap the memory."""
 
     # The device lets go of pages before they are unmapped. As the interpreter ends, this module has no names left.
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:

@@ -1,4 +1,4 @@
-"""random_state: where all generators of random numbers have come to, as text: torch's, those of Python and of numpy."""
+"""random_state: the states of all random number generators, as text: torch's, Python's and numpy's."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def random_state() -> dict[str, str]:
 
 
 def set_random_state(state: Mapping[str, str]) -> None:
-    """Have all generators go on from a state; what is not in it, or of a device that is not here, stays as it is.
+    """Restore the generators' states; one that is not in `state`, or is of a device that is not here, is not changed.
 
-    Raises ResumeError for what is no state of its generator.
+    Raises ResumeError if a generator does not accept its state.
     """
     for name, text in state.items():
         try:

@@ -1,14 +1,14 @@
-"""ranks: the processes that train one model together, and every word between them.
+"""ranks: the processes that train one model together, and all of their communication.
 
     lane "net"       all_gather, reduce_scatter, all_reduce   of the program, each rank the same ones in the same order
-                     what `announce` returns                  ahead of these: is it the same call on all
+                     what `announce` returns                  before these: do all ranks make the same call
     lane "ssd_write" commit_together                          when all ranks have written what a commit needs
     lane "cpu"       spread                                   in updates, of what they need whole
     user's thread    broadcast, agree, from_first             before the first step, and for reads and writes between
     any thread       fail, check                              what ends one rank ends all of them
 
-Lanes and the user's thread issue independently of each other, so each has process groups of its own. No wait is
-longer than the life of the ranks that are waited for.
+Lanes and the user's thread issue independently of each other, so each has process groups of its own. A wait ends when a
+rank that is waited for ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gs_compile.errors import RankError
 from gs_compile.options import Options
 from gs_compile.progress import stage
 from gs_compile.runtime import host_collectives
-from gs_compile.runtime.alarm import Alarm, words
+from gs_compile.runtime.alarm import Alarm, in_words
 from gs_compile.runtime.groups import TIMEOUT, Team, as_bytes, await_everyone, from_bytes, mesh_of, new_groups, team_of
 from gs_compile.runtime.standing import collective_of, is_in
 from gs_compile.runtime.stream import is_in_host_memory
@@ -43,16 +43,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL = timedelta(seconds=0.2)  # between two looks at the other ranks' health
-CHUNK = 1 << 22  # elements of a sum that are sent at a time: they come to memory beside it
+POLL = timedelta(seconds=0.2)  # between two checks of the other ranks
+CHUNK = 1 << 22  # elements of a sum that are sent at a time: what arrives takes additional memory
 TOGETHER = "a wait of this package"
 ALSO_STATE = "also to take a state dict, which the first may then save alone"
 LABEL = 128  # bytes that tell which call of the user's thread it is
-PATIENCE = 60.0  # seconds: what is waited for is said then, in case that others wait for something else
-GRACE = 5.0  # seconds: for the reason of a connection that broke, or for what a rank has sent before its end
-ASKING = 2.0  # seconds between two questions where the other ranks are: what moves data is at another place then
+PATIENCE = 60.0  # seconds until a wait is logged: others may wait for something else
+GRACE = 5.0  # seconds for the reason of a broken connection, or for what a rank has sent before its end, to arrive
+ASKING = 2.0  # seconds between two questions what the other ranks wait for: one that moves data is further by then
 
-_CLOSED = object()  # in the place of a group: None would be the default one
+_CLOSED = object()  # in place of a group: None would be the default one
 
 # Their names since torch 2.13, which warns of the older ones
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -168,7 +168,7 @@ class Ranks:
             self._groups += [self._updates] * bool(self._groups)
 
     def spread(self, tensor: Tensor, source: int) -> None:
-        """All in the group that shards get the values of its rank `source`, in place; host memory, contiguous."""
+        """All ranks of the group that shards get the values of its rank `source`, in place; host memory, contiguous."""
         content = tensor.view(torch.uint8)
         begin = partial(dist.broadcast, content, group=self._updates, group_src=source, async_op=True)
         self._finish("an update", content, begin)
@@ -183,16 +183,16 @@ class Ranks:
     # On the user's thread --------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, source: int = 0, what: str = "broadcast") -> None:
-        """Everybody gets the values of rank `source` (of the group that shards), in place; host memory, contiguous."""
+        """All ranks get the values of rank `source` (of the group that shards), in place; host memory, contiguous."""
         self.agree_on(f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, from rank {self._first_row[source]}")
         self._send(tensor.view(-1).view(torch.uint8), self._first_row[source], what)  # gloo knows no int16
 
     def agree_on(self, what: str) -> None:
-        """Raise `RankError` on all ranks where one of them asks for something else than `what`."""
+        """Raise `RankError` on all ranks if one of them calls this with another `what`."""
         self.announce(what)()
 
     def announce(self, what: str) -> Callable[[], None]:
-        """Tell the other ranks what this one does now; what is returned does as `agree_on`, later and on any thread."""
+        """Tell the other ranks what this one does now. The function returned checks as `agree_on`, on any thread."""
         mine = torch.zeros(LABEL, dtype=torch.uint8, device="cpu")
         text = _label(what)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -231,7 +231,7 @@ class Ranks:
         return [from_bytes(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
 
     def from_first(self, what: str, make: Callable[[], T]) -> T:
-        """What the first rank makes, for everybody; where it fails, all fail with its reason."""
+        """The result of `make` on the first rank, for all ranks; if it fails there, all fail with its reason."""
         self.agree_on(what)
         content = torch.zeros(0, dtype=torch.uint8, device="cpu")
         if self.place == 0:
@@ -248,7 +248,7 @@ class Ranks:
         return value if self.place == 0 else from_bytes(content)
 
     def require_same(self, what: str, facts: dict[str, Any]) -> None:
-        """Raise `RankError` on all ranks where a fact is not the same on all; it names the ranks and their values."""
+        """Raise `RankError` on all ranks if a fact is not the same on all; it names the ranks and their values."""
         given = self.agree(what, facts)
         for fact in dict.fromkeys(key for each in given for key in each):
             values: dict[str, list[int]] = {}
@@ -263,7 +263,7 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one ends with `error`; the first failure counts, on any rank."""
         if self._alarm is not None:
-            self._alarm.fail(words(error))
+            self._alarm.fail(in_words(error))
 
     def check(self, what: str = "") -> None:
         """Raise `RankError` if a rank has failed: which one, and why. what: the operation that cannot go on."""
@@ -273,9 +273,9 @@ class Ranks:
             raise RankError(f"rank {failed[0]} has failed: {failed[1]}{doing}")
 
     def close(self) -> None:
-        """Tell the others that this rank has ended, and give the groups back; once is enough.
+        """Tell the others that this rank has ended, and give the groups back; further calls do nothing.
 
-        Who keeps this, as what tells of a plan does, keeps no connections and threads of theirs.
+        Objects that keep a closed `Ranks`, such as a plan's report, keep no connections and threads.
         """
         self._close()
         self._all = self._commits = self._row = self._column = self._updates = _CLOSED
@@ -284,7 +284,7 @@ class Ranks:
     # Waits -----------------------------------------------------------------------------------------------------------
 
     def _finish(self, what: str, tensor: Tensor, *begin: Callable[[], Any]) -> None:
-        """Begin collectives, and wait for all; on a device, let the current stream wait for them."""
+        """Begin collectives, and wait for all of them; on a device, the current stream waits."""
         self.check(what)
         try:
             for work in [each() for each in begin]:
@@ -308,7 +308,7 @@ class Ranks:
             try:
                 work.wait(POLL)
                 return
-            except RuntimeError:  # too early, unless it has failed, or has ended just now
+            except RuntimeError:  # the time is over, unless the collective has failed, or has ended just now
                 if work.is_completed():
                     work.wait()  # raises its own error, if it has one
                     return
@@ -329,7 +329,7 @@ class Ranks:
                 )
 
     def _check_ended(self, what: str, before: float) -> None:
-        """Raise `RankError` where a rank's script has ended, and had before that moment."""
+        """Raise `RankError` if a rank's script has ended before that moment."""
         ended = self._alarm.ended if self._alarm is not None else {}
         if gone := sorted(name for name, since in ended.items() if since < before):
             raise RankError(
@@ -338,9 +338,9 @@ class Ranks:
             )
 
     def _check_standing(self, what: str, alarm: Alarm, before: dict[int, str]) -> dict[int, str]:
-        """Raise `RankError` where all others wait for this rank, as they did at the last question.
+        """Raise `RankError` if all others wait for this rank, and their answers are those of the question before.
 
-        before: the answers to that. Gives those to this one, and asks again.
+        before: these answers. Returns the latest ones, and asks again.
         """
         found = alarm.standing
         is_stuck = len(found) == self.total - 1 and all(found.values()) and found == before
@@ -356,17 +356,17 @@ class Ranks:
         self._finish(what, whole, lambda: _all_gather(whole, own, group=self._all, async_op=True))
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
-        at = self.names.index(source)  # by the name torch knows none of a group that the script has destroyed
+        at = self.names.index(source)  # torch does not know a rank's name in a group that the script has destroyed
         self._finish(what, tensor, lambda: dist.broadcast(tensor, group=self._all, group_src=at, async_op=True))
 
 
 def _waits_for(name: int) -> str:
-    """What this process's main thread waits for together with rank `name`; empty: for nothing that is known of."""
+    """What this process's main thread waits for together with rank `name`; "": nothing that is known."""
     return TOGETHER if is_in(Ranks._poll.__code__) else collective_of(name)
 
 
 def _label(what: str) -> bytes:
-    """`LABEL` bytes at most, which are others for each text: a long one ends with a sum of all of it."""
+    """At most `LABEL` bytes that identify a text: a long one is cut, and ends with its checksum."""
     text = what.encode()
     return text if len(text) <= LABEL else text[: LABEL - 11] + f"...{zlib.crc32(text):08x}".encode()
 
@@ -376,16 +376,16 @@ def _rank_words(names: Sequence[int]) -> str:
 
 
 def _abort(groups: Sequence[Any]) -> None:
-    """End what a device does together with a rank that is gone: its streams would wait for ever, and no host could."""
+    """Abort a device's collectives with a rank that is gone: its streams would wait for ever, and the host for them."""
     for group in groups:
         with contextlib.suppress(RuntimeError):  # a backend that has nothing to end
             group.abort()
 
 
 def _close(alarm: Alarm, groups: Sequence[Any]) -> None:
-    """groups: to give back. torch names those of a part of the ranks by these, so such a name is never free again."""
+    """groups: to give back; empty if they are of a part of torch's ranks: torch would use their names again."""
     alarm.close()
-    if alarm.failed is None and dist.is_initialized():  # what waits in a group for a rank that is gone ends with us
+    if alarm.failed is None and dist.is_initialized():  # to destroy one that waits for a rank that is gone would block
         for group in filter(None, groups):
             with contextlib.suppress(ValueError):  # the user has destroyed it
                 dist.destroy_process_group(group)

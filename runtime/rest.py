@@ -1,4 +1,4 @@
-"""rest: tensors of a commit that are beside the tiers, such as parameters of an eager head: one part, of two files."""
+"""rest: a commit's tensors that are not on the tiers, such as parameters of an eager head: one part, in two files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Rest:
-    """The files that commits take turns with."""
+    """The two files between which commits alternate."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -21,8 +21,8 @@ class Rest:
         self._made = 0
 
     def take(self, tensors: Tensors) -> tuple[Extent, torch.Tensor, Sequence[Extent]]:
-        """The file for the next commit; what to write to it, the tensors as they are now; and the files that no commit
-        names once that commit is made.
+        """The file for the next commit, the bytes to write to it (the tensors as they are now), and the files that no
+        commit names once that commit is made.
         """
         old: Sequence[Extent] = ()
         content = torch.cat([each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()])
@@ -35,7 +35,7 @@ class Rest:
 
 
 def laid_out(tensors: Tensors) -> tuple[StoredTensor, ...]:
-    """Where each is in the part."""
+    """The place of each tensor in the part."""
     found, offset = [], 0
     for name, each in tensors.items():
         found.append(StoredTensor(name, str(each.dtype).removeprefix("torch."), tuple(each.shape), offset))

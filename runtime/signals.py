@@ -1,8 +1,9 @@
-"""signals: a run that is asked to end does so as after an error, so that it leaves no files.
+"""signals: a signal that ends a run ends it as an error does, so that it leaves no files.
 
 Python calls a handler on the main thread, between two of its instructions. While that thread waits for autograd, which
-runs a backward on a thread of the device's, that is after the backward. So C tells another thread of the signal through
-a pipe, and that one interrupts the run: the backward raises on the main thread what the handler would have raised.
+runs a backward on a thread of the device, this is only after the backward. So Python's C code tells another thread of
+the signal through a pipe (`signal.set_wakeup_fd`), and this thread interrupts the run: the backward then raises on the
+main thread what the handler would have raised.
 """
 
 from __future__ import annotations
@@ -20,37 +21,34 @@ from typing import Any, Protocol
 from gs_compile.runtime.forks import leave_in_children
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-BACKWARD = "torch.autograd.graph"  # whose function is the main thread's last one in a backward
+BACKWARD = "torch.autograd.graph"  # the module of the main thread's innermost function in a backward
 SOON_SECONDS = 0.05  # until a signal comes once more
 _FINALIZE = weakref.finalize.__call__.__code__
 
 
 class Interruptible(Protocol):
     def interrupt(self, error: BaseException) -> bool:
-        """Have the thread that runs something raise an error; whether it will."""
+        """Have the thread that runs something raise an error. Returns whether it will."""
 
 
 def end_by_exit() -> None:
-    """Have such a signal raise SystemExit on the main thread, with the exit code that a shell shows for it.
+    """Have the signals of `ENDING` raise SystemExit on the main thread, with the exit code that a shell shows for them.
 
-    A second one ends the process at once. Signals that somebody else handles or ignores stay with them, and all do
-    where another thread than the main one calls this, which Python does not allow to handle any.
+    A second one ends the process at once. Signals that other code handles or ignores are left to it. On another thread
+    than the main one this does nothing, as Python allows no handlers there.
     """
     _handle(ENDING)
 
 
 def watch(run: Interruptible) -> None:
-    """Signals that come into a backward of a run interrupt it, where this module handles them; SIGINT is one of them.
-
-    It raises KeyboardInterrupt as ever.
-    """
+    """Have signals during a backward of a run interrupt it, SIGINT too, which raises KeyboardInterrupt as usual."""
     if (ending := _handle((*ENDING, signal.SIGINT))) is not None:
         ending.runs.add(run)
         ending.listen()
 
 
 def _handle(numbers: Iterable[signal.Signals]) -> Ending | None:
-    """Have one handler in the place of Python's own and of a parent's; None: this thread cannot."""
+    """Install one handler in place of Python's own and of a parent process's; None: this thread cannot."""
     if threading.current_thread() is not threading.main_thread():
         return None
     known = (signal.getsignal(number) for number in (*ENDING, signal.SIGINT))
@@ -70,7 +68,7 @@ class Ending:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.runs: weakref.WeakSet[Interruptible] = weakref.WeakSet()
-        self._answered: set[int] = set()  # signals that a run raises for
+        self._answered: set[int] = set()  # signals for which a run raises the error
         self._hears = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -79,7 +77,7 @@ class Ending:
             return
         if number in ENDING:
             signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != self.pid:  # a forked child, which has nothing to remove: as without this handler
+        if os.getpid() != self.pid:  # a forked child has nothing to remove: the default action
             signal.signal(number, signal.SIG_DFL if number in ENDING else signal.default_int_handler)
             signal.raise_signal(number)
         if number in self._answered:
@@ -88,7 +86,9 @@ class Ending:
         raise _error(number)
 
     def send_again(self, before: Callable[[Any], object], ignored: Any) -> None:
-        """A signal whose exception Python has ignored, as in a callback of a weak reference. before: for others."""
+        """Send a signal again whose exception Python has ignored, as in a weak reference's callback. before: the hook
+        for other exceptions.
+        """
         number = getattr(ignored.exc_value, "signal_number", None)
         if number is None or os.getpid() != self.pid:
             before(ignored)
@@ -97,7 +97,7 @@ class Ending:
         _send_soon(number)
 
     def listen(self) -> None:
-        """Start the thread that hears of signals at once; not where the process listens for something of its own."""
+        """Start the thread that hears of signals at once, unless other code uses Python's wake-up file descriptor."""
         if self._hears:
             return
         self._hears = True

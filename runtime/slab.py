@@ -1,10 +1,10 @@
 """slab: the host memory of a run: two segments, mapped before a step, with values at their planned offsets.
 
-    | what lives on, alike in all programs of a run | what a step needs beside it, by its own program |
-    0                                         fixed.nbytes                                 program.slab_nbytes
+    | what lives on, the same in all programs of a run | what else a step needs, by its own program |
+    0                                            fixed.nbytes                            program.slab_nbytes
 
-Nothing is taken or given back while a step runs. Who writes to a range first waits for those who still use what was
-there before, and for nobody else.
+Nothing is allocated or freed while a step runs. The first writer of a range waits for the users of what was there
+before, and for nothing else.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Allocation(NamedTuple):
     memory: torch.Tensor
 
     def end(self, users: Sequence[Ticket]) -> None:
-        """The value has ended; `users` may still be at work on it."""
+        """The value has ended; `users` may still use it."""
         self.segment.ranges.end(self.where, users)
 
 
 class Segment:
-    """Memory from an offset of the slab on."""
+    """Memory for the slab's offsets from `start` on."""
 
     def __init__(self, start: int, nbytes: int, device: Device) -> None:
         self.nbytes = nbytes
         self._start = start
         self._memory = map_memory(nbytes, device)
         self.ranges: Ranges[Ticket] = Ranges()
-        self.waits = False  # for the backward of a step, which may have nothing in it meanwhile
+        self.waits = False  # for the backward of a step, also if no value is in it meanwhile
 
     @property
     def is_in_use(self) -> bool:
@@ -56,11 +56,11 @@ class Segment:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing in it is in use, or still worked on."""
+        """Whether nothing in it is in use, and no operation still works on it."""
         return not self.is_in_use and all(ticket.done for ticket in self.ranges.users)
 
     def begin(self, where: Range, offset: int = 0) -> tuple[Allocation, list[Ticket]]:
-        """The allocation of a value at an offset in its slot, and who has to be done before it is written."""
+        """The allocation of a value at an offset in its slot, and the tickets to wait for before it is written."""
         first = where.offset - self._start
         allocation = Allocation(self, where, self._memory[first + offset : first + where.nbytes])
         return allocation, [ticket for ticket in dict.fromkeys(self.ranges.begin(where)) if not ticket.done]
@@ -69,7 +69,7 @@ class Segment:
 class Slab:
     """The segments of one run, empty until they are mapped; `budget_nbytes` None: without a bound.
 
-    num_calls: of the model, for which segments are kept at a time, beside those in use.
+    num_calls: the number of segments that are kept mapped, one for each open call of the model.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Slab:
         return self.fixed.nbytes + sum(segment.nbytes for segment in self._steps)
 
     def home(self, slot: Slot) -> Allocation | None:
-        """The allocation of a value that lives on, if that is in host memory; nobody was there before."""
+        """The allocation of a value that lives on, if it is in host memory; its memory has no former users."""
         where = range_of(slot, self._offsets)
         return self.fixed.begin(where, slot.offset)[0] if where else None
 
@@ -106,10 +106,10 @@ class Slab:
         return self._idle(program) is not None
 
     def segment(self, program: Program) -> Segment:
-        """A segment beside the fixed one for a step of `program`; mapped where there is none that is large enough.
+        """A segment for a step of `program`, in addition to the fixed one; mapped if none is idle and large enough.
 
-        Steps and evaluations that are under way at a time have segments of their own. Raises `MemoryBudgetError` where
-        that does not fit.
+        Steps and evaluations that are under way at the same time have their own segments. Raises `MemoryBudgetError` if
+        the budget has no room for another.
         """
         if (found := self._idle(program)) is not None:
             idle = [segment for segment in self._steps if segment.is_done and segment is not found]
@@ -131,7 +131,9 @@ class Slab:
         return self._steps[-1]
 
     def _idle(self, program: Program) -> Segment | None:
-        """A segment that nobody uses, large enough for a program; what does not train has left it before a backward."""
+        """A segment that is large enough and not in use. A program that does not train may also take one that waits for
+        a backward: it ends before that.
+        """
         segments = (each for each in self._steps if not (each.is_in_use if program.trains else each.ranges))
         return next((each for each in segments if program.slab_nbytes <= self.fixed.nbytes + each.nbytes), None)
 
@@ -139,9 +141,9 @@ class Slab:
 def map_memory(nbytes: int, device: Device | None = None) -> torch.Tensor:
     """`nbytes` of host memory, zero, as uint8 at the start of a page; unmapped when no tensor refers to it any more.
 
-    device: pins the memory for as long as it is mapped, where it has memory of its own. Where it registers none, the
-    memory is torch's own, which may take up to twice as much.
-    Raises `MemoryBudgetError` where the system refuses the memory, or to pin it.
+    device: if it has memory of its own, the memory is pinned for as long as it is mapped. If it cannot register memory,
+    torch allocates it, which may take up to twice as much.
+    Raises `MemoryBudgetError` if the system refuses the memory, or to pin it.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -162,7 +164,7 @@ def _mapped(nbytes: int, device: Device | None) -> torch.Tensor:
     if device is not None and device.has_own_memory:
         address = memory.data_ptr()
         with stage(f"pinning {format_bytes(nbytes)} of host memory"):
-            memory.zero_()  # by all of torch's threads: who pins untouched pages takes one by one
+            memory.zero_()  # all threads of torch touch the pages; pinning would touch them one by one
             device.pin(address, nbytes)
         pages.unpin = lambda: device.unpin(address)
     return memory

@@ -19,9 +19,10 @@ class Slice:
     """Where a parameter is: a unit, and the offset in its flat space.
 
     dtype: of the parameter; None: that of the unit. width: the elements of the unit that one of the parameter takes.
-    codec: in which it is stored, of `CODECS`, or "": as it is. num_stored: then the elements of the unit that it takes.
-    components: names of the tensors of its state, the master aside; (): those of the optimizer's parameters in general.
-    second: from its elements to those that have its second moments in the place of first ones; 0: it has no such.
+    codec: the one of `CODECS` in which it is stored; "": none. num_stored: the elements of the unit that it then takes.
+    components: names of the tensors of its state, without the master; (): those that the optimizer's parameters have in
+        general.
+    second: the distance from its elements to those whose first moments are its second ones; 0: there are none such.
     """
 
     unit: Unit
@@ -52,27 +53,27 @@ class Slice:
 
     @property
     def padded(self) -> int:
-        """The elements of the unit that are its own, those of its second moments with them."""
+        """The elements of the unit that are its own, including those for its second moments."""
         return -(-(self.stop - self.offset) // QUANTUM) * QUANTUM * (1 + bool(self.second))
 
     @property
     def elements(self) -> Slice:
-        """The elements of the unit."""
+        """Its elements of the unit, as a parameter of the unit's dtype."""
         return Slice(self.unit, self.offset, (self.stop - self.offset,))
 
     def view(self, elements: Tensor) -> Tensor | Encoded:
-        """The parameter, of the elements of its unit."""
+        """The parameter as a view of its elements of the unit."""
         if self.codec:
             assert self.dtype is not None
             return Encoded(CODECS[self.codec], elements.view(torch.uint8), self.shape, self.dtype)
         return (elements.view(self.dtype) if self.dtype else elements).view(self.shape)
 
     def moment(self, number: int) -> tuple[Slice, int]:
-        """Where a moment of it is: in which elements of the unit, and as which moment of these."""
+        """The elements of the unit that hold one of its moments, and as which of their moments."""
         return (replace(self, offset=self.offset + self.second), 0) if self.second and number else (self, number)
 
     def within(self, start: int, stop: int) -> Slice:
-        """Some elements of the parameter, as one of one dimension."""
+        """Some elements of the parameter, as a parameter of one dimension."""
         assert not self.codec, "a part of an encoded matrix has no place of its own"
         return replace(self, offset=self.offset + start * self.width, shape=(stop - start,))
 
@@ -100,7 +101,7 @@ class Binding:
         return flat.as_strided(span.shape, span.stride, flat.storage_offset() + span.offset - start)
 
     def gradient(self, flat: Tensor) -> Tensor:
-        """The parameter's gradient, in its unit's; where it is wide, of each two elements the first one."""
+        """The parameter's gradient in the unit's; of a wide parameter it is every second element, from the first on."""
         span = self.span
         stride = [number * span.width for number in span.stride]
         return flat.as_strided(span.shape, stride, flat.storage_offset() + span.offset)

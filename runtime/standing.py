@@ -1,4 +1,4 @@
-"""standing: what the main thread of this process waits for, read from its stack by another thread."""
+"""standing: which collective the main thread of this process waits in, read from its stack by another thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 
 import torch.distributed as dist
 
-FROM_ONE = frozenset(("send", "recv", "isend", "irecv", "batch_isend_irecv"))  # they wait for one rank alone
+FROM_ONE = frozenset(("send", "recv", "isend", "irecv", "batch_isend_irecv"))  # they wait for a single rank
 
 
 def is_in(code: CodeType) -> bool:
@@ -18,8 +18,8 @@ def is_in(code: CodeType) -> bool:
 
 
 def collective_of(name: int) -> str:
-    """The collective of torch.distributed that the main thread is in together with rank `name`, and the user's line;
-    empty: none.
+    """The collective of torch.distributed that the main thread is in together with rank `name`, with the user's line;
+    "": none.
     """
     frames = _frames()
     frame = next((each for each in frames if _module(each) == dist.distributed_c10d.__name__), None)

@@ -1,4 +1,4 @@
-"""step_record: what is known of one step, while its updates run."""
+"""step_record: what the updates of one step need to know of it."""
 
 from __future__ import annotations
 
@@ -39,52 +39,52 @@ class SharedNorm:
 
 @dataclass
 class StepRecord:
-    """What the updates of one step need, early and late: captured when its backward begins.
+    """What the updates of one step, early and late, need to know of it: the settings when its backward began.
 
-    What was set since then is taken up by `optimizer.step()`, where no update has run by then.
+    `optimizer.step()` takes settings that have changed since then, if no update has run before.
     """
 
-    number: int  # of the optimizer's steps, from 1; of a parameter's own, without those that it has missed
+    number: int  # of the optimizer's steps, from 1; a parameter's own number is smaller by the steps that it has missed
     hypers: Sequence[Mapping[str, Any]]  # by param group
     max_grad_norm: float | None = None
-    groups: Sequence[Mapping[str, Any]] = ()  # the settings of each as they were, of which hypers are made
+    groups: Sequence[Mapping[str, Any]] = ()  # the settings of each param group, from which `hypers` are made
     squares: dict[Unit | str, Reading] = field(default_factory=dict)  # of gradients, in the order of norms
     losses: Sequence[Reading] = ()  # of this backward
-    earlier: Sequence[Reading] = ()  # of the backwards of the step before it, and of all ranks
-    loss_scale: float = 1.0  # in all gradients
-    num_ranks: int = 1  # over which gradients are summed: they are those of the mean of the ranks' losses
-    scale: float = 1.0  # that clips
-    scale_norm: float = math.nan  # the norm that it follows from
+    earlier: Sequence[Reading] = ()  # of the step's backwards before this one, of all ranks
+    loss_scale: float = 1.0  # that all gradients are multiplied by
+    num_ranks: int = 1  # whose gradients are summed; the step takes the mean of their losses
+    scale: float = 1.0  # of clipping
+    scale_norm: float = math.nan  # the norm from which `scale` follows
     dtype: torch.dtype = torch.float32  # of the scale: the widest of the gradients
-    is_too_large: bool = False  # the norm, for that dtype
-    is_dropped: bool = False  # its gradients: between the backward and `optimizer.step()`
-    adds: bool = False  # to the sums of backwards before it
-    issued: list[tuple[Unit, int]] = field(default_factory=list)  # an update, and how many norms were there before it
-    num_losses: int = 0  # of this rank's backwards so far; 0: none was trained
-    num_tokens: int = 0  # of this rank's calls whose backward has run, padding too
-    predicted_seconds: float = math.nan  # of such a step, as it was planned
-    idle: frozenset[Slice] = frozenset()  # trained parameters that no gradient has come to: they stay as they are
-    woken: frozenset[Slice] = frozenset()  # those that the first call shows none comes to, and one has come to since
-    missed: Mapping[Slice, int] = field(default_factory=dict)  # the steps that parameters have been so, or frozen
-    means: Mapping[Tensor, int] = field(default_factory=dict)  # over ranks, of gradients in memory: their versions
+    is_too_large: bool = False  # the norm is not finite in that dtype
+    is_dropped: bool = False  # the gradients were dropped between the backward and `optimizer.step()`
+    adds: bool = False  # gradients are added to the sums of earlier backwards
+    issued: list[tuple[Unit, int]] = field(default_factory=list)  # each update, and how many norms were known before it
+    num_losses: int = 0  # of this rank's backwards so far; 0: no loss was trained
+    num_tokens: int = 0  # of this rank's calls whose backward has run, including padding
+    predicted_seconds: float = math.nan  # of such a step, by its plan
+    idle: frozenset[Slice] = frozenset()  # trained parameters that have got no gradient: they are not updated
+    woken: frozenset[Slice] = frozenset()  # by the first call they get no gradient, but one has come since
+    missed: Mapping[Slice, int] = field(default_factory=dict)  # the number of steps for which each was idle or frozen
+    means: Mapping[Tensor, int] = field(default_factory=dict)  # gradients in memory that are means over ranks: versions
 
     @property
     def grad_norm(self) -> float:
-        """The norm of all gradients, before clipping; infinite where an element is not finite."""
+        """The norm of all gradients, before clipping; infinite if an element is not finite."""
         squares = [square() for square in self.squares.values()]
         finite = all(map(math.isfinite, squares))
         return math.sqrt(math.fsum(squares)) / (self.loss_scale * self.num_ranks) if finite else math.inf
 
     @property
     def factor(self) -> float:
-        """What gradients are multiplied by in updates."""
+        """The factor that gradients are multiplied by in updates."""
         return self.scale / (self.loss_scale * self.num_ranks)
 
     @property
     def skipped(self) -> bool:
         """Whether nothing is updated: a gradient so far is not finite, or gradients were dropped.
 
-        A loss that is not finite alone, as of a batch without a label that counts, has gradients as any other.
+        A loss that is not finite does not suffice: that of a batch without counted labels has finite gradients.
         """
         squares = self.squares.values()
         return self.is_dropped or self.is_too_large or not all(math.isfinite(square()) for square in squares)
@@ -96,7 +96,7 @@ class StepRecord:
 
     @property
     def loss(self) -> float:
-        """The mean of the losses of all backwards and ranks; nan where the step trains none."""
+        """The mean of the losses of all backwards and ranks; nan if the step has no loss."""
         if not self.num_losses:
             return math.nan
         return math.fsum(loss() for loss in self._all_losses) / (self.num_losses * self.num_ranks)
@@ -107,12 +107,12 @@ class StepRecord:
 
     @property
     def updated(self) -> list[Unit]:
-        """The units that have been updated before it was known that the step is skipped."""
+        """The units that were updated before it was known that the step is skipped."""
         finite = [math.isfinite(square()) for square in self.squares.values()]
         return [unit for unit, number in self.issued if all(finite[:number])]
 
     def share(self, unit: Unit, norm: SharedNorm, factor: Tensor | None) -> None:
-        """Read the norm of a unit from an exchange, and from the first of a step the losses of all ranks."""
+        """Have the norm of a unit read from `norm`, and with a step's first exchange the losses of all ranks."""
         norm.factor = factor
         if self.squares.keys() <= {"resident"}:
             norm.losses, self.losses = self.losses, (partial(norm.reading, 1),)
@@ -120,7 +120,7 @@ class StepRecord:
 
     @property
     def told_settings(self) -> str:
-        """In words: alike where what was set is, to six digits."""
+        """The settings in words: equal where settings are equal to six digits."""
         settings = [*self.groups, self.max_grad_norm, self.loss_scale]
         text = re.sub(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?", lambda found: f"{float(found[0]):.6g}", repr(settings))
         rates = ", ".join(f"{group.get('lr', 0):.6g}" for group in self.groups)
@@ -128,16 +128,16 @@ class StepRecord:
 
     @property
     def told(self) -> str:
-        """In words: alike where `told_settings` and what is woken are."""
+        """The same, with the parameters of `woken`."""
         text = " ".join(sorted(map(str, self.woken)))
         return self.told_settings + (f", late first gradients {zlib.crc32(text.encode()):08x}" if text else "")
 
     def so_far(self) -> StepRecord:
-        """What is known when an update is issued; what comes later does not change it."""
+        """A copy for an update that is issued now: norms that come later are not in it."""
         return replace(self, squares=dict(self.squares))
 
     def clip(self) -> None:
-        """Find what torch's clip_grad_norm_ would multiply by, in its dtype; skip where a gradient is not finite."""
+        """Find the factor of torch's clip_grad_norm_, in its dtype; 1 if a gradient is not finite."""
         self.scale, self.scale_norm = 1.0, self.grad_norm
         norm = torch.tensor(self.scale_norm, dtype=self.dtype)
         self.is_too_large = not bool(norm.isfinite())
@@ -146,5 +146,5 @@ class StepRecord:
 
     @property
     def confirmed(self) -> bool:
-        """Whether what was updated before the scale was known is what it should be, as `clip` has found last."""
+        """Whether updates that ran before the scale was known are right, by the result of `clip`."""
         return self.scale == 1.0 and math.isfinite(self.scale_norm) and not (self.is_too_large or self.is_dropped)

@@ -7,8 +7,8 @@ Cuda          one with what CUDA and ROCm do better: host memory that is registe
 DEVICES       the class of each type of device that has one of its own.
 
 A stream runs what is launched on it in order. An event is a point in a stream; other streams and threads wait for it.
-Memory of a device is taken on the stream that computes, and is for that stream again as soon as nobody refers to it:
-who uses it on another stream keeps a reference until that is done (`values.Held`).
+Memory of a device is allocated on the computation's stream, which may reuse it as soon as no tensor refers to it: an
+operation on another stream keeps a reference until it is done (`values.Held`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gs_compile.machine import available_memory, usable_memory
 
 fused_adam, fused_adamw, fused_sgd = torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks at an event
-PATIENCE_SECONDS = 5.0  # for copies under way: one that waits for another rank may never end
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two queries of an event
+PATIENCE_SECONDS = 5.0  # for copies to end: one that waits for another rank may never do so
 
-Reading = Callable[[], float]  # a number of the device, on its way to the host; the call waits for it
+Reading = Callable[[], float]  # a number that moves from the device to the host; the call waits for it
 
 
 class Event(Protocol):
-    """A point in a stream; a `Clock` tells when it was."""
+    """A point in a stream; a `Clock` says when it happened."""
 
     def query(self) -> bool: ...
 
@@ -43,7 +43,7 @@ class Event(Protocol):
 
 
 def wait_for(event: Event, check: Callable[[], None]) -> None:
-    """Return when an event has happened; `check` raises where it never will."""
+    """Return when an event has happened; `check` raises if it never will."""
     pause = SHORTEST_PAUSE
     while not event.query():
         time.sleep(pause)
@@ -58,7 +58,7 @@ class Stream(Protocol):
 
 
 class Clock(Protocol):
-    """Tells when events were."""
+    """Says when events happened."""
 
     def seconds(self, start: Any, end: Any) -> tuple[float, float]:
         """When two events happened, by the clock of `time.perf_counter`; both have."""
@@ -72,23 +72,23 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.check: Callable[[], None] = lambda: None  # raises where what is waited for never comes; a run has its own
+        self.check: Callable[[], None] = lambda: None  # raises if a wait would never end; a run sets its own
 
     @property
     def name(self) -> str:
         return self.device.type
 
     def memory_nbytes(self) -> tuple[int, int]:
-        """The bytes of its memory that this process can have now, and all of them."""
+        """The bytes of its memory that this process can allocate now, and all of its bytes."""
         return available_memory(), usable_memory()
 
     def enter(self) -> None:
-        """This thread works for this device from now on: without it, a thread's first device is the first one."""
+        """This thread uses this device from now on; otherwise a new thread uses the first device."""
 
     # Order -----------------------------------------------------------------------------------------------------------
 
     def new_stream(self) -> Stream | None:
-        """A stream beside the one that computes; None where the thread itself does the work."""
+        """A stream in addition to the one that computes; None if the thread itself does the work."""
         return None
 
     def current_stream(self) -> Stream | None:
@@ -105,11 +105,11 @@ class Device:
 
     @property
     def clock(self) -> Clock:
-        """The clock by which events of now are timed."""
+        """The clock for events that are recorded now."""
         raise NotImplementedError(f"{self.name} has no streams")
 
     def set_clock(self) -> None:
-        """Begin another clock: the device's own and the host's drift apart."""
+        """Begin a new clock: the device's own and the host's drift apart."""
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
@@ -127,22 +127,22 @@ class Device:
         target.copy_(source)
 
     def read(self, number: Tensor) -> Reading:
-        """Bring a number of the current stream to the host, without a wait where the device can."""
+        """Bring a number of the current stream to the host, without a wait if the device can."""
         value = float(number)
         return lambda: value
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Let host memory take part in asynchronous copies; RuntimeError where the system refuses."""
+        """Allow asynchronous copies of host memory; RuntimeError if the system refuses."""
 
     def unpin(self, address: int) -> None:
         """The end of `pin`: before the memory is unmapped, and once no copy of it is under way."""
 
 
 def settle(device: Device, stream: Stream | None) -> None:
-    """Return when all that was launched on a stream is over: the memory of its copies may go. Never fails."""
+    """Return when everything launched on a stream has ended, so that the memory of its copies may go. Never fails."""
     if stream is None:
         return
-    with suppress(RuntimeError):  # of a device that has failed, on which nothing goes on
+    with suppress(RuntimeError):  # of a device that has failed, on which nothing runs any more
         event, until = device.record(stream), time.monotonic() + PATIENCE_SECONDS
         while not event.query() and time.monotonic() < until:
             time.sleep(LONGEST_PAUSE)
@@ -228,7 +228,7 @@ class Accelerator(Device):
 
 
 class _Arrival:
-    """A number on its way to the host; who has waited for it once asks the device no more."""
+    """A number that moves to the host. The first call waits for the device; later ones do not ask it."""
 
     def __init__(self, arrived: Tensor, event: Event, check: Callable[[], None]) -> None:
         self._arrived, self._event, self._check = arrived, event, check
@@ -264,7 +264,7 @@ class Cuda(Accelerator):
         with torch.accelerator.device_index(self.device.index):
             refused = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if refused:
-            with suppress(RuntimeError):  # CUDA's last error stays, and the next kernel, whose ever it is, reports it
+            with suppress(RuntimeError):  # CUDA keeps its last error, and the next kernel of anyone would report it
                 torch.ones((), device=self.device)
         torch.cuda.check_error(refused)
 
@@ -278,7 +278,7 @@ REFUSED = {"mps": "its memory is the host's, and it has no streams that copy bes
 
 
 def device_of(device: torch.device) -> Device:
-    """The `Device` for a device of torch's; raises `DeviceError` for a type that is none of torch.accelerator's."""
+    """The `Device` for a torch device; raises `DeviceError` for a type that is not torch.accelerator's."""
     if device.type in DEVICES:
         return DEVICES[device.type](device)
     if device.type == _accelerator():
@@ -303,7 +303,7 @@ def is_in_host_memory(tensor: Tensor | torch.UntypedStorage) -> bool:
 
 
 def default_device() -> torch.device:
-    """The current accelerator where there is one, else the CPU."""
+    """The current accelerator if there is one, else the CPU."""
     kind = _accelerator()
     return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
 
@@ -316,7 +316,7 @@ def accelerators() -> list[tuple[str, int]]:
 
 
 def network_backend() -> str:
-    """What torch.distributed moves data with between ranks, for the memory of the host and of a device."""
+    """The backend of torch.distributed for data in the memory of the host and of the device."""
     kind = _accelerator()
     return "gloo" if kind is None else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
@@ -341,9 +341,9 @@ def shared_generator(device: torch.device) -> torch.Generator:
 
 
 def pinned_block(nbytes: int, index: int | None = None) -> Tensor:
-    """Pinned memory of torch's own, which is rounded up to a power of two; RuntimeError where there is none.
+    """Pinned memory from torch, which rounds it up to a power of two; RuntimeError if there is none.
 
-    index: of the device in whose context it is made; None: the current one's.
+    index: of the device in whose context it is allocated; None: the current one.
     """
     with torch.accelerator.device_index(index):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -357,9 +357,9 @@ def without_autocast() -> AbstractContextManager[None]:
 
 @contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Where that is asked for, torch uses deterministic algorithms alone inside the block.
+    """If `asked`, torch uses only deterministic algorithms inside the block.
 
-    As it was after it: Dynamo looks whether it captured a model under the same setting.
+    Afterwards the setting is as before, because Dynamo captures a model again for another setting.
     """
     if not asked:
         yield

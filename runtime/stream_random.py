@@ -1,4 +1,4 @@
-"""stream_random: random numbers of one unit's computation, which no other thread's draws can change."""
+"""stream_random: random numbers for one unit's computation, independent of what other threads draw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gs_compile.capture.internals import TorchDispatchMode
 from gs_compile.runtime.stream import shared_generator
 
 aten = torch.ops.aten
-# Overloads that take a generator, by those that do not.
+# The overload that takes a generator, by the one that does not.
 WITH_GENERATOR = {
     "default": "generator",
     "low": "low_generator",
@@ -21,10 +21,10 @@ WITH_GENERATOR = {
 
 
 class OwnNumbers(TorchDispatchMode):
-    """Draws from generators of this object instead of torch's, which all threads draw from: `capture.draws.Numbers`.
+    """Draws from generators of its own instead of torch's, which all threads share: it is a `capture.draws.Numbers`.
 
-    An operation that takes no generator, such as fused attention with dropout, borrows torch's for as long as it is
-    launched.
+    For an operation that takes no generator, such as fused attention with dropout, torch's has this one's state while
+    the operation is launched.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class OwnNumbers(TorchDispatchMode):
         self._seed = 0
 
     def seed(self, number: int) -> None:
-        """Begin the numbers that belong to `number`, on all devices."""
+        """Begin the numbers of the seed `number`, on all devices."""
         self._seed = number
         for generator in self._generators.values():
             generator.manual_seed(number)
 
     def state(self) -> dict[torch.device, torch.Tensor]:
-        """Where the numbers have come to."""
+        """The generators' states."""
         return {device: generator.get_state() for device, generator in self._generators.items()}
 
     def go_on(self, state: dict[torch.device, torch.Tensor]) -> None:
-        """Go on where the numbers had come to."""
+        """Go on from states that `state` has returned."""
         for device, entry in state.items():
             self._generator(device).set_state(entry)
 
@@ -83,7 +83,7 @@ class OwnNumbers(TorchDispatchMode):
 
 @cache
 def _with_generator(operator: Any) -> Any:
-    """The same operator or another overload, as it takes a generator; None where none does."""
+    """The operator, or another overload of it, that takes a generator; None if there is none."""
     if any(argument.name == "generator" for argument in operator._schema.arguments):
         return operator
     return getattr(operator.overloadpacket, WITH_GENERATOR.get(operator._overloadname, "none"), None)

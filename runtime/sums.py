@@ -1,8 +1,7 @@
-"""sums: what the backwards of a step add up, where it is stored, for gradients that come from outside of the model."""
+"""sums: the gradient sums of a step's backwards, at home, to which gradients from outside of the model are added."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import cache, partial
 
@@ -22,20 +21,20 @@ from gs_compile.runtime.tiers import Tiers
 class Sums:
     """The gradient sums of a model whose parameters no other ranks share, between two operations of its programs.
 
-    has_outside: gradients in the step under way, which nothing brings again.
+    has_outside: the sums of the current step have gradients from outside, which no backward would make again.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers
         self.has_outside = False
-        self._uncounted: set[Unit] = set()  # whose norm was taken before a gradient from outside came
+        self._uncounted: set[Unit] = set()  # a gradient from outside has come since their norm was taken
 
     def counted(self) -> None:
-        """The norms of all units were taken."""
+        """The norms of all units have been taken now."""
         self._uncounted.clear()
 
     def end_step(self, record: StepRecord) -> None:
-        """Have in the norm of a step what has come after it was taken; it stays when the sums go."""
+        """Take the norms of `_uncounted` units again, while their sums are there."""
         for unit in self._uncounted:
             record.squares[unit]()
         self._uncounted.clear()
@@ -50,7 +49,7 @@ class Sums:
                 self._write(value, 0, zeros)
 
     def add(self, span: Slice, gradient: Tensor, record: StepRecord) -> None:
-        """Add a parameter's gradient to its sum; the norm of its unit is taken again when somebody asks for it."""
+        """Add a parameter's gradient to its sum; the norm of its unit is taken again when it is read."""
         unit = self.tiers.placement.by_unit[span.unit]
         flat = gradient.detach().reshape(-1).cpu().to(self.tiers.setting.wide(span.unit))
         flat = with_firsts(flat) if span.dtype else flat
@@ -62,22 +61,23 @@ class Sums:
         record.squares[span.unit] = cache(partial(self.square, span.unit))
 
     def square(self, unit: Unit) -> float:
-        """The sum of squares of a unit's, as its norm is computed; infinite where an element is not finite."""
+        """The sum of squares of a unit's sums, as its norm is computed; infinite if an element is not finite."""
         placed = self.tiers.placement.by_unit[unit]
         flat = torch.zeros(placed.num_trained, dtype=self.tiers.setting.wide(unit))
         for value, start, first, numel in self._stretches(placed, Slice(unit, 0, (placed.num_trained,))):
             flat[first : first + numel] = self._read(value, start, numel)
-        found = sum_of_squares(flat)
-        return found if math.isfinite(found) else math.inf
+        return sum_of_squares(flat)
 
     def _stretches(self, unit: UnitPlacement, span: Slice) -> Iterator[tuple[Value, int, int, int]]:
-        """The sums that have elements of a parameter: from which one on, which one of the parameter, and how many."""
+        """The sums that hold elements of a parameter: the first element of each, its place in the parameter, and how
+        many there are.
+        """
         for value in self.tiers.placement.sums(unit):
             for each in unit.stretches(unit.dw[value.part], span.offset, span.stop):
                 yield value, each.start, each.unit_start - span.offset, each.numel
 
     def _read(self, value: Value, start: int, numel: int) -> Tensor:
-        """Elements of a sum, as they are or copied."""
+        """Elements of a sum: a view in memory, or a copy from SSD."""
         content, wide = self.tiers.at_home(value), self.tiers.setting.wide(value.unit or 0)
         if not isinstance(content, Extent):
             found: Tensor = content[start : start + numel]

@@ -1,9 +1,9 @@
-"""How many threads torch computes with: what this process should use, and what one thread uses; and where none are.
+"""threads: how many threads torch computes with, in this process and for one thread; and processes without threads.
 
-What `torch.set_num_threads(n)` does, by experiment (torch 2.13, OpenMP): it sets the number of the thread that calls
-it, and the default. A thread takes the default when it first asks for its number or computes, even if it has set one
-before; from then on it keeps its number, whatever others set. So a number for one thread alone is set after asking,
-and the default is put back from a thread made for the purpose.
+What `torch.set_num_threads(n)` does, by experiment (torch 2.13, OpenMP): it sets the number of the calling thread, and
+the default. A thread takes the default when it first asks for its number or computes, even if it has set one before;
+from then on it keeps its number, whatever others set. So the number of one thread alone is set after asking for it, and
+the default is put back from a new thread.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _default = threading.Lock()  # the default is read, changed and put back as one 
 
 
 def limit_threads(count: int) -> None:
-    """The calling thread computes with `count` threads from here on; other threads, and later ones, keep theirs.
+    """The calling thread computes with `count` threads from now on; other threads, and later ones, keep theirs.
 
     A thread that computes for the first time during this call may inherit `count`. MKL has one number for the whole
-    process, which ends where it was: what is limited is torch's own kernels.
+    process, which is the same afterwards: only torch's own kernels are limited.
     """
-    torch.get_num_threads()  # a thread takes the default when it first asks or computes: not after this, then
+    torch.get_num_threads()  # so that this thread does not take the default later
     with _default:
         inherited: list[int] = []
         _in_new_thread(lambda: inherited.append(torch.get_num_threads()))
@@ -40,9 +40,8 @@ def limit_threads(count: int) -> None:
 def correct_thread_count() -> int:
     """The calling thread's number of threads, after undoing torchrun's OMP_NUM_THREADS=1 where more cores are there.
 
-    torchrun sets it for every job of more than one process a node whose user has not; the optimizer would be left one
-    core. Any other number is the user's own and stays. Only a count of one is ever corrected, and only a node's first
-    process logs it, so it is said once.
+    torchrun sets it for several processes on a node if the user has not: the optimizer would have one core. Any other
+    number is the user's own and stays. Only a node's first process logs the correction as a warning.
     """
     count, environment = torch.get_num_threads(), os.environ
     processes = num_ranks()
@@ -63,19 +62,19 @@ def correct_thread_count() -> int:
     return share
 
 
-FOR_OTHERS = 2  # cores: of the thread that launches on a device, and of those that move data
+FOR_OTHERS = 2  # cores for the thread that launches on a device, and for those that move data
 
 
 def update_threads(beside_compute: bool, num_here: int = 1) -> int:
-    """The threads that updates take: this process's, but half of them where the CPU computes the model too, and of the
-    cores all but two where a device does.
+    """The threads of updates: half of this process's if the CPU computes the model too, and all cores but two if a
+    device does.
 
-    Where a launcher has bound none of the `num_here` ranks of this machine to cores, each has its share of them. What
-    the user has said by OMP_NUM_THREADS stays.
+    If a launcher has not bound the `num_here` ranks of this machine to cores, each rank has its share of the cores.
+    OMP_NUM_THREADS is obeyed if the user has set it.
     """
     count, is_bound = correct_thread_count(), len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
     share = usable_cores() // (1 if is_bound else num_here)
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own, where it is 1
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # 1 is torchrun's
         if not beside_compute:
             count = min(count, share - FOR_OTHERS)
         elif num_here > 1:
@@ -90,8 +89,8 @@ def _in_new_thread(function: Callable[[], None]) -> None:
 
 
 def refuse_without_threads(pid: int, *, uses_storage: bool) -> None:
-    """Raise `ForkError` in a child of the process that has the threads of a run, `pid`, and `StepOrderError` where the
-    interpreter is ending: those that move data of storage are started as they are needed, and then none are.
+    """Raise `ForkError` in a child of the process `pid`, which has the threads of a run, and `StepOrderError` if the
+    interpreter is ending: it starts no more threads, and those that move data of storage start when they are needed.
     """
     if os.getpid() != pid:
         raise ForkError(

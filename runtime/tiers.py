@@ -1,4 +1,4 @@
-"""tiers: what lives on from step to step: homes, host memory and lanes."""
+"""tiers: what a run keeps from step to step: homes, host memory and lanes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ MOST_PLACES = 16  # programs whose places are known: training and evaluation at 
 class Tiers(Homes):
     """The homes of a model's parameters and optimizer states, and everything that moves them.
 
-    Where ranks share all units, what is read and written are whole parameters, and all ranks read the same ones.
-
-    host_nbytes: the most host memory that is mapped; None: without a bound. num_calls: of the model, for which it is
-    kept mapped at a time. alike: as of `Commits`.
+    host_nbytes: the most host memory that is mapped; None: without a bound. num_calls: see `Slab`. alike: see
+    `Commits`.
     """
 
     _is_closing = False  # a step
@@ -70,11 +68,11 @@ class Tiers(Homes):
         self.homes = placement.homes(late=False) | placement.homes(late=True)
         self.ahead = Ahead()
         self.ended_on_device: list[tuple[int, Sequence[Ticket]]] = []  # bytes of values, and who still uses them
-        self.pending: StepRecord | None = None  # of the step whose late updates are still to come
+        self.pending: StepRecord | None = None  # of the step whose late updates have not been issued
         self._lanes: dict[str, Lane] = {}
         self._places: dict[int, tuple[Program, list[list[ResultRange]]]] = {}  # by identity; the latest last
         self._num_threads, self._pid = num_threads, os.getpid()
-        self.followers: list[Callable[[], None]] = []  # called when it is over, ahead of all else
+        self.followers: list[Callable[[], None]] = []  # called when the run ends, before anything else
         self._finalizer = weakref.finalize(self, _close, self._pid, self._lanes, setting.store, ranks, self.followers)
         self.slab = Slab(placement, setting.device, host_nbytes, num_calls)
         try:
@@ -98,15 +96,15 @@ class Tiers(Homes):
     # Values in and out -----------------------------------------------------------------------------------------------
 
     def fill_up(self) -> None:
-        """Define what no parameter has elements of, once all are filled: a part may be padding alone."""
+        """Define the parts that hold no parameter's elements, but only padding, once all parameters are filled."""
         for value in sorted(self.placement.homes(late=False) - self.values.contents.keys(), key=str):
             self._define(value)
 
     def at_home(self, value: Value) -> Any:
-        """The content of a part, once nobody works on it any more."""
+        """The content of a part, once no operation uses it any more."""
         self.check()
         assert not self.closed, f"{value}: the tiers are closed"
-        if value not in self.values.contents:  # on the device, where the model's own memory has just gone
+        if value not in self.values.contents:  # on the device: allocated after the model's own memory is freed
             self._define(value)
         for ticket in self.values.users.idle(value):
             ticket.wait()
@@ -118,21 +116,21 @@ class Tiers(Homes):
         return content if self.commits is None else self.commits.to_change(value)
 
     def is_changed(self, span: Slice, component: int | None) -> bool:
-        """Whether a write of it would change any part; what is not is there already."""
+        """Whether a write of it would change any part: the file of a former run may have the same already."""
         return self.commits is None or not all(map(self.commits.has, self.parts_of(span, component)))
 
     # Running ---------------------------------------------------------------------------------------------------------
 
     def segment(self, program: Program) -> Segment:
-        """Host memory for a step of `program`. Where more has to be mapped, what the lanes still work on goes first."""
+        """Host memory for a step of `program`. Before more is mapped, the lanes finish, so that old memory can go."""
         if not self.slab.has_segment(program):
             self.synchronize()
         return self.slab.segment(program)
 
     def make_files(self, program: Program, placement: Placement, number: int = 0) -> None:
-        """Reserve room on SSD for all that a step makes there, before it begins; number: as of its executor.
+        """Reserve room on SSD for all files of a step, before it begins; number: see `TieredExecutor`.
 
-        Raises StorageFullError where there is none: the run goes on, but for ranks, which would wait for this one.
+        Raises StorageFullError if there is none. The run goes on, unless there are other ranks, which would wait.
         """
         try:
             for value in (value for op in program.ops if op.lane == "ssd_write" for value in op.results):
@@ -171,20 +169,19 @@ class Tiers(Homes):
         return self._lanes[name]
 
     def leave(self, record: StepRecord) -> None:
-        """Close a step: what its late updates need is there until they have run, and nothing else of it."""
+        """Close a step: only what its late updates need is kept, until they have run."""
         placement = self.placement
         waits = placement.homes(late=True, redo=placement.rolls_back(confirmed=record.confirmed))
         is_over = all(value.kind != "dw" for value in waits)
         for value in placement.homes(late=True) - (placement.homes(late=False) if is_over else waits):
             self.values.free(value)
         self.pending = None if is_over else record
-        if placement.rolls_back(confirmed=record.confirmed):  # it is what was rolled back
+        if placement.rolls_back(confirmed=record.confirmed):  # carried parameters are those that were rolled back
             self.let_carried_go()
 
     def finds_carried(self, placement: Placement) -> bool:
-        """Whether all is there that the step before was to carry for one with this placement.
-
-        Otherwise nothing of it is left: a part of it, or what this step has no place for.
+        """Whether the step before has carried over everything that a step with this placement expects. If not, what it
+        has carried over is freed.
         """
         carried = self.placement.carried_values
         if placement.carried_values != carried or not carried <= self.values.contents.keys():
@@ -199,8 +196,8 @@ class Tiers(Homes):
             self.values.free(value)
 
     def check_late(self) -> None:
-        """Raise as `check`, and `StepOrderError` where a program under way makes the late updates that are to come, or
-        a step is being closed.
+        """Raise as `check`, and `StepOrderError` if a program under way makes the pending late updates, or a step is
+        being closed.
         """
         self.check()
         if self._is_closing:
@@ -220,7 +217,7 @@ class Tiers(Homes):
         self.check()
 
     def synchronize(self) -> None:
-        """Wait until all lanes are idle; raises what failed on them, and then it is over."""
+        """Wait until all lanes are idle; raises as `check`."""
         self.check()
         for ticket in [lane.submit("synchronize", lambda: None) for lane in self._lanes.values()]:
             with contextlib.suppress(LaneError, RankError):  # what failed first is raised below
@@ -228,9 +225,8 @@ class Tiers(Homes):
         self.check()
 
     def check(self) -> None:
-        """Raise what has failed on a lane or on another rank, if anything; then it is over.
-
-        Raises also as `refuse_without_threads` does.
+        """Raise what has failed on a lane or on another rank, if anything, after closing the run; also raises as
+        `refuse_without_threads`.
         """
         refuse_without_threads(self._pid, uses_storage=self.setting.store is not None)
         try:
@@ -244,10 +240,10 @@ class Tiers(Homes):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """End all threads, remove all files, give back all memory; once is enough."""
+        """End all threads, remove all files, free all memory; further calls do nothing."""
         try:
             self._finalizer()
-        finally:  # also where the user has interrupted it
+        finally:  # also if the user has interrupted it
             self.values.close()
             self.held.let_go()
             self.parameters.close()
@@ -256,7 +252,7 @@ class Tiers(Homes):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """What the block changes is changed as a whole: what ends it early, as the user may, ends the run."""
+        """The block makes all of its changes, or the run ends: so does an interruption by the user."""
         try:
             yield
         except BaseException as error:
@@ -265,7 +261,7 @@ class Tiers(Homes):
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """A step is closed in the block, as a whole: who asks for values or commits meanwhile is a signal's handler."""
+        """A step is closed in the block, as a whole. Only a signal's handler can use the model meanwhile."""
         self._is_closing = True
         try:
             with self.whole():
@@ -274,7 +270,7 @@ class Tiers(Homes):
             self._is_closing = False
 
     def fail(self, error: BaseException) -> None:
-        """After an error nothing goes on: threads end, files go. Raises what failed first, where that is the cause."""
+        """End the run after an error. Raises what failed first, if `error` is of a lane or of another rank."""
         ticket = Ticket("the step that has ended this run (to train again, make the model and its optimizer anew)")
         ticket.finish(without_frames(error))
         self.failure.note(ticket, error)
@@ -284,7 +280,7 @@ class Tiers(Homes):
 
 
 def used_within_step() -> StepOrderError:
-    """The error of who uses a model while a step of it begins or makes late updates, on the thread that does so."""
+    """The error of a signal's handler that uses a model within a step that makes late updates."""
     return StepOrderError(
         "a signal's handler reads, saves or changes the model within a step, whose updates are under way: let the "
         "handler note the signal, and save behind optimizer.step()"
@@ -294,7 +290,9 @@ def used_within_step() -> StepOrderError:
 def _close(
     pid: int, lanes: dict[str, Lane], store: Store | None, ranks: Ranks | None, followers: list[Callable[[], None]]
 ) -> None:
-    """End what moves data. Garbage is collected on any thread: one of ours cannot wait for itself, so another does."""
+    """End what moves data. On a thread of this package, where garbage may be collected, a new thread does so: a thread
+    cannot wait for itself.
+    """
     if os.getpid() != pid:
         return  # a forked child's copy
     if threading.current_thread().name.startswith(OF_US):
@@ -303,7 +301,7 @@ def _close(
         return
     closes = [*followers, *(lane.close for lane in lanes.values())]
     closes += [each.close for each in (store, ranks) if each is not None]
-    with contextlib.ExitStack() as ended:  # all of them, and again what the user interrupts before it has begun
+    with contextlib.ExitStack() as ended:  # each twice: the user may interrupt the first call before it has begun
         for close in reversed(closes * 2):
             ended.callback(close)
     lanes.clear()

@@ -1,8 +1,8 @@
 """trace: what ran when, on which lane, and how many bytes it moved.
 
-Sums are always kept, for they cost next to nothing; single operations only when asked for. `chrome` writes them in the
-Trace Event Format, which ui.perfetto.dev and chrome://tracing open; `planner/simulate/measured.py` finds out from them
-what the computation waited for.
+Sums are always recorded, as they cost next to nothing; single operations only if asked for. `chrome` writes these in
+the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. `planner/simulate/measured.py` finds out from
+them what the computation waited for.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Label(NamedTuple):
     lane: str
     name: str
     nbytes: int = 0
-    kind: str = ""  # of the value it moves or makes
+    kind: str = ""  # of the value that it moves or makes
     stage: str = ""
-    number: int = -1  # of the `Issue` it is of
+    number: int = -1  # of its `Issue`
 
 
 class TraceEvent(NamedTuple):
@@ -76,7 +76,7 @@ class Trace:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all."""
+        """Forget everything."""
         with self._lock:
             self._events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
             self._issues: deque[Issue] = deque(maxlen=MAX_EVENTS)
@@ -92,12 +92,12 @@ class Trace:
             self._issues.append(Issue(self.number, time.perf_counter(), program, index))
 
     def add(self, label: Label, start_seconds: float, end_seconds: float) -> None:
-        """Records one operation on one of `LANES`."""
+        """Record one operation on one of `LANES`."""
         with self._lock:
             self._add(label, start_seconds, end_seconds)
 
     def add_later(self, label: Label, clock: stream.Clock, start: stream.Event, end: stream.Event) -> None:
-        """Records one operation of a stream, between two events of it, when these have happened."""
+        """Record one operation of a stream, between two of its events, once these have happened."""
         with self._lock:
             self._launched.append((label, clock, start, end))
             self._take_launched()
@@ -114,7 +114,7 @@ class Trace:
             self._events.append(TraceEvent(start_seconds, end_seconds, label))
 
     def _take_launched(self) -> None:
-        """Record what was launched and is over by now: in the order of launching, one lane's behind another's."""
+        """Record what was launched and has ended, in the order of launching over all lanes."""
         while self._launched and self._launched[0][-1].query():
             label, clock, start, end = self._launched.popleft()
             self._add(label, *clock.seconds(start, end))
@@ -122,7 +122,7 @@ class Trace:
     def totals(self, *, reset: bool = False) -> dict[str, Total]:
         """The totals of the lanes that did something, in the order of `LANES`; later operations do not change it.
 
-        `reset` begins the sums anew at once: what a lane adds meanwhile counts for later. Events stay.
+        `reset` sets the sums to zero at the same moment, so that nothing is lost or counted twice. Events stay.
         """
         with self._lock:
             self._take_launched()
@@ -132,13 +132,13 @@ class Trace:
             return deepcopy(found)
 
     def events(self) -> list[TraceEvent]:
-        """The operations in the order of their starts; none unless they were asked for."""
+        """The operations in the order of their starts; none unless recording them was asked for."""
         with self._lock:
             self._take_launched()
             return sorted(self._events)
 
     def issues(self) -> list[Issue]:
-        """All that was issued, in its order; none unless operations were asked for."""
+        """All operations in the order of issue; none unless recording them was asked for."""
         return list(self._issues)
 
     def chrome(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Trace:
         return {"traceEvents": rows + slices, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
-        """Writes `chrome()` as JSON."""
+        """Write `chrome()` as JSON."""
         Path(path).write_text(json.dumps(self.chrome()))
 
 
@@ -163,7 +163,7 @@ def _metadata(what: str, row: int, **args: str | int) -> dict[str, Any]:
 
 
 def _slice(event: TraceEvent, origin: float) -> dict[str, Any]:
-    # Both ends are rounded to nanoseconds alike: what ends when the next starts shall not overlap it by a rounding.
+    # Both ends are rounded to nanoseconds, so that an operation that ends when the next starts does not overlap it.
     start, end = (round((seconds - origin) * 1e6, 3) for seconds in event[:2])
     label = event.label
     return {

@@ -1,7 +1,7 @@
 """units: the computations of one training step, on the tensors of one call.
 
-The program says what runs when; this says what it computes: which tensors go into a unit's code, where its gradients
-are added, and which random numbers it draws.
+The program says what runs when. This module says what is computed: which tensors a unit's code gets, where its
+gradients are added, and which random numbers it draws.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One slice of the batch: its code, the batch inputs sliced (by input index), and its fp64 share of the samples."""
+    """One slice of the batch: its code, its slices of the batch inputs (by input index), and its share of the samples.
+    """
 
     split: Split  # at this size
     codes: Mapping[Unit, UnitCode]
     inputs: Mapping[int, torch.Tensor]
-    fraction: torch.Tensor
-    counted: Mapping[int, torch.Tensor]  # what the count reads beside the batch: class weights
+    fraction: torch.Tensor  # fp64
+    counted: Mapping[int, torch.Tensor]  # what `count` reads in addition to the batch: class weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ class Accumulator:
         self.sums: dict[Any, torch.Tensor] = {}
 
     def add(self, gradients: Mapping[Any, Term], among: Tensors) -> None:
-        """Add gradients; the first of a key is kept itself where no other tensor `among` all alive has its memory."""
+        """Add gradients. The first one of a key is not copied, unless another of the tensors alive (`among`) shares its
+        memory.
+        """
         fresh = gradients.keys() - self.sums.keys()
         memory = [tensor.untyped_storage().data_ptr() for tensor in among] if fresh else []
         put_terms(self.sums, {key: gradients[key] for key in gradients.keys() - fresh}, self.sums.keys())
@@ -62,7 +65,7 @@ class Accumulator:
 
 
 def _first_term(gradient: Term, memory: Sequence[int]) -> torch.Tensor:
-    """A gradient as the first of a sum; `memory`: what all tensors that are alive have, itself among them."""
+    """A gradient as the first term of a sum; `memory`: the storages of all tensors that are alive, its own included."""
     if not isinstance(gradient, torch.Tensor):
         return gradient.dense()
     wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -72,14 +75,14 @@ def _first_term(gradient: Term, memory: Sequence[int]) -> torch.Tensor:
 
 
 class CompiledUnits:
-    """The computations of a captured model's units, one method a verb.
+    """The computations of a captured model's units, one method for each verb.
 
     `count` and `zeros` are called as written. The others are called as
 
         embed("e", micro_batch, wants=("x", "side"), batch=..., w=...)
 
-    with one keyword for each value read and each accumulator to add to in place (`dw`, `dsides`), as `Op.keywords` has
-    them, and `level` where a layer saves activations. They return one entry for each kind in `wants`, in that order.
+    with one keyword for each value that is read and for each accumulator that is added to (`dw`, `dsides`), by
+    `Op.keywords`, and with `level` if a layer saves activations. They return one entry for each kind in `wants`.
 
     Contents of values: `w` and `batch` map input indices to tensors; `side` and `y` are tuples; `total` is a tuple;
     `a` is a `Saved`; `dw` is an `Accumulator` by input index, `dside` one by index of the side input
@@ -89,15 +92,15 @@ class CompiledUnits:
 
     def __init__(self, micro_batches: Sequence[MicroBatch], seed: int | None, whole: WholeBatch | None = None) -> None:
         self.micro_batches = micro_batches
-        self.whole = whole  # None: every value is one micro-batch's
-        self.seed = seed  # of this step; None where nothing is drawn
+        self.whole = whole  # None: nothing is computed of all micro-batches at once
+        self.seed = seed  # of this step; None if nothing draws random numbers
         self.of_batch = Accumulator()  # the gradients of batch inputs, by input index and micro-batch
         self.taps: dict[tuple[int, int], torch.Tensor] = {}  # by number and micro-batch, until the layer's backward
-        self.of_whole: Tensors = ()  # what is made of all taps, once the head runs
-        self._tap_gradients: dict[tuple[int, int], torch.Tensor] = {}  # which the epilogue has made
-        self._whole_gradients: dict[tuple[int, int], torch.Tensor] = {}  # the same, of `of_whole`
+        self.of_whole: Tensors = ()  # the results of the code that reads all taps, once the head runs
+        self._tap_gradients: dict[tuple[int, int], torch.Tensor] = {}  # from the epilogue
+        self._whole_gradients: dict[tuple[int, int], torch.Tensor] = {}  # of `of_whole`, from the epilogue
         self._numbers = OwnNumbers()
-        self._drawn: dict[tuple[Unit, int], Any] = {}  # the random numbers after the first half of a block
+        self._drawn: dict[tuple[Unit, int], Any] = {}  # the generators' states after the first half of a block
 
     def count(self, batches: list[Any]) -> tuple[torch.Tensor, ...]:
         shares, specs = list[Tensors](), tuple[TensorSpec, ...]()
@@ -128,7 +131,7 @@ class CompiledUnits:
     embed = join = forward
 
     def head(self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], **reads: Any) -> tuple[Any, ...]:
-        """The epilogue; together with its backward where a gradient is asked for."""
+        """The epilogue; together with its backward if a gradient is wanted."""
         if "dx" not in wants and not {"dw", "dwt", "dsides"} & reads.keys():
             return self.forward(unit, micro_batch, wants=wants, **reads)
         graph, inputs = self._inputs(unit, micro_batch, reads)
@@ -140,7 +143,7 @@ class CompiledUnits:
     def backward(
         self, unit: Unit, micro_batch: int, *, wants: tuple[str, ...], level: int = 0, **reads: Any
     ) -> tuple[Any, ...]:
-        """What a unit has not saved again, and its backward."""
+        """Recompute what a unit's forward has not saved, and run its backward."""
         graph, inputs = self._inputs(unit, micro_batch, reads)
         if unit != EPILOGUE and self._whole_gradients:
             self._pull_whole()
@@ -162,13 +165,13 @@ class CompiledUnits:
     head_backward = join_backward = embed_backward = backward
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients that are no values of a program."""
+        """Multiply all gradients that are not values of a program."""
         self.of_batch.scale(factor)
         for found in (self._tap_gradients, self._whole_gradients):  # not in place: several may be one tensor
             found.update({key: gradient * factor for key, gradient in found.items()})
 
     def drop_gradients(self) -> None:
-        """Let go of all gradients that are no values of a program, as of heads whose backward is to run anew."""
+        """Drop all gradients that are not values of a program: the heads' backwards will run again."""
         self.of_batch = Accumulator()
         self._tap_gradients.clear()
         self._whole_gradients.clear()
@@ -176,7 +179,7 @@ class CompiledUnits:
     # What is made of all micro-batches at once -----------------------------------------------------------------------
 
     def _pull_whole(self) -> None:
-        """Add the gradients that taps have from what is made of all of them, once all heads have run."""
+        """Run the backward of the code that reads all taps, once all heads have run, and add the taps' gradients."""
         assert self.whole is not None
         graph, micro_batches = self.whole.graph, range(len(self.micro_batches))
         taken = tuple(sorted({index for index, _ in self._whole_gradients}))
@@ -193,7 +196,7 @@ class CompiledUnits:
                     self._tap_gradients[source.index, j] = part if before is None else before + part
 
     def _run_whole(self, name: str, gradients: Tensors = (), taken: tuple[int, ...] | None = None) -> Sequence[Any]:
-        """Call "forward" or "backward" of the code that reads the taps of all micro-batches; taken: as of `_run`."""
+        """Call "forward" or "backward" of the code that reads the taps of all micro-batches; taken: see `_run`."""
         assert self.whole is not None
         graph, micro_batches = self.whole.graph, range(len(self.micro_batches))
         code = self.whole.code if taken is None else self.whole.code.taking(taken)
@@ -218,7 +221,7 @@ class CompiledUnits:
         graph = part.split.by_unit[unit]
         reads, inputs = _by_source(reads), list[torch.Tensor]()
         for source, spec in zip(graph.sources, graph.specs, strict=True):
-            if source.kind == "x" and "x" not in reads:  # what is saved is in its place
+            if source.kind == "x" and "x" not in reads:  # the backward reads saved activations instead
                 continue
             if source.kind == "whole":
                 self.of_whole = self.of_whole or self._run_whole("forward")
@@ -231,7 +234,7 @@ class CompiledUnits:
         return graph, inputs
 
     def _taps_of(self, graph: UnitGraph, micro_batch: int) -> list[tuple[int, int]]:
-        """What a layer makes for the epilogue."""
+        """The taps that a layer makes for the epilogue, by number and micro-batch."""
         units = self.micro_batches[micro_batch].split.taps
         return [(number, micro_batch) for number, unit in enumerate(units) if unit == graph.unit]
 
@@ -244,12 +247,13 @@ class CompiledUnits:
         level: int = 0,
         taken: tuple[int, ...] | None = None,
     ) -> Sequence[Any]:
-        """Call "forward", "backward" or "both" of a unit's code at a level, with unit and micro-batch's random numbers.
+        """Call "forward", "backward" or "both" of a unit's code at a level, with the random numbers of the unit and
+        micro-batch.
 
-        taken: of a backward, the results whose gradients these are; None: all that may have one.
+        taken: of a backward, the results whose gradients are given; None: all that may have one.
 
-        The layers of a block draw together what the whole block does: each goes on where the forward of the one before,
-        which always comes first, has stopped.
+        If a block is several layers, they draw what the whole block would: each goes on from the state after the
+        forward of the one before, which always ran earlier.
         """
         part = self.micro_batches[micro_batch]
         code = part.codes[unit]
@@ -271,10 +275,10 @@ class CompiledUnits:
     def _spread(
         self, graph: UnitGraph, micro_batch: int, gradients: Sequence[Term], reads: Mapping[str, Any], held: Tensors
     ) -> torch.Tensor | None:
-        """Add gradients to the accumulators they belong to; returns that of x.
+        """Add gradients to their accumulators; returns the gradient of x.
 
-        What passes a gradient on unchanged, as an addition does, gives one tensor for several inputs, or the one it
-        was given (`held`): an accumulator must not add to that in place.
+        An operation that passes a gradient on unchanged, such as an addition, returns one tensor for several inputs, or
+        the one that it was given (`held`): an accumulator must not add to that in place.
         """
         dx, parameters, sides, batch = None, dict[Any, Term](), dict[Any, Term](), dict[Any, Term]()
         for index, gradient in zip(graph.differentiable, gradients, strict=True):
@@ -305,13 +309,13 @@ class CompiledUnits:
 
 
 def _by_source(reads: Mapping[str, Any]) -> dict[str, Any]:
-    """What is read, with all inputs of the model together, as sources name them."""
+    """`reads` by kinds of sources: all inputs of the model are together in "input"."""
     inputs = {index: tensor for kind in ("wt", "w", "batch") for index, tensor in reads.get(kind, {}).items()}
     return {**reads, "input": inputs}
 
 
 def _input(source: Source, spec: TensorSpec, part: MicroBatch, reads: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor that a placeholder stands for."""
+    """The tensor of a placeholder."""
     if source.kind == "fraction":
         return part.fraction.to(spec.dtype)
     tensor: torch.Tensor = reads["x"] if source.kind == "x" else reads[source.kind][source.index]
@@ -321,8 +325,8 @@ def _input(source: Source, spec: TensorSpec, part: MicroBatch, reads: Mapping[st
 def _arrived(
     graph: UnitGraph, reads: Mapping[str, Any], taps: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
-    """The gradient of each differentiated result: from the unit above, from all layers where it is a side input, and of
-    taps these. None for an output of the head that has none.
+    """The gradient of each differentiated result: from the unit above; of a side input, from all layers; of a tap, from
+    `taps`. None for an output of the head that has none.
     """
     dx, dy = reads.get("dx"), reads.get("dy")
     if isinstance(dy, tuple):
@@ -351,9 +355,9 @@ def _results(graph: UnitGraph, results: Sequence[Any], kind: str) -> tuple[Any, 
 
 
 def laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """`tensor` with the strides that the unit was compiled for.
+    """`tensor` with the strides for which the unit was compiled.
 
-    The gradient of a sum arrives expanded, without memory; a slice of a transposed batch has the strides of the whole.
+    The gradient of a sum is an expanded tensor; a slice of a transposed batch has the strides of the whole.
     """
     if tensor.stride() == spec.stride:
         return tensor
@@ -363,8 +367,8 @@ def laid_out(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 def seed_of(seed: int, unit: Unit, micro_batch: int) -> int:
     """The seed of one unit's random numbers for one micro-batch.
 
-    A function of (step, unit, micro-batch) alone, `seed` being the step's: recomputation draws what the forward drew,
-    and the order in which units and micro-batches run does not matter.
+    It depends on step (`seed`), unit and micro-batch alone: recomputation draws what the forward drew, and the order in
+    which units and micro-batches run does not matter.
     """
     place = {PROLOGUE: 0, EPILOGUE: 1}[unit] if isinstance(unit, str) else 2 + unit
     return _mix(_mix(_mix(seed) ^ place) ^ micro_batch)

@@ -1,7 +1,7 @@
 """updates: what one update does to the parts of a unit, in host memory.
 
-Elements are updated in pieces, each by itself: but for those of a matrix that is orthogonalized, and for those whose
-two moments are in a unit that has one of each element. These are all in one update.
+Elements are updated in pieces, independently of each other, with two exceptions: a matrix that is orthogonalized, and a
+parameter with two moments in a unit that stores one for each element. All elements of such a one are in one update.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from gs_compile.runtime.values import flat_of
 class Run(NamedTuple):
     """Trained elements of one param group, in a unit.
 
-    In a run with several ranks, of those that this one has; but of a parameter that is orthogonalized of all that ranks
-    have together. missed: the optimizer's steps before their first. is_idle: the model's loss does not depend on them
-    by a way that torch differentiates. is_wide: two of them are one of a parameter's.
-    matrices: of a parameter that is orthogonalized. second: from a parameter's elements to those that have its second
-    moments in the place of first ones, which follow; 0: it has no such.
+    With several ranks, `start` and `stop` are in this rank's shard; for a parameter that is orthogonalized, in the
+    whole space. missed: the optimizer's steps before their first. is_idle: the model's loss does not depend on them
+    in a way that torch differentiates. is_wide: two of them are one element of the parameter.
+    matrices: of a parameter that is orthogonalized. second: as of `Slice`.
     """
 
     start: int
@@ -47,19 +46,19 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """How a unit is updated: the rule of what is no matrix, and of what each stretch of its trained elements is."""
+    """How units are updated: the rule for elements that are in no matrix, and each unit's runs of trained elements."""
 
     rule: Rule
     runs: Mapping[Unit, Sequence[Run]]
 
     def largest_nbytes(self, types: Mapping[Unit, Types]) -> int:
-        """Bytes of the largest parameter that is orthogonalized, as wide as masters."""
+        """The bytes of the largest parameter that is orthogonalized, in the dtype of masters."""
         found = ((run, types[unit].wide) for unit, runs in self.runs.items() for run in runs if run.matrices)
         return max(((run.stop - run.start) * wide.itemsize for run, wide in found), default=0)
 
 
 class Piece(NamedTuple):
-    """What an update changes of one stretch: its parameters, and the components of its state; and its gradient."""
+    """One stretch of an update: its parameters and the components of its state, which change, and its gradient."""
 
     stretch: Stretch
     w: Tensor
@@ -86,7 +85,7 @@ class Update:
 
     def run(self, record: StepRecord, orthogonalizer: Orthogonalizer) -> None:
         """Update all of it, as the record of the step says."""
-        self._record, is_skipped = record, record.skipped  # which asks the device for each norm so far
+        self._record, is_skipped = record, record.skipped  # once: it reads each norm so far from the device
         for run in self._runs():
             self._skipped = is_skipped or run.is_idle
             if run.matrices is not None:
@@ -98,7 +97,7 @@ class Update:
                     self._elements(run, self._opened(stretch))
 
     def _runs(self) -> Iterator[Run]:
-        """The runs of the unit, cut at parameters that no gradient has come to in this step, or in others before it."""
+        """The runs of the unit, cut at parameters that got no gradient in this step, or in others before it."""
         idle, missed = self._record.idle, self._record.missed
         own = (each for each in idle.union(missed) if each.unit == self._unit.unit)
         spans = sorted(own, key=lambda each: (each.offset, each.padded))  # one without elements is ahead of the next
@@ -116,7 +115,7 @@ class Update:
                 yield run._replace(start=at)
 
     def _is_woken(self, run: Run) -> bool:
-        """Whether a gradient has come to a parameter, this run, to which the first call shows that none comes."""
+        """Whether a gradient has come to the parameter of this run, although by the first call none would."""
         woken = [each for each in self._record.woken if each.unit == self._unit.unit]
         if not woken or run.start == run.stop:
             return False
@@ -124,7 +123,7 @@ class Update:
         return any(each.offset <= at < each.offset + each.padded for each in woken)
 
     def _elements(self, run: Run, piece: Piece) -> None:
-        """Update what the rule needs nothing else for."""
+        """Update elements by the rule, independently of all others."""
         w, master, low = self._master(piece, run)
         if not self._skipped:
             hyper = self._hyper(self._record.hypers[run.group], piece)
@@ -132,7 +131,7 @@ class Update:
         self._close(w, master, run)
 
     def _matrices(self, run: Run, matrices: Matrices, orthogonalizer: Orthogonalizer) -> None:
-        """Update a parameter by its momentum, orthogonalized; of one that ranks share, what this one has."""
+        """Update a parameter by its momentum, orthogonalized. If ranks share it, this rank's elements change."""
         shares = [list(owned(self._unit.pieces, rank, self._world, run.start, run.stop)) for rank in range(self._world)]
         opened = []
         for each in shares[self._rank]:
@@ -162,7 +161,7 @@ class Update:
             self._close(w, master, run)
 
     def _two_moments(self, run: Run) -> None:
-        """Update a parameter whose second moments are those of the elements behind it."""
+        """Update a parameter whose second moments are stored as the moments of the elements that follow it."""
         pieces = [self._opened(each) for each in self._unit.stretches(self._group, run.start, run.stop)]
         assert sum(len(each.gradient) for each in pieces) in (0, run.stop - run.start), "a part of two moments"
         if not pieces:
@@ -178,7 +177,7 @@ class Update:
     # Parts -----------------------------------------------------------------------------------------------------------
 
     def _opened(self, stretch: Stretch) -> Piece:
-        """A stretch as it is to be changed: as it is at home, where that is kept."""
+        """A stretch that is ready to be changed. What stays unchanged at home is copied to its shadow copy first."""
         w, state = _parameters(self._flats, stretch), self._components(self._flats, stretch)
         if stretch.s is not None and ("s", stretch.s.letter) in self._kept:
             for new, old in zip(state, self._components(self._kept, stretch), strict=True):
@@ -192,7 +191,9 @@ class Update:
         return self._sums[start:][: stretch.numel]
 
     def _master(self, piece: Piece, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The parameters, what is updated, taken out of the state if it is there, and what of them follows it."""
+        """The parameters; the masters to update, taken out of `piece.state` if they are there; and the narrow
+        parameters that are rounded from these.
+        """
         w = piece.w.view(self._types.wide) if run.is_wide else piece.w
         stored = piece.state.pop(0) if self._types.has_master else w
         if run.is_wide:
@@ -200,14 +201,14 @@ class Update:
         return w, stored, w if self._types.has_master else None
 
     def _close(self, w: Tensor, master: Tensor, run: Run) -> None:
-        """Have the parameters follow what was updated, where they have not already."""
+        """Make the parameters follow their masters, if the update has not done so."""
         if run.is_wide:
             w.copy_(firsts(master))
         elif self._skipped and self._unit.has_master:
             w.copy_(narrow(master, w.dtype))
 
     def _hyper(self, settings: Hyper, piece: Piece) -> Hyper:
-        """With the factor of the gradient, and the place of the first element among random numbers."""
+        """The settings with the gradient's factor, and with the first element's place among the random numbers."""
         stream = zlib.crc32(str(self._unit.unit).encode())
         place = stream, place_of(self._unit.pieces, self._rank, self._world, piece.stretch.unit_start)
         return {**settings, "scale": self._record.factor, "place": place}
@@ -223,7 +224,7 @@ class Update:
         return self._types.components(whole, start, start + piece.numel)
 
     def _stretches(self, run: Run, start: int, stop: int) -> Iterator[Stretch]:
-        """The group's elements of a run, in pieces that are copied and updated while they are in cache; where nothing
+        """The group's elements of a run, in pieces that stay in the cache while they are copied and updated; if nothing
         is copied, in one piece.
         """
         most = CHUNK * torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""values: what the values of a program hold, who made, reads or changes them, and their allocations.
+"""values: the contents of a program's values, the operations that make and use them, and their allocations.
 
 Tensor     in memory of the host or of the device: a part in one dimension, an activation in its own shape
 dict       a unit's parameters (and buffers) by input index, as its code takes them
@@ -56,7 +56,7 @@ class Gradient:
             self.views[key].mul_(factor)
 
     def complete(self) -> None:
-        """Make zero what was not added to, parameters and what is between them; of wide ones the second elements."""
+        """Set to zero what was not added to: other parameters, padding, and the second elements of wide parameters."""
         end = 0
         for view, width in sorted(((self.views[key], self.widths.get(key, 1)) for key in self.added), key=_begin):
             start = int(view.storage_offset() - self.flat.storage_offset())
@@ -74,8 +74,8 @@ def _begin(found: tuple[torch.Tensor, int]) -> int:
 
 
 class Saved:
-    """The tensors that a layer's forward saves for its backward, dense, each where the code has made it, or all of them
-    in one stretch of bytes: `flat`.
+    """The tensors that a layer's forward saves for its backward, dense: each where the code has made it, or all of them
+    in one contiguous buffer, `flat`.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor | None = None) -> None:
@@ -84,11 +84,11 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of such a stretch."""
+        """The bytes of such a buffer."""
         return sum(aligned(tensor.nbytes) for tensor in self.tensors)
 
     def within(self, flat: torch.Tensor) -> Saved:
-        """Tensors like these in a stretch of bytes."""
+        """Tensors like these in a buffer."""
         tensors, at = [], 0
         for tensor in self.tensors:
             there = flat[at : at + tensor.nbytes].view(tensor.dtype)
@@ -98,14 +98,14 @@ class Saved:
 
 
 def without_contents(content: torch.Tensor | Saved) -> torch.Tensor | Saved:
-    """Shape, strides where they are dense, and type, on the device "meta"."""
+    """A content's shapes, dtypes and dense strides, on the device "meta"."""
     metas = [_on_meta(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(content)]
     return Saved(metas) if isinstance(content, Saved) else metas[0]
 
 
 @lru_cache(maxsize=1024)
 def _on_meta(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Once for all micro-batches: each call of torch lets go of Python's lock, for which this thread then waits."""
+    """Cached for all micro-batches: each call of torch releases the GIL, and this thread then waits for it."""
     return torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
 
@@ -115,33 +115,33 @@ def flat_of(content: torch.Tensor | Gradient) -> torch.Tensor:
 
 
 def tensors_of(content: torch.Tensor | Gradient | Saved) -> tuple[torch.Tensor, ...]:
-    """What is copied where a content is."""
+    """The tensors that are copied when a content is copied."""
     return content.tensors if isinstance(content, Saved) else (flat_of(content),)
 
 
 class Held:
-    """Contents of values that have ended, while an operation on another stream than the computation's is at work on
-    them: a device's memory is for the computation again as soon as nobody refers to it.
+    """Contents of values that have ended, while an operation on another stream than the computation's still uses them:
+    the computation may reuse device memory as soon as no tensor refers to it.
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[Any, Sequence[Ticket]]] = []
 
     def keep(self, content: Any, users: Sequence[Ticket]) -> None:
-        """Refer to a content until all of `users`, none of them done, are; what others have done is let go of."""
+        """Refer to a content until all of `users` are done; contents whose users are done are released."""
         self.let_go()
         if users := [ticket for ticket in users if not ticket.is_in_order]:
             self._entries.append((content, users))
 
     def let_go(self) -> None:
-        """Let go of all that nobody is at work on any more."""
+        """Release the contents that no operation uses any more."""
         self._entries = [each for each in self._entries if not all(ticket.done for ticket in each[1])]
 
 
 class ValueTable:
-    """Contents of values, and the tickets of those who made, read or change them.
+    """Contents of values, and the tickets of the operations that make, read or change them.
 
-    held: where contents of the device stay that have ended and are still in use.
+    held: keeps contents on the device that have ended and are still in use.
     """
 
     def __init__(self, held: Held) -> None:
@@ -151,7 +151,7 @@ class ValueTable:
         self.users: Users[Value, Ticket] = Users(unfinished)
 
     def close(self) -> None:
-        """Let go of all memory, for all who have this table."""
+        """Release all memory, although others may still refer to this table."""
         self.contents.clear()
         self.allocations.clear()
 
@@ -170,7 +170,7 @@ class ValueTable:
         self.users.swap(one, other)
 
     def free(self, value: Value) -> Sequence[Ticket]:
-        """The end of a value; its memory is for others once all who still use it are done: these."""
+        """End a value. Returns the tickets that still use it; then its memory is free."""
         content = self.contents.pop(value)
         users = self.users.free(value)
         if value.tier == "device":

@@ -1,13 +1,13 @@
 """engine: a model whose parameters and optimizer states live on the tiers, from the first call of its backend on.
 
 begin        one call of the model: a program with its transfers, on an executor
-forward      its first half; updates that the step before has left run with it
-backward     the rest of the program, with the optimizer's settings of now
-finish       optimizer.step(), where nothing speaks against it: late updates may run in the next forward
-flush        all updates brought to an end: before evaluation, saving, reading
+forward      its first half, together with the late updates of the step before
+backward     the rest of the program, with the optimizer's current settings
+finish       optimizer.step() has closed the step: late updates may run in the next forward
+flush        run all pending updates: before an evaluation, a save or a read
 
-An engine is held by its parameters and by its optimizer, and holds neither: when they go, it closes the tiers, and its
-threads and files end.
+Parameters and optimizer hold the engine, and it holds neither: when they are gone, it closes the tiers, and its threads
+and files end.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from gs_compile.runtime.ranks import failing_together
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.step_record import StepRecord
 from gs_compile.runtime.sums import Sums
+from gs_compile.runtime.units import CompiledUnits
 
 AGAIN = "the model was called again"
 KEPT = (
@@ -55,7 +56,7 @@ KEPT = (
 
 
 class Beginning(Protocol):
-    """What an engine and its calls ask of the step that a run begins with (`first_step.FirstStep`)."""
+    """The first step of a run, as an engine and its calls use it (`first_step.FirstStep`)."""
 
     def engine_for_training(self, engine: Engine, call: Call) -> Engine: ...
     def engine_for_forward(self, engine: Engine, call: Call) -> Engine: ...
@@ -72,14 +73,14 @@ class Engine(ParameterStore):
     """One model's parameters, and the updates of them."""
 
     def __init__(self, optimizer: Optimizer, call: Call, first_step: Beginning, prepared: Prepared | None) -> None:
-        """first_step: that makes this one; prepared: by `plan_tiers`, where that is done."""
-        gc.collect()  # what earlier models have left: memory that counts against the budget, and locks of storage
+        """first_step: makes this engine; prepared: the result of `plan_tiers`, if it is known."""
+        gc.collect()  # earlier models may still hold memory, which counts against the budget, and locks of storage
         self._optimizer = weakref.ref(optimizer)
         self.options, self.ranks, self.first_step = call.compilation.options, call.ranks, first_step
         self.open = OpenCalls()
         self.record: StepRecord | None = None  # of backwards that optimizer.step() has not closed yet
         self.num_backwards = 0  # of the step under way
-        self._makes_way = False  # for another engine
+        self._makes_way = False  # another engine takes its place
         self.snapshots: tuple[Program, ...] = ()  # of the program of the latest call
         self.accepted_factor = 1.0  # of the loss: no GradScaler's
         begun_with = prepared or plan_tiers(optimizer, call)
@@ -105,16 +106,16 @@ class Engine(ParameterStore):
             else:
                 move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
             self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))
-        except BaseException:  # also where the user has interrupted it: no later call goes on with half of a run
+        except BaseException:  # also if the user has interrupted it: no later call may use half of a run
             tiers.close()
             raise
-        self.is_changed = False  # by the user: a value or a state, since the engine has them, or the last commit()
+        self.is_changed = False  # the user has changed a value or a state since the engine was made, or since commit()
         weakref.finalize(self, self.tiers.close).atexit = False
 
     @property
     def failed_at_start(self) -> bool:
-        """Whether the run has ended before its first step, or made way for another, and all that it began with is
-        there: it can begin again.
+        """Whether the run has ended before its first step, or another has taken its place, and all first values and
+        states are there: it can begin again.
         """
         is_at_start = self._makes_way or not (self.num_steps or self.has_loaded_state)
         return self.closed and self.ranks is None and is_at_start
@@ -138,12 +139,12 @@ class Engine(ParameterStore):
 
     @property
     def num_calls(self) -> int:
-        """Calls at a time that memory is planned for."""
+        """The number of open calls for which memory is planned."""
         return self.planning.planner.num_calls
 
     @property
     def room_nbytes(self) -> int:
-        """What steps leave of the budget of the memory that the model computes from."""
+        """The memory, of the tier that the model computes from, that steps leave of the budget."""
         device = self.tiers.setting.device
         if device.has_own_memory:
             return device.memory_nbytes()[0] // 2  # the other half for what is computed
@@ -152,9 +153,9 @@ class Engine(ParameterStore):
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def begin(self, call: Call, inputs: Mapping[Value, Any]) -> TieredExecutor:
-        """The executor of one call, its program chosen; raises `StepOrderError` where a step is still to be closed.
+        """The executor of one call, with its program; raises `StepOrderError` if a step has not been closed.
 
-        Where there is no room beside calls that wait for their backward, these are given up.
+        If calls that wait for their backward leave no room, they are given up.
         """
         self._refuse_unfinished()
         self.open.let_lost_go()
@@ -194,7 +195,7 @@ class Engine(ParameterStore):
             return TieredExecutor(*arguments)
 
     def forward(self, executor: TieredExecutor, call: Call) -> None:
-        """The forward half, and all late updates with it, also where the model's own code fails."""
+        """Run the forward half, and all late updates with it, even if the model's own code fails."""
         try:
             self.open.begin(executor, call)
         finally:
@@ -203,7 +204,7 @@ class Engine(ParameterStore):
         self.first_step.let_go()
 
     def refuse_given_up(self, executor: Executor) -> None:
-        """Raise `StepOrderError` where the call of a backward was given up."""
+        """Raise `StepOrderError` if the call of a backward was given up."""
         self.tiers.check()
         if executor not in self.open:
             raise StepOrderError(
@@ -215,10 +216,10 @@ class Engine(ParameterStore):
     def backward(
         self, executor: TieredExecutor, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool = False
     ) -> Iterator[None]:
-        """Have the backward half run inside the block, with the optimizer as it is set now.
+        """The backward half runs inside the block, with the optimizer's current settings.
 
-        losses: that it is of; reached: the parameters that it brings gradients. zeroed: what earlier backwards of the
-        step have left was dropped. What ends the block early ends the run: the step has a part of its gradients.
+        losses: those of the backward; reached: the parameters that get gradients; zeroed: the gradients of the step's
+        earlier backwards were dropped. An error inside the block ends the run: the step has a part of its gradients.
         """
         record = self._new_record(losses, reached, zeroed=zeroed)
         self.announce("one more backward" if record.adds else "the backward", f", {record.told}")
@@ -229,7 +230,7 @@ class Engine(ParameterStore):
             yield
 
     def _new_record(self, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool) -> StepRecord:
-        """The record of the step under way, as the optimizer is set now."""
+        """The record of the current step, with the optimizer's current settings."""
         optimizer = self._optimizer()
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
@@ -246,7 +247,7 @@ class Engine(ParameterStore):
         return record
 
     def _take(self, record: StepRecord, *, zeroed: bool) -> None:
-        """Have a record as that of the step under way; zeroed: as of `backward`."""
+        """Make a record that of the current step; zeroed: see `backward`."""
         if zeroed and self.optimizer is not None:
             forget_gradients(self.optimizer.group_of)
         self.record = record
@@ -278,7 +279,7 @@ class Engine(ParameterStore):
         mark_gradient_unavailable(parameter)
 
     def begin_sums(self) -> None:
-        """Begin a step with a gradient from outside: what its backwards so far have left is dropped."""
+        """Begin a step with a gradient from outside; the gradients of its backwards so far are dropped."""
         self.flush()
         record = self._new_record([], (), zeroed=True)
         with self.tiers.whole():
@@ -286,8 +287,8 @@ class Engine(ParameterStore):
             self._take(record, zeroed=True)
 
     def end(self, refusal: str) -> None:
-        """Close the tiers, for another engine, and give their parameters up; refusal: what backwards of open calls are
-        told.
+        """Close the tiers, for another engine, and give up the parameters. refusal: the words for backwards of open
+        calls.
         """
         self._makes_way = True
         self.open.abandon(refusal)
@@ -300,7 +301,7 @@ class Engine(ParameterStore):
 
     def step_to_finish(self, *, dropped: bool) -> StepRecord | None:
         """The record of the step whose backward has run, for `finish` of the optimizer's engine, which may be another
-        from now on. None: there was no backward. dropped: its gradients were.
+        one afterwards. None: there was no backward. dropped: its gradients were dropped.
         """
         self.tiers.wait_for_commit()  # of the step before: a kill costs one closed step at most
         if (record := self.record) is None:
@@ -332,12 +333,12 @@ class Engine(ParameterStore):
 
     @property
     def _predicted_seconds(self) -> float:
-        """Seconds of the step under way, if it is one that was planned and simulated; else nan."""
+        """The simulated seconds of the current step; nan if this step was not planned and simulated."""
         plan, is_planned = self.planning.planned.plan, self.stepped[1] is self.placement
         return plan.seconds if plan and plan.is_solved and is_planned and self.num_backwards == 1 else math.nan
 
     def flush(self, *, commit: bool = False) -> None:
-        """Bring all updates to an end, as evaluation and reading need it; `commit`: the last step is made durable."""
+        """Run all pending updates, as an evaluation or a read needs; `commit`: the last step is made durable."""
         self._refuse_unfinished()
         pending = self.tiers.pending
         durable = self.durable if commit or self.record is None else None  # within a step nothing is of the one before
@@ -345,16 +346,16 @@ class Engine(ParameterStore):
         if pending is not None and (self.optimizer is not None and self.optimizer.orthogonalizes):
             self.announce("updates between steps")  # in which ranks exchange matrices
         if pending is not None or seals:
-            self.tiers.let_carried_go()  # late updates are made in its memory, too
+            self.tiers.let_carried_go()  # late updates also need its memory
             program = self.planning.flush(_after(pending, self.placement, seals=seals))
             nothing = Bindings(dict.fromkeys(self._units, ()), {})
-            TieredExecutor(self.tiers, self.placement, program, None, {}, nothing).backward()
+            TieredExecutor(self.tiers, self.placement, program, CompiledUnits((), None), {}, nothing).backward()
 
     # Values ----------------------------------------------------------------------------------------------------------
 
     @in_turn
     def commit(self) -> None:
-        """Return when the last step is durable, with all that belongs to it by now."""
+        """Return when the last step is durable, with all that belongs to it now."""
         self._refuse_unfinished()
         self.announce("a commit")
         with failing_together(self.ranks):  # the others wait on their lanes for this one's part in it
@@ -397,7 +398,7 @@ class Engine(ParameterStore):
 
     @property
     def spans(self) -> dict[torch.nn.Parameter, Slice]:
-        """The spans of all parameters of this store that somebody still has."""
+        """The spans of all parameters of this store that are still alive."""
         alive = [each for reference in self._parameters if (each := reference()) is not None]
         return {alive[index]: span for index, span in self.spans_of(alive).items()}
 
@@ -407,7 +408,7 @@ class Engine(ParameterStore):
         return {index: home.span for index, home in homes.items() if home is not None and home.store is self}
 
     def _refuse_unfinished(self) -> None:
-        """Raise `StepOrderError` where a step is still to be closed; one whose gradients were dropped is closed."""
+        """Raise `StepOrderError` if a step has not been closed. One whose gradients were dropped is closed here."""
         self.tiers.check_late()
         if self.record is None or self.accumulates:
             return
@@ -427,6 +428,6 @@ class Engine(ParameterStore):
 
 
 def _after(pending: StepRecord | None, placement: Placement, **marks: bool) -> StepContext:
-    """The context of a program that runs after a step; `pending`: its record, where its late updates are to come."""
+    """The context of a program that runs after a step; `pending`: the step's record, if it has pending late updates."""
     redo = pending is not None and placement.rolls_back(confirmed=pending.confirmed)
     return StepContext(late=pending is not None, redo=redo, **marks)

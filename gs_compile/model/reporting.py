@@ -100,7 +100,7 @@ def _outlets(planning: StepPrograms, tiers: Tiers) -> Outlets:
 def _why(failure: Failure) -> str:
     """Why a run has failed; "": it has not."""
     error = failure.first.error if failure.first is not None else None
-    return "" if error is None else alarm.words(error)
+    return "" if error is None else alarm.in_words(error)
 
 
 def _measure(

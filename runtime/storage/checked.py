@@ -1,4 +1,4 @@
-"""checked: that all that a manifest says agrees."""
+"""checked: the entries of a manifest agree with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""drive: one directory of a run's storage: its folder, and the threads that move its files."""
+"""drive: one directory of a run's storage: the run's folder in it, and the threads that move its files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Drive:
     """One directory: the folder of our files in it, locked, and the threads that move them."""
 
     def __init__(self, directory: Path, threads: int, folder: Path | None = None, *, is_durable: bool = False) -> None:
-        """folder: of another run, in the place of the first that is free; is_durable: as of `Folder.first_free`."""
+        """folder: a folder of another run, instead of the first free one; is_durable: see `Folder.first_free`."""
         with contextlib.ExitStack() as opened, as_storage_error("open", directory, TO_BE):
             self.own = Folder.take(folder) if folder else Folder.first_free(directory, is_durable=is_durable)
             opened.callback(self.own.release)
@@ -66,7 +66,7 @@ class Drive:
 
     @property
     def drawback(self) -> str:
-        """What is worse here than on a local drive, in words; "": nothing."""
+        """In words, how the directory is worse than one on a local drive; "": it is not."""
         if (kind := file_system(self.device)) in IN_MEMORY:
             return f"is in memory ({kind}): what is stored there takes memory that host_memory does not count"
         if not self.is_direct:
@@ -138,7 +138,7 @@ class Drive:
         self.own.unlink(name)
 
     def sync_names(self) -> None:
-        """Bring the names of new files to the medium, without which a power loss takes what was written to them."""
+        """Sync the names of new files: otherwise a power loss takes the files, whatever was written to them."""
         if self._has_new_names:
             self._has_new_names = False  # first: a file that another thread makes meanwhile is left to the next call
             with as_storage_error("sync", self.folder):

@@ -1,4 +1,4 @@
-"""folder: our own folder in a directory of storage: who has it, what is in it, and what of that stays.
+"""folder: a run's folder in a directory of storage: which process has it, what is in it, and what stays.
 
 <directory>/greedysnake-run/    the only folder that is touched, 0700; others' files beside it stay as they are
                                 (greedysnake-run-3 of the process that a launcher calls rank 3, and with .2 at its end
@@ -44,7 +44,7 @@ OTHERS = (manifest.NAME, manifest.NEXT, manifest.BESIDE, PROBE, STATUS, NEXT_STA
 
 
 class Folder:
-    """One that this process has locked."""
+    """A folder that this process has locked."""
 
     def __init__(self, path: Path, fd: int, lock_fd: int) -> None:
         self.path = path
@@ -98,9 +98,10 @@ class Folder:
 
     @classmethod
     def first_free(cls, directory: Path, *, is_durable: bool = False) -> Folder:
-        """The first folder in a directory that no other model of this process has; is_durable: no other has any there.
+        """The first folder in a directory that no other model of this process has.
 
-        Else the folder of a run would follow from the order of first calls, and later processes look in the first one.
+        is_durable: no other may have one there. Otherwise the folder of a run would depend on the order of first calls,
+        and later processes look in the first one.
         """
         path = folder_in(directory)
         found = cls.lock(path)
@@ -112,7 +113,7 @@ class Folder:
 
     @classmethod
     def take(cls, path: Path) -> Folder:
-        """One that is there, and that no model of this process has either."""
+        """A folder that exists, and that no model of this process has."""
         if not path.is_dir():
             raise StorageError(errno.ENOENT, "this folder of the run to resume is missing", str(path))
         if (found := cls.lock(path, reads=True)) is None:
@@ -142,7 +143,7 @@ class Folder:
                 system.unlink(path.name, self.fd)
 
     def sync(self) -> None:
-        """Bring the names of new files to the medium, and the folder's own, as far as folders above can be opened."""
+        """Sync the names of new files and the folder's own, as far as the folders above can be opened."""
         system.sync_folder(self.fd)
         for above in self.path.resolve().parents:
             if above.stat().st_dev == os.fstat(self.fd).st_dev:
@@ -177,17 +178,15 @@ class Folder:
 
 
 def folder_in(directory: Path, number: int = 1) -> Path:
-    """The folder of this process's model of that number.
-
-    Of several processes that a launcher starts, such as torchrun, each has its own by its RANK; of those that meet
-    without one, by torch.distributed's.
+    """The folder of this process's model of that number. Each rank has its own, by torch.distributed's rank or by the
+    launcher's RANK.
     """
     rank = str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "")
     return folder_of(directory, int(rank) if rank.isdecimal() else 0, number)
 
 
 def folder_of(directory: Path, rank: int, number: int = 1) -> Path:
-    """The same of a process of that rank."""
+    """The same for a process of the given rank."""
     name = f"{FOLDER}-{rank}" if rank else FOLDER
     return directory / (name if number == 1 else f"{name}.{number}")
 
@@ -206,7 +205,7 @@ def _is_locked_now(path: Path, lock_fd: int) -> bool:
 
 
 def _locks(lock_fd: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Whether nobody else has it; then it is locked until it is closed."""
+    """Try to lock it until it is closed. Returns whether no other process has it."""
     try:
         fcntl.flock(lock_fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -227,7 +226,7 @@ def holder(path: Path) -> str:
 
 
 def _this_process() -> str:
-    """What no other process writes to a lock."""
+    """Text that no other process writes to a lock."""
     return f"{PROCESS} {os.getpid()}"
 
 

@@ -1,12 +1,12 @@
 """grid: how a file is cut into blocks. Each has a checksum of its own, and is moved by one thread at a time.
 
-An extent on several drives is asked for in chunks (store.py), so a file is cut anew at each of them: whoever moves an
-extent moves whole blocks.
+An extent on several drives is moved in chunks (store.py), so blocks also begin at each chunk: to move an extent is to
+move whole blocks.
 
     file      |        chunk        |        chunk        | last  |
     blocks    |      |      |       |      |      |       |      ||
 
-A commit keeps the checksums of these blocks: another size of blocks is another format of manifests.
+A commit stores the checksums of these blocks: another block size would be another format of manifests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gs_compile.placement.slab import PAGE_NBYTES, rounded
 
 PAGE = PAGE_NBYTES
 BLOCK = 4 << 20  # 1 to 16 MiB are equally fast (benchmarks/ssd.py); part of a block costs the reading of all of it
-SMALL_BLOCK = 1 << 20  # a short chunk is cut finer, to this and no less, so that it too has several in flight
+SMALL_BLOCK = 1 << 20  # a short chunk is cut finer, down to this, so that it also has several blocks in flight
 NUM_BLOCKS = 4  # of a short chunk: as many as a drive has threads
 
 
@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """nbytes: of the file, without what fills its last page; block: the most of one block, in whole pages."""
+    """The blocks of a file. nbytes: without the padding of its last page; block: the largest block, in whole pages."""
 
     nbytes: int
     chunk: int
@@ -53,7 +53,7 @@ class Grid:
 
     @staticmethod
     def of(nbytes: int, chunk: int | None = None) -> Grid:
-        """The one grid of a file of this size. chunk: in whole pages; None: the file is of one."""
+        """The grid of a file of this size. chunk: in whole pages; None: the file is one chunk."""
         chunk = chunk or rounded(nbytes) or PAGE
         num_blocks = -(-chunk // min(BLOCK, max(SMALL_BLOCK, chunk // NUM_BLOCKS)))
         return Grid(nbytes, chunk, rounded(-(-chunk // num_blocks)))

@@ -1,4 +1,4 @@
-"""last_commit: the commit that a former run has left on drives, and the files that belong to it."""
+"""last_commit: find the commit that a former run has left on drives, and the files that belong to it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gs_compile.runtime.storage import manifest
 from gs_compile.runtime.storage.drive import Drive
 from gs_compile.runtime.storage.stored import Manifest, StoredFile
 
-Step = tuple[int, int, str]  # its number, that of its commit, and the run of all ranks that it is of
-Steps = Mapping[Step, bool]  # of one rank, and whether each is committed, or prepared alone
-Agree = Callable[[Steps], Sequence[Steps]]  # gives those of all ranks
+Step = tuple[int, int, str]  # its number, the number of its commit, and the run's name on all ranks
+Steps = Mapping[Step, bool]  # the steps of one rank; True: committed, False: only prepared
+Agree = Callable[[Steps], Sequence[Steps]]  # returns those of all ranks
 
 
 class Left(NamedTuple):
-    """A commit that a run has left in a folder. is_made: it is the last one there; else it is prepared alone."""
+    """A commit that a run has left in a folder. is_made: it is the last one there; False: it is only prepared."""
 
     commit: Manifest
     folder: Path
@@ -28,7 +28,7 @@ class Left(NamedTuple):
 
 
 def commits_in(folders: Iterable[Path], *, prepared: bool = False) -> list[Left]:
-    """The commits in those of the folders that are there; prepared: those too that ranks may not all have made."""
+    """The commits in those of the folders that exist; prepared: also those that other ranks may not have made."""
     names = (manifest.NEXT, manifest.NAME) if prepared else (manifest.NAME,)
     return [
         Left(found, folder, name == manifest.NAME)
@@ -39,7 +39,7 @@ def commits_in(folders: Iterable[Path], *, prepared: bool = False) -> list[Left]
 
 
 def newest_of(left: Iterable[Left], agree: Agree | None = None) -> Manifest | None:
-    """The newest of commits, or of several ranks the newest that all have; None: there is none."""
+    """The newest of these commits; with several ranks the newest that all have; None: there is none."""
     known = {step_of(each.commit): each for each in sorted(left, key=lambda each: (each.is_made, each.commit.number))}
     own = {step: each.is_made for step, each in known.items()}
     step = common_step(agree(own) if agree else [own])
@@ -47,21 +47,21 @@ def newest_of(left: Iterable[Left], agree: Agree | None = None) -> Manifest | No
 
 
 def step_of(commit: Manifest) -> Step:
-    """What it has in common with those of other ranks, which make as many: a step may be committed more than once."""
+    """What identifies a commit on all ranks. A step may be committed more than once, by all ranks as often."""
     return (*order(commit), commit.together)
 
 
 def order(commit: Manifest) -> tuple[int, int]:
-    """What is greater for the newer of two commits: a step is committed anew where something has changed after it."""
+    """A key that is greater for the newer commit. A step is committed again if something has changed after it."""
     return commit.step, commit.number
 
 
 def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = None) -> Manifest | None:
-    """The last commit that a run has left on the drives and on others of its own. One may be a commit behind.
+    """The last commit that a run has left on these drives, and on further ones of its own; a drive may lack the newest.
 
-    agree: of several ranks, each of which may have prepared one more; what is agreed on is committed.
-    Raises LeftoverError where it is not to be taken up, is of several runs, or has its files elsewhere; also where one
-    is prepared and there is no other rank: others may have made it, and then this one is to make it, too.
+    agree: for several ranks, each of which may have prepared one more; the step that they agree on is committed.
+    Raises LeftoverError if there is a commit and `resume` is False, if there are commits of several runs, or if its
+    files are elsewhere; also if a commit is only prepared and this process is alone: other ranks may have made it.
     """
     folders = {drive.folder: drive.own for drive in drives}
     left = commits_in(folders, prepared=True)
@@ -95,7 +95,7 @@ def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = 
 
 
 def _beside(left: Iterable[Left], here: Iterable[Path]) -> list[Left]:
-    """The commits in further folders of the same runs, which may be of drives that this run does without."""
+    """The commits in further folders of the same runs, on drives that this run may not use."""
     named = {(folder, each.commit.run) for each in left if each.is_made for folder in folders_of(each.commit)}
     found = commits_in(sorted({folder for folder, _ in named}.difference(here)))
     return [each for each in found if (each.folder, each.commit.run) in named]
@@ -118,11 +118,10 @@ def common_step(by_rank: Sequence[Steps]) -> Step | None:
 
 
 def located(commit: Manifest, here: Path, having: Sequence[Path]) -> Manifest:
-    """A commit that was found in the folder `here`, with the paths that its folders have now.
+    """A commit that was found in the folder `here`, with the current paths of its folders.
 
-    A folder may be given by a link; one of them may be of a directory that has been moved, and have another run in its
-    place. having: the folders that have a commit. Raises LeftoverError where its files are not here: what is here may
-    be of it all the same.
+    A folder may be given by a link, and one of them may be in a directory that has been moved. having: the folders that
+    have a commit. Raises LeftoverError if the commit's files are not in `here`, although what is there may be its own.
     """
     named = folders_of(commit)
     now = {old: new for old in named for new in having if is_same(old, new)}
@@ -147,12 +146,12 @@ def located(commit: Manifest, here: Path, having: Sequence[Path]) -> Manifest:
 
 
 def _paths(commit: Manifest, folder: Path) -> Iterator[Path]:
-    """Of a commit's files in a folder."""
+    """The paths of a commit's files in a folder."""
     return (folder / file.name for file in commit.files() if Path(file.folder) == folder)
 
 
 def is_same(one: Path, other: Path) -> bool:
-    """Whether two paths are of one folder that is there."""
+    """Whether two paths name the same folder."""
     return one == other or (one.is_dir() and other.is_dir() and one.samefile(other))
 
 
@@ -162,7 +161,7 @@ def folders_of(commit: Manifest) -> list[Path]:
 
 
 def names_in(made: Manifest | None, folder: Path) -> frozenset[str]:
-    """The names of a commit's files in a folder, with its own."""
+    """The names of a commit's files in a folder, and that of its manifest."""
     if made is None:
         return frozenset()
     return frozenset({manifest.NAME, *(file.name for file in made.files() if Path(file.folder) == folder)})

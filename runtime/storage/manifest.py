@@ -1,4 +1,4 @@
-"""manifest: what a commit names: the run, the step, and every byte that it needs, with its checksums.
+"""manifest: a commit as a file: the run, the step, and where every byte is that it needs, with checksums.
 
     write    beside the old one, synced, renamed over it, and the folder synced: the old commit holds, or the new one
     read     as untrusted input: its size is bounded, every entry has its type and its range, and all agree
@@ -44,12 +44,12 @@ NEXT = ".manifest.next"  # of one rank, until all ranks have theirs
 BESIDE = ".manifest.json"  # while it is written
 MAX_NBYTES = 64 << 20
 MAX_ENTRIES = 1 << 20  # objects, lists, their elements, escaped letters: each takes up to 200 bytes when it is parsed
-_COUNTED = (",", "[", "{", "\\")  # of a text: as many entries
+_COUNTED = (",", "[", "{", "\\")  # each of these in a text counts as an entry
 MAX_DEPTH = 100
 MAX_KEYS = 10_000  # of an object
 MAX_DIGITS = 50  # of a number: 128 bits have 39
 LARGEST = 10 ** (MAX_DIGITS - 1)
-MAX_WORDS = 300  # letters of a file's own that an error shows
+MAX_WORDS = 300  # characters of a file's contents that an error shows
 AFTER_A_COPY = "if you have copied it here, which may change modes, chmod -R go="
 
 
@@ -63,10 +63,10 @@ def write(
     name: str = NAME,
     before_it_counts: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make a manifest the folder's, all of it or nothing; it is on the drive when this returns.
+    """Replace the folder's manifest, atomically; it is on the drive when this returns.
 
-    Raises StorageError; then the folder has the manifest that it had, or, after a failure of the last sync, this one.
-    That is from `before_it_counts` on.
+    Raises StorageError. Then the folder has its old manifest, or, if the last sync failed, the new one: it may count
+    once `before_it_counts` has been called.
     """
     data = np.frombuffer(encoded(manifest), np.uint8)
     try:
@@ -93,7 +93,7 @@ def write(
 
 
 def encoded(manifest: Manifest) -> bytes:
-    """The text of a manifest. Raises ManifestError where it could not be read again: too large, or not of JSON."""
+    """The text of a manifest. Raises ManifestError if it could not be read again: too large, or not JSON."""
     try:
         for name in ("groups", "states", "user", "plan"):
             check_plain(getattr(manifest, name), name)
@@ -105,7 +105,7 @@ def encoded(manifest: Manifest) -> bytes:
 
 
 def refuse_unreadable(manifest: Manifest) -> None:
-    """Raise ManifestError where a manifest would be refused by who reads it."""
+    """Raise ManifestError if a manifest would be refused when it is read."""
     try:
         decoded(encoded(manifest))
     except (ValueError, RecursionError) as error:
@@ -114,7 +114,7 @@ def refuse_unreadable(manifest: Manifest) -> None:
 
 
 def check_plain(value: object, where: str, depth: int = 0) -> None:
-    """Raise a ValueError where a state is not made of dicts with names, lists, strings, numbers, None alone."""
+    """Raise a ValueError unless a state consists of dicts with string keys, lists, strings, numbers and None."""
     if depth > MAX_DEPTH:
         raise ValueError(f"{where}: deeper than {MAX_DEPTH}")
     if isinstance(value, dict) and len(value) <= MAX_KEYS:
@@ -134,7 +134,7 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
 
 
 def check_room(values: Mapping[str, Any]) -> None:
-    """Raise a ValueError, which names the largest, where states have more entries than a manifest may have."""
+    """Raise a ValueError, which names the largest state, if states have more entries than a manifest may have."""
     numbers = {name: _num_entries(each) for name, each in values.items()}
     if sum(numbers.values()) > MAX_ENTRIES:
         name = max(numbers, key=lambda each: numbers[each])
@@ -145,7 +145,7 @@ def check_room(values: Mapping[str, Any]) -> None:
 
 
 def _num_entries(value: object) -> int:
-    """What `_check_size` counts of it, or some more."""
+    """The entries that `_check_size` would count of a value, or some more."""
     if isinstance(value, dict):
         return 1 + len(value) + sum(map(_num_entries, value.values()))
     if isinstance(value, list | tuple):
@@ -154,7 +154,7 @@ def _num_entries(value: object) -> int:
 
 
 def refuse_large(facts: Mapping[str, Any], num_parameters: int) -> None:
-    """Raise ManifestError where what all commits of a run have is more than a manifest may have."""
+    """Raise ManifestError if the entries that all commits of a run have are too many for a manifest."""
     try:
         _check_size(_json(facts))
     except ValueError as error:
@@ -170,7 +170,7 @@ def _json(value: object) -> bytes:
 
 
 def _check_text(text: str, where: str) -> None:
-    """Raise a ValueError for what is no text: a JSON parser refuses half of a pair of surrogates."""
+    """Raise a ValueError for a string with surrogates, which a JSON parser refuses."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -178,13 +178,13 @@ def _check_text(text: str, where: str) -> None:
 
 
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether they are numbers alone that can be kept. Loaders may have a hundred thousand, and each commit asks."""
+    """Whether all are numbers that a manifest may have. (Fast: loaders' states may have a hundred thousand.)"""
     kinds = set(map(type, values))
     return kinds <= {float} or (kinds <= {int, bool} and min(values) > -LARGEST and max(values) < LARGEST)
 
 
 def _check_size(data: bytes | bytearray) -> None:
-    """Raise a ValueError where parsing could take more memory than a few times `MAX_NBYTES`."""
+    """Raise a ValueError if parsing could take more memory than a few times `MAX_NBYTES`."""
     if len(data) > MAX_NBYTES:
         raise ValueError(f"{format_bytes(len(data))}, and a manifest has {format_bytes(MAX_NBYTES)} at most")
     if not data.isascii():
@@ -233,7 +233,7 @@ def decoded(data: bytes | bytearray) -> Manifest:
 
 
 def _data(folder: Path, name: str) -> bytearray:
-    """The bytes of a manifest that is a file of this user's alone, in a folder of this user's alone."""
+    """The bytes of a manifest; only this user may have access to it and to its folder."""
     with contextlib.ExitStack() as opened:
         folder_fd = system.open_folder(folder)
         opened.callback(os.close, folder_fd)
@@ -247,7 +247,7 @@ def _data(folder: Path, name: str) -> bytearray:
                     f"{AFTER_A_COPY} {folder}"
                 )
                 raise ManifestError(errno.EPERM, what, str(folder / name))
-        nbytes = min(os.fstat(fd).st_size, MAX_NBYTES + 1)  # that much is too much
+        nbytes = min(os.fstat(fd).st_size, MAX_NBYTES + 1)  # of a larger file enough to be refused
         data, done = bytearray(nbytes), 0
         memory = np.frombuffer(data, np.uint8)
         while done < nbytes and (count := system.preadv(fd, memory[done:], done)):
@@ -257,7 +257,7 @@ def _data(folder: Path, name: str) -> bytearray:
 
 @cache
 def _adapter() -> TypeAdapter[Manifest]:
-    """Strict in every entry. What it needs is slow to import: it is where a manifest is read."""
+    """A validator that is strict in every entry; made when it is first needed, as pydantic is slow to import."""
     from pydantic import TypeAdapter, with_config
 
     for each in (StoredFile, StoredPart, StoredRange, StoredGroup, StoredUnit, StoredParameter, StoredTensor, Manifest):
@@ -283,7 +283,7 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
 
 
 def _words(error: Exception) -> str:
-    """What an error says: of pydantic's the first, with the place of its entry."""
+    """An error in words; of pydantic's errors the first one, with the place of the entry."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):

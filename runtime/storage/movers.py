@@ -1,11 +1,11 @@
-"""movers: threads that move the blocks of a transfer, and whoever waits for it among them.
+"""movers: threads that move the blocks of a transfer, together with the thread that waits for it.
 
     waits      | block 0 |  block 3  | block 6 |     returns: no block is left, and none moves
     mover 0     | block 1 |   block 4   |
     mover 1      |   block 2   | block 5 |
 
-Blocks stay with their transfer until a thread takes the next one: to hand each over by itself takes as much time on a
-core as to move it. A transfer of one block, such as a small tensor, wakes no thread at all.
+Blocks stay with their transfer until a thread takes the next one: to hand over each block by itself would take a core
+as much time as to move it. A transfer of one block, such as a small tensor, wakes no thread at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Move: TypeAlias = Callable[[], None]
 
 
 class Movers:
-    """Up to `number` threads; who asks for them is served in turn."""
+    """Up to `number` threads, which serve requests in their order."""
 
     def __init__(self, number: int, name: str) -> None:
         self._number, self._name = number, name
@@ -31,10 +31,10 @@ class Movers:
         self._closed = False
 
     def ask(self, number: int, take_part: Move) -> None:
-        """Have `take_part` called by so many threads, or by as many as there may be.
+        """Have `take_part` called by `number` threads, or by all if there are fewer.
 
-        Raises RuntimeError when they have ended, also for none: then the files are closed, and their descriptors are
-        of others.
+        Raises RuntimeError once `close` was called, also for `number` 0: the files are closed, and their descriptors
+        may be those of other files.
         """
         number = min(number, self._number)
         with self._changing:
@@ -67,10 +67,10 @@ class Movers:
 
 
 class Transfer:
-    """Bytes between memory and storage, moved once it has begun; the memory is its own until `wait` has returned."""
+    """A transfer between memory and storage, which moves once it has begun; it owns the memory until `wait` returns."""
 
     def __init__(self, parts: Iterable[tuple[Movers, Iterable[Move]]]) -> None:
-        """parts: who moves blocks, and how each is moved; several of one drive are moved together."""
+        """parts: the movers of a drive, and its blocks to move; parts of the same drive are moved together."""
         self.left = defaultdict[Movers, deque[Move]](deque)  # to begin
         for movers, moves in parts:
             self.left[movers].extend(moves)
@@ -85,7 +85,7 @@ class Transfer:
         return not self._num_moving and not any(self.left.values())
 
     def begin(self) -> Transfer:
-        """Have the threads move it, while the caller does something else."""
+        """Let the threads move it while the caller does something else."""
         self._ask(all_but=0)
         return self
 

@@ -1,16 +1,15 @@
-"""ssd: files moved to and from memory in the background, each block with a checksum; whoever waits gets the error.
+"""ssd: read and write files in the background, each block with a checksum; the thread that waits gets the error.
 
 A request is cut at the grid of its file (grid.py), and its blocks are moved by a few threads of the drive (movers.py),
-of which some read and some write, so that neither waits for the other. Reading, writing and hashing release the GIL.
-With O_DIRECT the drive reads and writes the caller's memory itself: no page
-cache, no second copy.
+some of which read and some write, so that neither waits for the other. Reading, writing and hashing release the GIL.
+With O_DIRECT the drive reads and writes the caller's memory itself: no page cache, no second copy.
 
-[1] A whole block is hashed where it is in memory: before it is written, after it is read. Its checksum stays with the
-    run, apart from the drive: bytes that are not the last ones written there are refused, whatever became of them.
-[2] A part of a block is moved by way of the whole: read, checked, changed, hashed.
-[3] O_DIRECT moves whole pages of the file to and from page-aligned memory. What is less than a page at the end of the
-    file, or memory that is not aligned, goes piece by piece through pages that are.
-[4] Without O_DIRECT the kernel copies, and is told to forget each block at once.
+[1] A whole block is hashed in memory: before it is written, and after it is read. Its checksum stays with the run, not
+    on the drive: bytes that differ from the last ones written there are refused, for whatever reason they differ.
+[2] To move a part of a block, the whole is read and checked, and for a write changed and hashed.
+[3] O_DIRECT moves whole pages of the file to and from page-aligned memory. Less than a page at the end of the file, or
+    memory that is not aligned, goes piece by piece through aligned pages.
+[4] Without O_DIRECT the kernel copies, and is told to drop each block from its cache at once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Memory: TypeAlias = npt.NDArray[np.uint8]
 Sums: TypeAlias = npt.NDArray[np.uint64]
 Verb = Literal["read", "write"]
 
-BOUNCE = 1 << 20  # of memory that is not aligned, what is copied at a time: it is in no budget
+BOUNCE = 1 << 20  # bytes of memory that is not aligned that are copied at a time: this buffer is in no budget
 THREADS = 4  # of a drive, for each direction: two are slower, eight are no faster (benchmarks/ssd.py)
 MAX_RETRIES = 64  # without progress, after pauses that add up to three seconds: then the drive is not coming back
 MAX_PAUSE_SECONDS = 0.05
@@ -111,7 +110,7 @@ def _read(file: File, block: Block, memory: Memory, label: str) -> None:
 
 
 def _write(file: File, block: Block, whole: Memory, memory: Memory, offset: int, label: str) -> None:
-    """Write the pages `memory`, after which the block is `whole`. Where that fails, what it is now may be refused."""
+    """Write the pages `memory`, after which the block is `whole`. If this fails, later reads may refuse the block."""
     found = xxh3_64_intdigest(whole.data)
     _move_pages("write", file, memory, offset, label)
     file.sums[block.number] = found
@@ -130,7 +129,7 @@ def _move_part(verb: Verb, file: File, block: Block, memory: Memory, offset: int
 
 
 def _move_pages(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> None:
-    """Read or write from the begin of a page to the end of one, or of the file."""
+    """Read or write from the beginning of a page to the end of one, or of the file."""
     is_aligned = not file.direct or memory.ctypes.data % PAGE == 0
     straight = memory.nbytes - (memory.nbytes % PAGE if file.direct else 0) if is_aligned else 0
     move(verb, file, memory[:straight], offset, label)
@@ -171,7 +170,7 @@ def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> Non
 
 
 def sync(file: File, label: str) -> None:
-    """Return when what was written to a file is on the medium. It is not tried again: what failed may be lost."""
+    """Return when everything written to a file is on the drive. A failed sync is not repeated: data may be lost."""
     try:
         system.datasync(file.fd)
     except OSError as error:

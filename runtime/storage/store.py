@@ -1,4 +1,4 @@
-"""store: extents of bytes on one or several drives, private to one run, and gone when it ends but for its last commit.
+"""store: extents of bytes on one or several drives, private to one run; when it ends, only its last commit stays.
 
 Several directories share each extent in proportion to their bandwidth, row by row, so that one request keeps every
 drive busy:
@@ -46,10 +46,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
     `weights` are the bandwidths of the directories, in any unit; without them, several directories are measured, for
     about a third of a second each. `threads` is the number for each direction and directory. durable: there will be
-    commits. resume: the last commit that a run has left here, or in these directories, is taken up (`former`); None:
-    none is. agree: as in `last_commit`.
-    Raises StorageLockedError if another run has one of the directories, LeftoverError if there is in its folder what
-    no run makes, or a commit that is not taken up.
+    commits. resume: take up (`former`) the last commit that a run has left in `directories` or in these further ones;
+    None: take up none. agree: as in `last_commit`.
+    Raises StorageLockedError if another run has one of the directories, LeftoverError if its folder has files that no
+    run makes, or a commit that is not taken up.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
         agree: Agree | None = None,
     ) -> None:
         self.pid = os.getpid()
-        # Whoever commits or ends has it: the end removes what no commit names. Garbage may be collected within the end,
-        # and end it once more.
+        # Held by `commit` and `close`, which removes what no commit names. Reentrant: garbage collection within `close`
+        # may call it again.
         self._folders = threading.RLock()
         self._closed = False
         self.counts = threading.Lock()
@@ -73,12 +73,12 @@ class Store(contextlib.AbstractContextManager["Store"]):
         system.allow_files()
         with contextlib.ExitStack() as self._opened:
             self.drives = [self._open(Path(each).absolute(), is_durable=durable) for each in directories]
-            self._others: dict[str, Drive] = {}  # that have files of the former run, by folder
+            self._others: dict[str, Drive] = {}  # further drives with files of the former run, by folder
             asked = [self._drive_of(folder_in(each)) for each in resume or () if folder_in(each).is_dir()]
             found = dict.fromkeys([*self.drives, *asked])
             self.former = self.made = last_commit(found, resume=resume is not None, agree=agree)
-            self._last = self.former  # whose files go with the first commit, also where nothing is taken up
-            self._checked_rest: Sequence[StoredTensor] | None = None  # of the commits of this process
+            self._last = self.former  # its files are removed by the first commit
+            self._checked_rest: Sequence[StoredTensor] | None = None  # with which a manifest was last read back
             self._adopted: dict[str, Extent] = {}
             self._goes_on: set[str] = set()
             self.run = self._last.run if self._last else secrets.token_hex(4) if durable else ""
@@ -99,9 +99,9 @@ class Store(contextlib.AbstractContextManager["Store"]):
         return self._opened.enter_context(contextlib.closing(drive))
 
     def reserve(self, nbytes: int, number: int = 0) -> None:
-        """See that extents of `nbytes` together fit on the drives as they are now: what one has no room for of its
-        share by bandwidth, others take. Raises StorageFullError where all together have no room, and StorageError where
-        this process may not open the files of so many.
+        """Check that extents of `nbytes` together fit on the drives. A drive without room for its share by bandwidth
+        leaves the rest to others, which changes `weights`. Raises StorageFullError if all together have no room, and
+        StorageError if this process may not open the files of `number` extents.
         """
         if number:
             system.check_files(number * len(self.drives), self.drives[0].folder)
@@ -125,9 +125,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
             )
 
     def allocate(self, label: str, nbytes: int) -> Extent:
-        """An extent that reads as zeros until it is written.
-
-        Nothing of it is left where that fails: StorageFullError if it does not fit.
+        """An extent that reads as zeros until it is written. Raises StorageFullError, and leaves nothing, if it does
+        not fit.
         """
         assert nbytes > 0, f"{label}: an extent of {nbytes} bytes"
         stripe = Stripe.of(nbytes, self.weights)
@@ -142,7 +141,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         return Extent(self, self.drives, label, nbytes, stripe, files)
 
     def adopt(self, name: str, *, goes_on: bool = False) -> Extent:
-        """A part of the former run, by its name; it goes with the next commit, unless that has it or it `goes_on`."""
+        """A part of the former run, by its name. The next commit removes it, unless it has it or the part `goes_on`."""
         assert self.former is not None, f"{name}: there was no run before"
         if goes_on:
             self._goes_on.add(name)
@@ -158,11 +157,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
         return self._adopted[name]
 
     def nbytes_of(self, names: Set[str]) -> int:
-        """What parts of the former run take."""
+        """The bytes of some parts of the former run."""
         return sum(part.nbytes for part in self.former.parts if part.value in names) if self.former else 0
 
     def _drive_of(self, folder: Path) -> Drive:
-        """The drive that has a folder of the former run; it may be none of this run's."""
+        """The drive of a folder of the former run; it may not be one of this run's."""
         for drive in (*self.drives, *self._others.values()):
             if drive.folder == folder:
                 return drive
@@ -175,12 +174,12 @@ class Store(contextlib.AbstractContextManager["Store"]):
         together: Callable[[int], None] | None = None,
         old: Sequence[Extent] = (),
     ) -> None:
-        """Make what `make` gives what a later run goes on from. All of its bytes are on the medium before it says so.
+        """Commit the manifest that `make` returns: a later run resumes from it. All of its bytes are synced before.
 
-        extents: those that were written since the last commit. together: of several ranks, returns when all have
-        prepared the step; before that, the last commit can still be gone back to. A StorageError leaves it. What those
-        who read it would refuse is found with the first, and with each that has something else beside the tiers. old:
-        extents that the last commit may name, and none from this one on: they end.
+        extents: those that were written since the last commit. together: with several ranks, returns when all have
+        prepared the step; until then the last commit can still be resumed. After a StorageError the last commit is
+        still valid. The first manifest, and each whose `rest` has changed, is read back before it is written.
+        old: extents that the last commit may name, and later ones do not: they are removed.
         """
         syncs = [
             (drive.movers["write"], [partial(ssd.sync, file, each.label)])
@@ -213,12 +212,12 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 self._forget_former()
 
     def _keep_both(self, made: Manifest) -> None:
-        """This commit may count from now on, or the last one, until all drives have this one."""
+        """Keep the files of this commit and of the last one: until all drives have this one, either may count."""
         for drive in self.drives:
             drive.lasting |= names_in(made, drive.folder)
 
     def _forget_former(self) -> None:
-        """Remove what the former run's commit has, unless this one's has it, or parts go on in it."""
+        """Remove the files of the former run's commit, except those that this run's commit or its parts use."""
         for drive in self._others.values():
             drive.lasting = frozenset()  # new files are on this run's drives, and no other's stay in use
             drive.own.unlink(manifest.NAME)
@@ -233,7 +232,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         self.former = self._last = None
 
     def close(self) -> None:
-        """Finish what is in flight, end the threads, remove every file, release the directories; once is enough."""
+        """Finish transfers, end the threads, remove files, release the directories; further calls do nothing."""
         if os.getpid() != self.pid:
             return  # a forked child's copy: the run goes on in the parent
         with self._folders:
@@ -249,7 +248,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
 class Extent:
     """`nbytes` of storage under one name. Offsets are in bytes; tensors are contiguous, in memory, of any dtype.
 
-    like: the shapes and strides of what is in it of an activation, on the meta device.
+    like: of an activation in it, the shapes and strides, on the meta device.
     """
 
     store: Store
@@ -269,7 +268,7 @@ class Extent:
         return self._transfer("write", source, offset)
 
     def stored(self, name: str) -> StoredPart:
-        """Where it is, for a manifest, as the part of that name. Raises StorageError where somebody has removed it."""
+        """The manifest's entry for it, as the part `name`. Raises StorageError if a file of it has been removed."""
         for _, file in self.on_drives:
             if not os.fstat(file.fd).st_nlink:
                 raise StorageError(errno.ENOENT, "another program has removed this file of the run", str(file.path))

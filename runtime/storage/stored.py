@@ -1,8 +1,8 @@
-"""stored: what a manifest says of stored bytes: files, parts, units, parameters.
+"""stored: the entries of a manifest: files, parts, units, parameters.
 
 unit         [ group a          | group b     ]      each element once in w, each trained one once in s
-group        w [ part | part ]    s [ part   ]       of a narrow trained part in memory the master alone is stored
-part         rows of chunks, one for each file       a file has blocks with a checksum each
+group        w [ part | part ]    s [ part   ]       of a narrow trained part in memory only the master is stored
+part         rows of chunks, one for each file       a file has blocks, each with a checksum
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from annotated_types import Interval
 
 FOLDER = "greedysnake-run"
 FORMAT = 2
-REST = "rest"  # the part of the tensors beside the tiers
-BUFFER = "buffer "  # ahead of the name of one among these
-# Names of extents, of a durable run with its name before
+REST = "rest"  # the part that holds the tensors that are not on the tiers
+BUFFER = "buffer "  # a prefix of names among these
+# Names of extents; in a durable run they begin with the run's name
 OURS = re.compile(r"(([0-9a-f]{8})-[0-9a-f]{4}-)?(rest|(dw|[sc]?[ws]|[ax])(\d+|e|h|t)[-_0-9a-z]*)(\.\d+)?")
 FOLDERS = re.compile(rf"{FOLDER}(-[0-9]+)?(\.[0-9]+)?")
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class FirstError:
-    """Has a list with a million wrong entries tell of the first, and not look at the others."""
+    """Makes validation of a list stop at the first wrong entry, of which there may be a million."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return {**handler(source), "fail_fast": True}

@@ -1,7 +1,6 @@
-"""system: the calls of the operating system on files, by names of our own: tests let each of them fail; and what their
-errors are raised as.
+"""system: the system calls on files, as functions that tests can make fail, and their errors as StorageErrors.
 
-A file is opened by a name in an open folder: no link is followed, no child inherits it, and it is made 0600.
+A file is opened by a name in an open folder: no link is followed, no child inherits it, and its mode is 0600.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from gs_compile.errors import StorageError, StorageFullError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REMEDIES: Mapping[int, str] = {  # of what a run finds on a drive, or of this process
+REMEDIES: Mapping[int, str] = {  # by error number
     **dict.fromkeys(FULL, "make room or choose another storage="),
     errno.EIO: "check this drive (dmesg, smartctl) or choose another storage=",
     errno.EROFS: "after errors the system lets nobody write to a drive (dmesg): check it or choose another storage=",
@@ -27,14 +26,13 @@ REMEDIES: Mapping[int, str] = {  # of what a run finds on a drive, or of this pr
     "micro_batch_size, or keep more in memory (host_memory=)",
 }
 OF_ANY_PATH = (*FULL, errno.EIO, errno.EMFILE)
-SPARE_FILES = 64  # that are left to all else in the process: libraries, loaders, commits
-MOST_FILES = 1 << 17  # with a limit of a thousand million some programs take seconds to close what they do not have
+SPARE_FILES = 64  # left for everything else in the process: libraries, loaders, commits
+MOST_FILES = 1 << 17  # with a limit of a thousand million, some programs take seconds to close all possible files
 
 
 def allow_files() -> None:
-    """Let this process have as many files open as it may allow itself; the usual 1024 are few.
-
-    A checkpoint on storage has a file for each layer and micro-batch.
+    """Raise this process's limit of open files, which is usually 1024, as far as it may: checkpoints on storage have a
+    file for each layer and micro-batch.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
@@ -43,7 +41,7 @@ def allow_files() -> None:
 
 
 def check_files(number: int, folder: Path) -> None:
-    """Raise StorageError where this process may not open so many files more: before the first, not with the last."""
+    """Raise StorageError if this process may not open `number` more files."""
     limit, num_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(list(Path("/proc/self/fd").iterdir()))
     if resource.RLIM_INFINITY != limit < number + num_open + SPARE_FILES:
         what = f"the run needs {number} files, and this process may have {limit} open, of which it has {num_open}"
@@ -51,9 +49,9 @@ def check_files(number: int, folder: Path) -> None:
 
 
 def failed(what: str, error: OSError, path: Path, remedy: str = "") -> StorageError:
-    """What an error of the system is raised as: what failed, with all that is said of it, why, and what to do.
+    """An error of the system as a StorageError, which says what failed, why, and what to do.
 
-    remedy: for a path that was given; it is passed over where any other path would fail in the same way.
+    remedy: for a path that the user gave; not used if any other path would fail in the same way.
     """
     number = error.errno or errno.EIO
     if not remedy or number in OF_ANY_PATH:
@@ -71,7 +69,7 @@ def open_folder(folder: Path) -> int:
 
 
 def is_read_only(fd: int) -> bool:
-    """Whether nobody can write to the file system of a file, as after errors of its drive."""
+    """Whether the file system of a file is read-only, as after errors of its drive."""
     return bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
 
 
@@ -104,7 +102,7 @@ def unlink(name: str, folder_fd: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """One that is there already is left as it is."""
+    """An existing folder is left as it is."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 

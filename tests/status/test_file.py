@@ -71,7 +71,7 @@ def test_letters_that_are_none_hide_no_error(tmp_path):
     """The page of a run that failed by a file of such a name: writing it raised over the cause."""
     file.replace(path := tmp_path / "page.html", "no file \udcff")
     assert path.read_text() == "no file \\udcff"
-    file.write(path, told.status(state="failed", reason=alarm.words(OSError("no file \udcff"))))
+    file.write(path, told.status(state="failed", reason=alarm.in_words(OSError("no file \udcff"))))
     assert file.read(path).reason == "OSError: no file \\udcff"
 
 
