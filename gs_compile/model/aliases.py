@@ -1,7 +1,8 @@
-"""aliases: tensors that share the memory of a parameter, which leaves it at its model's first call.
+"""aliases: tensors that share the memory of a parameter whose value moves to the tiers at its model's first call.
 
-Two parameters of the model, or a parameter and a buffer, would part: they are refused. Other tensors, such as those of
-a state dict that was made before, show the parameter's value from then on (`Alias`). What cannot is warned of.
+Two parameters of the model, or a parameter and a buffer, would no longer share memory: they are refused. Other tensors,
+such as those of a state dict that was made before, show the parameter's value from then on (`Alias`). A warning names
+those that cannot.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from gs_compile.model.residency import is_offloaded, residency_of
 
 
 def overlapping(tensors: Mapping[str, Tensor], matters: Callable[[str, str], bool]) -> tuple[str, str] | None:
-    """The names of two of these in the same memory, for which this matters."""
-    before: list[tuple[int, str]] = []  # where those end that have begun
+    """The names of two tensors that overlap in memory, for which `matters` is true."""
+    before: list[tuple[int, str]] = []  # the ends of tensors that begin before
     for start, end, name in sorted((*_span(each), name) for name, each in tensors.items() if each.numel()):
         before = [(stop, other) for stop, other in before if stop > start]
         for _, other in before:
@@ -35,7 +36,8 @@ def overlapping(tensors: Mapping[str, Tensor], matters: Callable[[str, str], boo
 
 
 def refuse_overlaps(inputs: Sequence[Input], args: Sequence[Any]) -> None:
-    """Raise OptimizerError where a model has a trained parameter's memory twice; its first call has these arguments."""
+    """Raise OptimizerError if, among the arguments of a first call, another tensor shares a trained parameter's memory.
+    """
     named = {entry.path: arg for entry, arg in zip(inputs, args, strict=True) if isinstance(arg, Tensor)}
     trained = {name for name, arg in named.items() if is_offloaded(arg) and arg.requires_grad}
     here = {name: values for name, arg in named.items() if (values := _in_memory(arg)) is not None}
@@ -49,10 +51,10 @@ def refuse_overlaps(inputs: Sequence[Input], args: Sequence[Any]) -> None:
 
 
 def aliases_of(args: Sequence[Any]) -> list[tuple[Tensor, Tensor, int]]:
-    """Tensors of others that share memory with parameters which are about to leave it, these parameters, and the
-    element of the value with which each tensor begins.
+    """Other tensors that share memory with parameters that are about to move, each with its parameter, and with the
+    element of the value at which it begins.
 
-    Warns of those that will go on showing what is there now.
+    Warns of tensors that cannot follow, and will show the old values.
     """
     leaving: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by the memory that they are in
     for parameter in filter(is_offloaded, args):
@@ -99,7 +101,7 @@ def _may_follow(other: Tensor, parameter: Tensor, values: Tensor) -> bool:
 
 
 def _is_of_array(other: Tensor, all_tensors: list[Tensor]) -> bool:
-    """Whether nobody has a tensor but a numpy array that was made of it, which the garbage collector does not know."""
+    """Whether only a numpy array made from a tensor holds it: the garbage collector does not know such arrays."""
     known = (all_tensors, sys._getframe(), sys._getframe(1))
     return not other.untyped_storage().resizable() and all(
         any(each is one for one in known) for each in gc.get_referrers(other)
@@ -107,7 +109,7 @@ def _is_of_array(other: Tensor, all_tensors: list[Tensor]) -> bool:
 
 
 def _in_memory(arg: Any) -> Tensor | None:
-    """The tensor in whose memory an argument's value is, if it is in memory."""
+    """The tensor that holds an argument's value, if the value is in memory."""
     values = residency_of(arg).stash if is_offloaded(arg) else arg
     return values if is_plain(values) else None
 
@@ -121,7 +123,7 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
 
 
 def address(tensor: Tensor) -> int:
-    """Of all that a tensor's memory is a part of; nothing else has it while that lives. 0: it has none of its own."""
+    """The address of a tensor's storage, which is unique while the storage lives. 0: the tensor has no memory."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a wrapper of functorch's
@@ -129,6 +131,6 @@ def address(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from its first byte to behind its last."""
+    """The addresses of its first byte and after its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""as_written: calls that are no step: a captured graph runs as plain PyTorch runs it, its operations one by one."""
+"""as_written: calls that do not run in layers: the captured graph runs as in plain PyTorch, operation by operation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gs_compile.model.materialize import evaluating
 
 
 def run_as_written(module: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
-    """The results of a call without gradients of what is no model in layers."""
+    """The results of a call without gradients that cannot run in layers."""
     with evaluating(args):
         return list(module(*args))
 
 
 def run_until_it_raises(module: fx.GraphModule, args: Sequence[Any], broken: GraphBreakError) -> list[Any]:
-    """The results of a part of a forward, behind which the exception comes that Dynamo has seen, as itself.
+    """The results of the part of a forward before an exception that the forward itself raises next, as Dynamo has seen.
 
-    broken: what a backward raises, where none comes. The next call is captured anew.
+    broken: the error of a backward, if the exception does not come. The next call is captured again.
     """
     forget_code()
     with torch.no_grad():

@@ -68,7 +68,7 @@ from gs_compile.runtime.units import CompiledUnits, WholeBatch
 
 log = logging.getLogger(__name__)
 
-OF_A_CALL = ("micro_batch_size", "outputs", "deterministic", "mode")  # options that the first call does not settle
+OF_A_CALL = ("micro_batch_size", "outputs", "deterministic", "mode")  # options that may differ between captures
 
 OF_ONE_RANK = (
     "One rank alone computes this behind the model, of all samples of its batch at once; several ranks do not: return "
@@ -87,8 +87,7 @@ def greedysnake(
 ) -> Callable[..., Any]:
     """Compile a model's graph, which Dynamo hands over; returns what runs in its place.
 
-    An error of this package is raised at the model's call, as itself: raised here, Dynamo would wrap it in one of its
-    own.
+    An error of this package is raised at the model's call: if it were raised here, Dynamo would wrap it.
     """
     if is_in_hook():
         raise SkipFrame("a hook runs as it is written")
@@ -105,9 +104,9 @@ def greedysnake(
 
 @dataclass(eq=False, repr=False)
 class _Run:
-    """What runs in the place of a captured graph. compilation: None where that is refused; begin: makes a call.
+    """What runs in place of a captured graph. compilation: None if the graph is refused; begin: makes a `Call`.
 
-    ahead: what runs ahead of the model, of all samples at once.
+    ahead: the code that runs before the model, on all samples at once.
     """
 
     module: fx.GraphModule
@@ -117,7 +116,7 @@ class _Run:
     ahead: Ahead | None = None
     is_new: bool = field(default=True, init=False)  # no call of it has succeeded
     is_as_written: bool = field(default=False, init=False)  # an evaluation of what is no model in layers
-    tail: Tail | None = field(default=None, init=False)  # what runs behind the model, of all samples at once
+    tail: Tail | None = field(default=None, init=False)  # the code that runs after the model, on all samples at once
 
     def run(self, *args: Any) -> list[Any]:
         try:
@@ -167,7 +166,7 @@ class _Run:
         return results if self.tail is None else self.tail.run(results, given)
 
     def _begun(self, args: Sequence[Any], ranks: Ranks | None) -> Call:
-        """The call, before anything has run; of a model without its tail, if that is what does not separate."""
+        """The call, before anything has run. If outputs do not separate, their code becomes the model's tail."""
         found = None
         try:
             return self.begin(args, ranks)  # type: ignore[no-any-return]
@@ -184,8 +183,8 @@ class _Run:
 
 
 def check(*, mode: str | None = None, options: Mapping[str, Any] | Options | None = None) -> Options:
-    """The options of a backend's call, as far as they can be checked before a model is traced: Dynamo's tracing of a
-    frame begins with it. Raises OptionError, and ProfileError for a machine that is none.
+    """Check the options of the backend as far as possible before a model is traced. Raises OptionError, and
+    ProfileError for an invalid machine.
     """
     found = Options.of(options, mode)
     if found.machine is not None:
@@ -213,7 +212,7 @@ def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
 
 
 def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None], NoReturn]:
-    """What raises the error of a capture in each call, whose parameters may be on the tiers already."""
+    """A `begin` that raises a capture's error at each call; the parameters may be on the tiers already."""
     complete_guards()
     kind, message = type(error), error.message  # not the error: its traceback holds the model
 
@@ -224,7 +223,7 @@ def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None]
 
 
 def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -> Call:
-    """The call of a captured model, before anything has run; `args` are those of the captured graph."""
+    """The call of a captured model, before anything has run; `args` are the arguments of the captured graph."""
     models, parts = cut_batch(compilation, args)
     refuse_empty(ranks, sum(model.micro_batch_size for model in models))
     with without_overrides():
@@ -246,7 +245,7 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
 
 
 def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> TieredCall:
-    """The call of a model whose parameters an engine has. random: the state that the call has found."""
+    """The call of a model whose parameters an engine has. random: the random state at its beginning."""
     models, ranks = call.models, call.ranks
     if call.training:
         with nullcontext() if engine.durable is None else engine.durable.within(random):
@@ -267,9 +266,9 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
 
 
 def _tell_of_memory(compilation: Compilation) -> None:
-    """A run without an optimizer of this package has all in memory: log what has no effect, where that was asked for.
+    """A run without an optimizer of this package has everything in memory: log the given options without effect.
 
-    Raises OptionError where steps were to be durable.
+    Raises OptionError if durable steps were asked for.
     """
     options = compilation.options
     if options.durability:
@@ -286,13 +285,13 @@ def _tell_of_memory(compilation: Compilation) -> None:
 
 
 def _seed(models: Sequence[SpecializedModel], whole: WholeBatch | None) -> int | None:
-    """Of a call's random numbers; None where it draws none."""
+    """The seed of a call's random numbers; None if it draws none."""
     draws = any(model.draws_random for model in models) or (whole is not None and whole.code.draws_random)
     return int(torch.randint(2**62, (), device="cpu")) if draws else None
 
 
 def _register(compilation: Compilation, args: Sequence[Any]) -> None:
-    """Make it known for the model that calls: Dynamo runs one capture for all models that are alike."""
+    """Register the compilation for the model that is called: Dynamo uses one capture for several equal models."""
     for entry, arg in zip(compilation.captured.inputs, args, strict=True):
         if entry.role == "parameter":
             known = compilations_of.setdefault(arg, [])
@@ -313,11 +312,11 @@ def _refuse_a_loss(model: SpecializedModel) -> None:
 
 
 def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
-    """Stash parameters that go to the tiers while they are captured: what Dynamo guards are placeholders.
+    """Stash the parameters that go to the tiers before they are captured, so that Dynamo guards their placeholders.
 
-    So the model is captured once, not once more when its parameters have left. What an evaluation reads beside those of
-    a run, as another adapter, stays in memory. Where the capture fails or is interrupted, all are as they were. Returns
-    whether any has another dtype there, with which it is to be captured.
+    So the model is captured once, and not again after its parameters have moved. Parameters that an evaluation reads in
+    addition to those of a run, such as another adapter's, stay in memory. If the capture fails or is interrupted, all
+    are restored. Returns whether any has another dtype on the tiers, with which it has to be captured.
     """
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         return False  # their call will be refused
@@ -340,10 +339,10 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
 
 
 def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
-    """Raise `OptionError` where a run is captured with other options than its first call had: they would not count.
+    """Raise `OptionError` if a run is captured with other options than at its first call: they would have no effect.
 
-    The run of an optimizer that was made since then is planned anew. A call that reads parameters of the user's as well
-    is one of another model.
+    If a new optimizer was made since then, the run is planned again. A call that also reads parameters that are not on
+    the tiers is that of another model.
     """
     homes = [home for parameter in parameters if (home := residency_of(parameter).tiered) is not None]
     if len(homes) < len(parameters):
@@ -362,7 +361,7 @@ def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
 
 
 def _engine_for(call: Call) -> Engine | None:
-    """The engine of the parameters that a call reads, made at the first call; None where they are the user's."""
+    """The engine of the parameters that a call reads, made at the first call; None if they stay in memory."""
     parameters = [arg for arg in call.args if isinstance(arg, torch.nn.Parameter)]
     _refuse_materialized(parameters)
     if not any(map(is_offloaded, parameters)):
@@ -399,7 +398,7 @@ def _engine_for(call: Call) -> Engine | None:
 
 
 def _refuse_moved(engine: Engine, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """The engine computes where the model was when it was made, whereto the model has been sent since then."""
+    """Raise if the model was moved to another device since its engine was made."""
     home, now = engine.tiers.setting.device.device, parameters[0].device
     if now != home:
         raise MixedDeviceError(
@@ -409,7 +408,7 @@ def _refuse_moved(engine: Engine, parameters: Sequence[torch.nn.Parameter]) -> N
 
 
 def _refuse_other_layers(engine: Engine, model: SpecializedModel, *, training: bool) -> None:
-    """The engine has a plan for as many layers as the first call ran; an evaluation may run as it is written."""
+    """Raise if a call has another number of layers than the first one, for which the engine has a plan."""
     found, planned = model.split.num_layers, engine.placement.layout.num_layers
     if found == planned:
         return
@@ -425,7 +424,7 @@ def _refuse_other_layers(engine: Engine, model: SpecializedModel, *, training: b
 
 
 def _refuse_materialized(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Parameters that are on the tiers must not have other values beside."""
+    """Raise if parameters on the tiers are materialized: they would have two values."""
     if any(residency_of(parameter).is_materialized for parameter in parameters):
         raise StepOrderError(
             "inside gs_compile.materialize() the compiled model does not run: leave the block, or call the module that "

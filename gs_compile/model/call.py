@@ -46,7 +46,7 @@ class Call:
     """One call of the model: its arguments cut into micro-batches, and the step under way."""
 
     compilation: Compilation
-    models: Sequence[SpecializedModel]  # of every micro-batch
+    models: Sequence[SpecializedModel]  # one for each micro-batch
     args: Sequence[Any]
     units: CompiledUnits
     training: bool
@@ -64,12 +64,12 @@ class Call:
 
     @property
     def num_tokens(self) -> int:
-        """Of its batch, padding too; samples, where a layer's input has no dimension of tokens."""
+        """The tokens of its batch, including padding; samples, if a layer's input has no dimension of tokens."""
         return sum(model.num_tokens for model in self.models)
 
     @cached_property
     def trained_numbers(self) -> list[int]:
-        """Which arguments get a gradient: those that required one as the forward began."""
+        """The indices of the arguments that get a gradient: they required one when the forward began."""
         with without_overrides():
             return [n for n, arg in enumerate(self.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
 
@@ -79,11 +79,11 @@ class Call:
 
     @cached_property
     def read(self) -> list[Any]:
-        """The arguments as the forward reads them, also where it runs again."""
+        """The arguments as the forward reads them, also when it runs again."""
         return list(map(_held, self.args))
 
     def run(self) -> list[Any]:
-        """The model's outputs, tied to a backward where this call is a training step."""
+        """The model's outputs, connected to a backward if this call trains."""
         if not self.training:
             # Lanes change tensors of a step, which torch refuses where inference mode has made them
             with torch.inference_mode(False), torch.no_grad():
@@ -105,8 +105,8 @@ class Call:
             self._run_forward()
         tensors = self.outputs.collect({**executor.env, **executor.returned})
         executor.returned.clear()
-        # Detached: an output leads to the autograd node, which leads to this call, and nobody would collect the three.
-        # Copied: scripts change a loss in place: they divide it, or add those of all ranks up, ahead of the backward.
+        # Detached: an output refers to the autograd node, which refers to this call: such a cycle is never collected.
+        # Copied: scripts change a loss in place before the backward: they divide it, or sum it over ranks.
         pairs = zip(tensors, self.outputs.made, strict=True)
         self.losses = [content.detach().clone() for content, output in pairs if output.kind == "loss"]
         for value in [v for v in executor.env if v.kind in ("y", "loss")]:
@@ -115,18 +115,17 @@ class Call:
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
-        """What a backward holds of the model: others that use it wait for its end."""
+        """The lock that a backward holds: other threads that use the model wait for its end."""
         return nullcontext()
 
     def check(self, node: Any, gradients: Gradients) -> None:
-        """Raise for what a backward that has come to the call's autograd node cannot give."""
+        """Raise if a backward asks for gradients that the call cannot give."""
         self.outputs.refuse_watched([each() for each in self.returned], gradients, self.compilation.captured)
 
     def prepare(self, gradients: Gradients) -> None:
-        """Where gradients have arrived for other outputs than the program waits for, run one that does.
+        """If gradients have arrived for outputs for which the program has none, run the forward of one that has.
 
-        What a layer or the embedding makes the epilogue returns in it. This step's forward runs once more; later ones
-        know.
+        In that program the epilogue returns what a layer or the embedding makes. Later steps begin with it.
         """
         if untapped := self.outputs.untapped(gradients):
             self.compilation.tapped |= untapped
@@ -150,7 +149,7 @@ class Call:
         return found if self.ranks is None else self._averaged(self.ranks, found)
 
     def _run_backward(self, gradients: Gradients, reached: Container[int]) -> list[torch.Tensor | None]:
-        """The gradients of the trained arguments; None of those that are not in `reached`, by index."""
+        """The gradients of the trained arguments; None for those whose index is not in `reached`."""
         with without_autocast():
             if self.shape.outside:
                 self.executor.give(self.outputs.cut(gradients, self.shape.outside))
@@ -160,21 +159,21 @@ class Call:
         return self.outputs.argument_gradients(self.executor.env, self.units, self.trained_numbers, reached)
 
     def _shape(self) -> StepShape:
-        """With the gradients from outside that a step had so far."""
+        """The shape of the step, with the gradients from outside that steps have had so far."""
         shape = self.models[0].shape
         if not self.training:
             return shape.forward_alone
         return replace(shape, outside=shape.outside | self.compilation.outside)
 
     def _scale(self, gradients: Gradients) -> None:
-        """Multiply what the head's backward has made by the gradient of the loss: it has assumed that this is 1."""
+        """Multiply the results of the head's backward by the gradient of the loss, for which it took 1."""
         factor = self.outputs.loss_gradient(gradients)
         assert factor is not None
         if float(factor) != 1.0:
             self.executor.scale(factor)
 
     def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of parameters in memory over all ranks, None where none has one, and others as they are."""
+        """The gradients, those of parameters in memory averaged over all ranks; None if no rank has one."""
         ever, inputs = self.models[0].split.reached(), self.compilation.captured.inputs
         trained = zip(self.trained_numbers, self.trained, strict=True)
         own = [
@@ -184,7 +183,7 @@ class Call:
         return averaged_of_any(ranks, gradients, own)
 
     def _forward_again(self) -> None:
-        """Run the forward once more. `RankError` on all ranks where one alone repeats one that exchanges values."""
+        """Run the forward once more. RankError on all ranks if only some repeat one in which values are exchanged."""
         if self.ranks is not None and first_exchange(self.compilation.captured.module) is not None:
             self.ranks.agree_on("one more forward, for a gradient of another output than the loss")
         with torch.no_grad():
@@ -205,7 +204,7 @@ class Call:
         self.executor.forward()
 
     def _inputs(self) -> dict[Value, Any]:
-        """The batch by micro-batch, and what each unit reads beside."""
+        """The batch by micro-batch, and the other inputs of each unit."""
         batches, args = [part.inputs for part in self.units.micro_batches], self.read
         inputs: dict[Value, Any] = {Value("batch", micro_batch=j, tier=None): each for j, each in enumerate(batches)}
         for unit in self.models[0].split.units:
@@ -215,7 +214,7 @@ class Call:
 
 
 def whole_batch(compilation: Compilation, models: Sequence[SpecializedModel], args: Sequence[Any]) -> WholeBatch | None:
-    """What a call computes of all its samples at once."""
+    """The code that a call runs on all of its samples at once, if there is any."""
     if (found := compilation.whole(models)) is None:
         return None
     unit, code = found
@@ -225,8 +224,8 @@ def whole_batch(compilation: Compilation, models: Sequence[SpecializedModel], ar
 
 
 def _held(arg: Any) -> Any:
-    """An argument, if it is a buffer with the memory of now: ``buffer.data = ...`` ahead of the backward gives it other
-    memory, which the recomputation is not to read.
+    """An argument; a buffer as an alias of its present memory: ``buffer.data = ...`` before the backward gives it other
+    memory, which the recomputation must not read.
     """
     is_buffer = isinstance(arg, torch.Tensor) and not isinstance(arg, torch.nn.Parameter) and not arg.requires_grad
     return arg.detach() if is_buffer else arg
@@ -242,7 +241,7 @@ class _Step(torch.autograd.Function):
         ctx.call = call
         ctx.num_trained = len(trained)
         ctx.set_materialize_grads(False)
-        # All that the recomputation reads: the usual errors where it is used twice, or was changed in place meanwhile.
+        # Saved: autograd then raises its usual errors if these are used twice, or were changed in place meanwhile.
         ctx.save_for_backward(*(arg for arg in call.args if isinstance(arg, torch.Tensor)))
         pairs = zip(outputs, call.outputs.made, strict=True)
         ctx.mark_non_differentiable(
@@ -286,7 +285,7 @@ class _Step(torch.autograd.Function):
 
 
 def refusing(tensor: torch.Tensor, error: GreedySnakeError, *sources: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same values, whose backward raises an error, also one for some sources alone."""
+    """A tensor with the same values, whose backward raises an error, also if it is only for some of the sources."""
     given = (torch.ones((), requires_grad=True), *sources)
     found: torch.Tensor = _Refusing.apply(error, tensor, *given)  # type: ignore[no-untyped-call]
     return found

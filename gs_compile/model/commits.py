@@ -1,11 +1,11 @@
-"""commits: the commits of one engine's steps, and a later process that goes on from one.
+"""commits: the commits of one engine's steps, and a later process that resumes from one.
 
-    optimizer.step()       the step is over; a scheduler may move on
-    the model is called    [1] the random state that this call finds
-                           [2] all else that a commit keeps, when the program issues `seal`
-    a later process        [3] its first call takes parameters and states from the files, and goes on from [1]
+    optimizer.step()       the step is over; a scheduler may step
+    the model is called    [1] the random state at the beginning of this call is noted
+                           [2] everything else of a commit is taken, when the program issues `seal`
+    a later process        [3] its first call takes parameters and states from the files, and begins with [1]
 
-What never changes is described once; a snapshot [2] takes the rest, with what the user has commits keep (`Kept`).
+What never changes is described once. A snapshot [2] takes the rest, including what the user stores (`Kept`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ VERSIONS = {"greedysnake": __version__, "torch": str(torch.__version__), "python
 
 
 class Durable:
-    """Which steps are committed, with what.
+    """Which steps are committed, and what commits hold.
 
-    optimizer: gives it, while it lives. placed: the parameters. plan: what commits keep of the plan. captured, read: as
-    of `note_buffers`, of the first call. former: the commit that the run has gone on from.
+    optimizer: returns it, while it lives. placed: the parameters. plan: what commits hold of the plan. captured, read:
+    see `note_buffers`, for the first call. former: the commit from which the run was resumed.
     """
 
     def __init__(
@@ -84,23 +84,24 @@ class Durable:
         tiers.commits.snapshot = self.snapshot
 
     def take_random_state(self) -> Mapping[str, str] | None:
-        """The random state that the run goes on from, once: for the first call."""
+        """The random state with which a resumed run begins; only the first caller gets it."""
         former, self.former = self.former, None
         optimizer = self._optimizer()
         return former.random if former and optimizer and not optimizer.kept.has_random_state else None
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """All of the model, by name, as it has them now."""
+        """All buffers of the model, by name, as they are now."""
         found = dict(self._read)
         for captured in self._captures:
             found |= captured.buffers()
         return found
 
     def note_buffers(self, captured: Captured, read: Mapping[str, torch.Tensor]) -> None:
-        """A call reads these: what a script makes of them, and of all that state dicts have, is in commits from now on.
+        """A call reads these buffers. If a script changes them, or others that state dicts have, commits hold the new
+        values from now on.
 
-        Of several engines of a run the first one counts: what has come between is a change.
+        Their first values are those for the first engine of a run: a later engine may find them changed.
         """
         self._read.update(read)
         if any(each is captured for each in self._captures) or (optimizer := self._optimizer()) is None:
@@ -110,9 +111,9 @@ class Durable:
             optimizer.kept.first_buffers.setdefault(name, (weakref.ref(each), state_of(each)))
 
     def find_buffers(self) -> None:
-        """Have what the commit has of buffers in all commits that follow.
+        """Have the buffers of the resumed commit in all later commits.
 
-        Raises ResumeError where the model has none of a name, or of another shape.
+        Raises ResumeError if the model has no buffer of that name, or one of another shape.
         """
         optimizer, buffers = self._optimizer(), self.buffers
         assert optimizer is not None, "its first call is under way"
@@ -127,9 +128,9 @@ class Durable:
             optimizer.kept.first_buffers[name] = (lambda: None, (0, 0))
 
     def marks(self, num_steps: int) -> dict[str, bool]:
-        """For the program of a step after `num_steps`: is it to be committed, and does it commit the one before.
+        """For the program of the step after `num_steps`: is that step to be committed, and is the one before sealed.
 
-        That is done again where it was done between the calls: what has changed since belongs to the step before.
+        A step that was committed between two calls is committed again: what has changed since then belongs to it.
         """
         self._num_steps = num_steps
         is_due = num_steps > max(0, self._num_committed - self._is_open) and num_steps % self.every == 0
@@ -152,8 +153,8 @@ class Durable:
         return self._keeps(is_due=is_due or is_asked)
 
     def _keeps(self, *, is_due: bool) -> bool:
-        """Whether a commit that is due is made: not without the optimizer. What the user has it keep is taken now, as
-        what no commit can keep is to be refused before anything has run.
+        """Whether a commit that is due is made, which needs the optimizer. What the user stores is taken now, so that
+        it is refused before anything has run if no commit can hold it.
         """
         optimizer = self._optimizer()
         if not is_due or optimizer is None:
@@ -163,7 +164,7 @@ class Durable:
 
     @contextmanager
     def within(self, random: Mapping[str, str] | None) -> Iterator[None]:
-        """Have commits that are issued inside the block, in a call, keep the random state that the call has found."""
+        """Commits that are issued inside the block, in a call, hold the random state at the beginning of the call."""
         self._random = random
         try:
             yield
@@ -171,11 +172,11 @@ class Durable:
             self._random = None
 
     def end_call(self, *, training: bool) -> None:
-        """A call has issued what it was to."""
+        """A call has issued its program."""
         self._is_open = self._is_open and not training
 
     def snapshot(self) -> tuple[Callable[[tuple[StoredPart, ...]], Manifest], Tensors]:
-        """All of a commit but its files, as it is now: it is issued."""
+        """Everything of a commit except its files, as it is when the commit is issued."""
         self._num_committed = self._num_steps
         optimizer, store = self._optimizer(), self._tiers.setting.store
         assert optimizer is not None, "it was there as the call began"
@@ -200,20 +201,20 @@ class Durable:
         return lambda parts: Manifest(parts=parts, **facts), rest
 
     def _parameters(self, optimizer: Optimizer) -> tuple[StoredParameter, ...]:
-        """The parameters, with the steps that they have missed by now; who is frozen misses none."""
+        """The parameters, with the number of steps that each has missed; frozen ones miss none."""
         missed = {optimizer.trained_span(parameter): number for parameter, number in optimizer.steps.missed.items()}
         numbers = ((each, missed.get(span, 0) if each.trained else each.missed) for span, each in self._placed)
         return tuple(each if each.missed == number else replace(each, missed=number) for each, number in numbers)
 
     def missed(self, optimizer: Optimizer, former: Manifest) -> dict[torch.Tensor, int]:
-        """The inverse: the steps that the optimizer's parameters have missed by a commit."""
+        """The inverse: the steps that the optimizer's parameters have missed, according to a commit."""
         known = {each.name: each.missed for each in former.parameters}
         numbers = {span: known.get(each.name, 0) for span, each in self._placed}
         found = ((parameter, optimizer.trained_span(parameter)) for parameter in optimizer.group_of)
         return {parameter: numbers[span] for parameter, span in found if span is not None}
 
     def _changed_buffers(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Buffers that a script changes between steps, as no forward does, by their names in `rest`."""
+        """The buffers that a script has changed between steps, by their names in `rest`. (No forward changes any.)"""
         firsts = optimizer.kept.first_buffers
         known = ((name, each, *firsts[name]) for name, each in self.buffers.items() if name in firsts)
         return {
@@ -224,7 +225,7 @@ class Durable:
 
 
 def _name_of_run(tiers: Tiers) -> str:
-    """What all ranks call the run; "" for one process, whose storage names it. All ranks call this."""
+    """The name that the run has on all ranks; "" for one process, whose storage names it. All ranks call this."""
     ranks, store = tiers.setting.ranks, tiers.setting.store
     if ranks is None or store is None:
         return ""
@@ -232,8 +233,8 @@ def _name_of_run(tiers: Tiers) -> str:
 
 
 def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters in memory beside the compiled model, and their states, by their places in the optimizer: those that
-    are trained, or were.
+    """The optimizer's parameters that are in memory, outside the compiled model, and their states, by their places in
+    the optimizer: those that are trained, or were.
     """
     tensors: dict[str, torch.Tensor] = {}
     for number, parameter in parameters_in_memory(optimizer.param_groups):
@@ -270,7 +271,7 @@ def give_back_rest(
 
 
 def _refuse_made_before(args: Sequence[Any], optimizer: Optimizer, rest: Tensors) -> None:
-    """Raise ResumeError where an argument of the first call was made by parameters that get their values with it."""
+    """Raise ResumeError if an argument of the first call was computed from parameters that get their values in it."""
     made = [each for each in args if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf]
     if made and not all(torch.equal(parameter, values) for parameter, values in _values_in(optimizer, rest)):
         raise ResumeError(
@@ -293,9 +294,7 @@ def _values_in(optimizer: Optimizer, rest: Tensors) -> Iterator[tuple[torch.Tens
 
 
 def give_back_states(optimizer: Optimizer, rest: Tensors, *, anew: bool) -> None:
-    """The same for states; anew: in the place of those that are there, which else stay, as steps may have changed
-    them.
-    """
+    """The inverse of `rest_of`, for states; anew: also in place of existing states, which steps may have changed."""
     known = {each for each, state in optimizer.state.items() if has_values(state)}
     for parameter in known if anew else ():
         del optimizer.state[parameter]
@@ -316,7 +315,7 @@ def _forget_shown(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _give_back_buffers(buffers: Mapping[str, torch.Tensor], rest: Tensors) -> None:
-    """Buffers, by name, get what a script has made of them."""
+    """Give buffers, by name, the values that a commit has."""
     for name, values in rest.items():
         if name.startswith(BUFFER):
             buffers[name.removeprefix(BUFFER)].copy_(values)

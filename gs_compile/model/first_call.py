@@ -1,4 +1,4 @@
-"""first_call: the tiers of a model are planned and opened, for the parameters that its optimizer trains."""
+"""first_call: plan and open the tiers of a model, for the parameters that its optimizer trains."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from gs_compile.runtime.updates import UpdateRules
 
 
 class Prepared(NamedTuple):
-    """What an engine begins with: the layout of a model's parameters, these as commits say them, and the plan of
-    its steps.
+    """What an engine begins with: the layout of a model's parameters, the same as commits have it, and the plan of its
+    steps.
     """
 
     layout: ParameterLayout
@@ -50,11 +50,12 @@ class Prepared(NamedTuple):
 
 
 def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None, loop: Loop | None = None) -> Prepared:
-    """Plan the steps of a model whose parameters go to the tiers, as a call has it.
+    """Plan the steps of a model whose parameters go to the tiers, for the batch of a call.
 
-    host_nbytes: the budget of host memory, where it is known. loop: that it is for; None: the optimizer's.
+    host_nbytes: the budget of host memory, if it is known. loop: the script's loop; None: the optimizer's.
 
-    Masters of parameters in bf16 are split or whole, as the plan says where nobody does; ranks have split ones.
+    If the options do not say whether masters of parameters in bf16 are split or whole, the plan does; for ranks they
+    are split.
     """
     args, ranks, options, split = call.args, call.ranks, call.compilation.options, call.models[0].split
     captured, loop = call.compilation.captured, loop or optimizer.loop
@@ -93,7 +94,7 @@ def may_plan_again(ranks: Ranks | None, schedule: str) -> bool:
 
 
 def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence[Any]) -> dict[int, str]:
-    """By input index, the codec of each parameter that is encoded: already, or in its first call by the options."""
+    """By input index, the codec of each parameter that is encoded, or is to be encoded in the first call."""
     codecs = encoded(split, captured, options.frozen, options.frozen_skip)
     for index, arg in enumerate(args):
         residency = residency_of(arg) if is_offloaded(arg) else None
@@ -112,7 +113,7 @@ def codecs_of(split: Split, captured: Captured, options: Options, args: Sequence
 
 
 def where_of(parameters: Sequence[Tensor]) -> Where:
-    """The device of parameters that go to the tiers, and the bytes of memory that they leave there."""
+    """The device of parameters that go to the tiers, and the bytes of its memory that become free."""
     values = (residency_of(each).stash if is_offloaded(each) else each for each in parameters)
     there = (each for each in values if each is not None and not isinstance(each, DTensor))
     leaving = (each.untyped_storage() for each in there if not is_in_host_memory(each))
@@ -121,16 +122,16 @@ def where_of(parameters: Sequence[Tensor]) -> Where:
 
 
 def _kinds_of_masters(options: Options, args: Sequence[Any], ranks: Ranks | None) -> tuple[Masters, ...]:
-    """The kinds that the planner chooses from, in the order in which it tries them."""
+    """The kinds of masters from which the planner chooses, in the order in which it tries them."""
     asked = options.expert.masters
     narrow = (arg.dtype == torch.bfloat16 for arg in args if isinstance(arg, torch.nn.Parameter))
     return ("split", "whole") if not asked and ranks is None and any(narrow) else (asked or "split",)
 
 
 def open_tiers(prepared: Prepared, optimizer: Optimizer) -> Tiers:
-    """The tiers of a plan, with their storage if it uses any, and the commit there that is to go on.
+    """The tiers of a plan, with their storage if it uses any, and the commit in it that is resumed.
 
-    Raises as `Store` and `Tiers` do, and leaves nothing; ResumeError for a commit of something else.
+    Raises as `Store` and `Tiers` do, and then leaves nothing; ResumeError if the commit is of something else.
     """
     layout, stored, planning = prepared
     planner = planning.planner
@@ -168,7 +169,7 @@ def open_tiers(prepared: Prepared, optimizer: Optimizer) -> Tiers:
 
 
 def stored_parameters(call: Call, layout: ParameterLayout, optimizer: Optimizer) -> tuple[StoredParameter, ...]:
-    """Where each parameter is in its unit, as commits say it, in the order of the layout."""
+    """Where each parameter is in its unit, as commits have it, in the order of the layout."""
     args, group_of, captured = call.args, optimizer.group_of, call.compilation.captured
     names = [entry.path.removeprefix(captured.root) for entry in captured.inputs]
     return tuple(
@@ -190,7 +191,7 @@ def stored_parameters(call: Call, layout: ParameterLayout, optimizer: Optimizer)
 
 
 def _matrices(call: Call, optimizer: Optimizer) -> dict[int, Matrices] | None:
-    """What updates orthogonalize, by input index; None: nothing ever."""
+    """The matrices that updates orthogonalize, by input index; None: the optimizer never does so."""
     if not optimizer.orthogonalizes:
         return None
     if call.ranks:
@@ -208,9 +209,9 @@ def _matrices(call: Call, optimizer: Optimizer) -> dict[int, Matrices] | None:
 
 
 def _param_groups(call: Call, optimizer: Optimizer) -> dict[int, tuple[int, int, bool]]:
-    """Of each trained parameter, by input index, the param group, the steps that it has missed, and whether it is idle.
+    """For each trained parameter, by input index: its param group, the steps that it has missed, whether it is idle.
 
-    Raises `OptimizerError` for none, and for a hook.
+    Raises `OptimizerError` for a parameter without a group, or with a gradient hook.
     """
     args, split = call.args, call.models[0].split
     captured, group_of = call.compilation.captured, optimizer.group_of

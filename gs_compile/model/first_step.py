@@ -1,8 +1,9 @@
-"""first_step: the first step of a run shows how its steps are to be planned, and begins again where they were not so.
+"""first_step: the first step of a run shows how steps have to be planned. If the plan was another, it begins again.
 
-Nobody says how many backwards come before `optimizer.step()`, how many calls wait for theirs at a time, or that
-settings change after them. Nor does an evaluation before the first step say what steps read and save. So what the first
-call does is planned for, updates run beside the first backward, and one call has memory, until there is
+It is not known in advance how many backwards come before `optimizer.step()`, how many calls wait for theirs at a time,
+or whether settings change after them; nor, from an evaluation before the first step, what steps read and save. So the
+plan is made for what the first call does, updates run beside the first backward, and one call has memory, until there
+is
 
 [0] a first training call behind an evaluation, or that reads more than the first did; in a durable run, or less
 [1] a call after a backward
@@ -11,9 +12,9 @@ call does is planned for, updates run beside the first backward, and one call ha
 [4] another setting, no gradient, or another norm to clip by, at `optimizer.step()`
 [5] a call that has no room, as it is larger than the first, or beside those that wait.
 
-Then another engine takes the place of the one so far: it has other parameters, updates wait for `optimizer.step()`, or
-as many calls have memory. First values and states are there until the step has ended, and the backwards so far run once
-more, with the same inputs, random numbers and gradients. What the first step has settled holds from then on.
+Then another engine takes the place of the first one: it has other parameters, its updates wait for `optimizer.step()`,
+or more calls have memory. First values and states are kept until the step has ended, and the backwards so far run once
+more, with the same inputs, random numbers and gradients. What the first step has shown holds from then on.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ LATE = "gradients that the norm has came behind the model's backward, to paramet
 class FirstStep:
     """What it began with, what it has done so far, and the engine that does it.
 
-    under way   `engine()` is that: it may begin again
-    closed      by `optimizer.step()`: first values stay until its updates are known to have succeeded
+    under way   `engine()` runs it; it may begin again
+    closed      by `optimizer.step()`; first values are kept until its updates are known to have succeeded
     over        nothing of it is kept
     """
 
@@ -60,7 +61,7 @@ class FirstStep:
         self._values: weakref.WeakSet[Residency] = weakref.WeakSet()  # whose first values are there
 
     def begin(self, optimizer: Optimizer, call: Call, prepared: Prepared | None = None) -> Engine:
-        """The engine of an optimizer, with the state that this has loaded or that a durable run has left."""
+        """The engine of an optimizer, with the state that was loaded into it or that a durable run has left."""
         with torch.inference_mode(False):  # what is made lives longer than this call
             if call.ranks is not None:
                 agree(call.ranks, call, optimizer)
@@ -84,8 +85,8 @@ class FirstStep:
     # Where it shows another plan -------------------------------------------------------------------------------------
 
     def engine_for_training(self, engine: Engine, call: Call) -> Engine:
-        """The engine that is planned for a training call, and has what it reads [0]: commits name all that steps read,
-        and nothing else.
+        """The engine that is planned for a training call, with the parameters that it reads [0]: commits name exactly
+        the parameters that steps read.
         """
         if self.engine() is not engine or engine.open or engine.record is not None or self.done:
             return engine
@@ -108,7 +109,7 @@ class FirstStep:
         return self.begin_again(engine, call, Loop(True, engine.num_calls))
 
     def engine_for_backward(self, engine: Engine, call: Call) -> Engine:
-        """The engine that runs the backward of a call [2]; raises `StepOrderError` where the step is closed by then."""
+        """The engine that runs the backward of a call [2]; raises `StepOrderError` if the step has been closed."""
         if (latest := self.engine()) is not None and latest is not engine:
             if not latest.open.may_be_repeated:
                 latest.refuse_given_up(call.executor)
@@ -125,9 +126,9 @@ class FirstStep:
         return engine
 
     def engine_for_gradient(self, engine: Engine, *, zeroed: bool) -> Engine:
-        """The engine that adds a gradient from outside to the sums of the step [3]; zeroed: what they have is dropped.
+        """The engine that adds a gradient from outside to the sums of the step [3]; zeroed: the sums are dropped.
 
-        Later steps refuse what the first one has not shown.
+        Later steps refuse such a gradient if the first one had none.
         """
         engine.tiers.check()
         if engine.ranks is not None:
@@ -152,11 +153,12 @@ class FirstStep:
         return engine
 
     def engine_for_step(self, engine: Engine, record: StepRecord, *, dropped: bool) -> Engine:
-        """The engine that closes a step by the settings and the norm of now [4]; dropped: its gradients were.
+        """The engine that closes a step with the current settings and norm [4]; dropped: its gradients were dropped.
 
-        Many set the learning rate after the backward, and mean this step, or drop the gradients where a loss jumps. An
-        encoder ahead of the model gets its gradients behind the model's, and they are in the norm that clips. Updates
-        that have waited take that up. Raises `StepOrderError` where they have not, and the step cannot begin again.
+        Many scripts set the learning rate for a step after its backward, or drop the gradients if a loss jumps. An
+        encoder before the model gets its gradients after the model does, and they count in the norm that clips. Updates
+        that have waited take all this into account. Raises `StepOrderError` if they have run, and the step cannot begin
+        again.
         """
         optimizer, placement = engine.optimizer, engine.placement
         assert optimizer is not None, "it closes the step"
@@ -196,7 +198,7 @@ class FirstStep:
 
     @property
     def may_begin_again(self) -> bool:
-        """Whether the step is under way, and all is there that it began with."""
+        """Whether the step is under way, and all of its first values and states are there."""
         if (engine := self.engine()) is None or engine.sums.has_outside or engine.closed:
             return False
         if _has_uncommitted(engine):
@@ -204,13 +206,13 @@ class FirstStep:
         return may_plan_again(engine.ranks, engine.placement.layout.schedule)
 
     def begin_again(self, engine: Engine, call: Call, loop: Loop | None = None, *, ends: bool = False) -> Engine:
-        """Another engine in the place of one, with what the step has done so far.
+        """Another engine in place of one, with what the step has done so far.
 
-        call: one of the step; that which reads most parameters is planned for. What was read besides, as by an
-        evaluation ahead of them, is again where it was. loop: what it is for; None: updates wait, and all calls that
-        have had no backward have memory at a time. ends: the step does, and is skipped where its gradients were
-        dropped; one that goes on has nothing of these. Raises `MemoryBudgetError` where there is no room for that,
-        `StepOrderError` where other parameters are trained by now, and leaves the engine as it is.
+        call: one of the step; the one that reads most parameters is planned for. Parameters that only an evaluation has
+        read return to where they were. loop: the script's; None: updates wait, and all calls that have had no backward
+        have memory at the same time. ends: the step ends, and is skipped if its gradients were dropped; a step that
+        goes on has none of the dropped gradients. Raises `MemoryBudgetError` if there is no room, `StepOrderError` if
+        other parameters are trained now; then the engine is unchanged.
         """
         calls = (call, *(other for other, _ in self.done))
         for each in calls:
@@ -246,7 +248,7 @@ class FirstStep:
         return successor
 
     def note(self, call: Call, repeat: Callable[[Engine], None], *, adds: bool) -> None:
-        """A call has had its backward; repeat: runs both on another engine; adds: to those before it, else dropped."""
+        """A call has had its backward. repeat: runs both on another engine; adds: earlier gradients are not dropped."""
         if self.may_begin_again:
             self.done = [*(self.done if adds else ()), (call, repeat)]
 
@@ -256,7 +258,7 @@ class FirstStep:
         self.done.clear()
 
     def let_go(self) -> None:
-        """First values end, once the updates of the step are known to have succeeded: nobody goes back to them."""
+        """Drop the first values, once the updates of the step are known to have succeeded."""
         if self.engine() is None and self._values:
             while self._values:
                 residency = self._values.pop()
@@ -266,7 +268,7 @@ class FirstStep:
 
 
 def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
-    """Make the states of an optimizer and its engine one: those that were loaded, or those of the run that goes on."""
+    """Give an engine and its optimizer the same states: those that were loaded, or those of the resumed run."""
     former = engine.durable.former if engine.durable is not None else None
     optimizer.kept.values_have_come()
     if former is None:
@@ -285,12 +287,12 @@ def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
 
 
 def _has_uncommitted(engine: Engine) -> bool:
-    """Whether the run goes on from a commit, and the user has changed what it has taken up there."""
+    """Whether the run was resumed from a commit, and the user has changed values since."""
     return engine.is_changed and engine.durable is not None and engine.durable.goes_on
 
 
 def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:
-    """A setting with another value than as the backward began, in words; anew: or with an equal one, assigned since."""
+    """In words, a setting whose value has changed since the backward began; anew: or was assigned again."""
     pairs = [("max_grad_norm", record.max_grad_norm, now.max_grad_norm)]
     for number, (before, after) in enumerate(zip(record.groups, now.groups, strict=True)):
         pairs += [(f'"{key}" of param group {number}', value, after[key]) for key, value in before.items()]
@@ -302,7 +304,7 @@ def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:
 
 
 def _refuse_changed(call: Call) -> None:
-    """Raise `StepOrderError` where `requires_grad` of parameters is not what the forward of a call has found."""
+    """Raise `StepOrderError` if `requires_grad` of parameters has changed since the forward of a call."""
     trained = set(call.trained_numbers)
     offloaded = ((number, arg) for number, arg in enumerate(call.args) if is_offloaded(arg))
     with without_overrides():

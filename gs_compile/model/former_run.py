@@ -1,4 +1,4 @@
-"""former_run: the durable run that this one goes on from, if any: found, and refused where it is of something else."""
+"""former_run: find the durable run that this one resumes, if any, and refuse it if it is of another model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ BESIDE = "it has other parameters beside the compiled model"
 def former_plan(
     options: Options, stored: Sequence[StoredParameter], optimizer: Optimizer, *, training: bool
 ) -> Mapping[str, Any]:
-    """What the newest commit that is to go on, if there is one, has kept of its plan; training: of a step, not of an
-    evaluation, which may read parameters besides.
+    """The plan in the newest commit that is to be resumed, if there is one. training: for a step, not for an
+    evaluation, which may read further parameters.
 
-    Raises ResumeError where it is of something else, before time is lost with a plan; what else is wrong with it is
-    raised where the storage is opened.
+    Raises ResumeError if the commit is of something else, before time is spent on a plan. Other errors are raised when
+    the storage is opened.
     """
     goes_on = options.resume or optimizer.kept.storage
     looks_in = dict.fromkeys((*options.storage, *optimizer.kept.storage)) if goes_on else ()
@@ -54,7 +54,7 @@ def former_plan(
 
 
 def rest_left(former: Manifest, storage: Sequence[Path], team: Team | None) -> Mapping[str, Tensor]:
-    """What a commit has beside the compiled model, if parameters are among it; raises as `Store` does.
+    """A commit's tensors that are outside the compiled model, if parameters are among them; raises as `Store` does.
 
     team: the ranks that train together, all of which call this.
     """
@@ -107,9 +107,8 @@ def open_store(
 
 
 def _refuse_what_is_lost(former: Manifest, optimizer: Optimizer) -> None:
-    """Raise StepOrderError where the option ``resume`` alone goes on, and leaves what `gs_compile.resume` gives back.
-
-    The user has been told another number of steps, has a scheduler, or has handed states in.
+    """Raise StepOrderError if only the option ``resume`` is given, but the script needs what `gs_compile.resume`
+    restores: it has read another number of steps, has a scheduler, or has registered states.
     """
     if optimizer.kept.step is not None:
         return
@@ -131,7 +130,7 @@ def _refuse_what_is_lost(former: Manifest, optimizer: Optimizer) -> None:
 
 
 def _refuse_misplaced(store: Store, ranks: Ranks) -> None:
-    """Raise `LeftoverError` on all ranks, none of which has a commit, where one has the directory of another's."""
+    """Raise `LeftoverError` on all ranks, none of which has its own commit, if one has another rank's."""
     pairs = ((name, drive.folder.parent) for name in ranks.names for drive in store.drives if name != ranks.name)
     own = sorted({name for name, directory in pairs if commits_in([folder_of(directory, name)])})
     every = dict(zip(ranks.names, ranks.agree("commits of other ranks", own), strict=True))
@@ -154,9 +153,9 @@ def check_alike(
     *,
     may_have_more: bool = False,
 ) -> None:
-    """Raise ResumeError where a commit is of another model, optimizer, number of ranks or place among them.
+    """Raise ResumeError if a commit is of another model, optimizer, number of ranks or rank.
 
-    may_have_more: parameters than the commit has.
+    may_have_more: the model may have more parameters than the commit.
     """
     check_parameters(former, {each.name: each.shape for each in parameters}, is_all=not may_have_more)
     for what in _differences(former, optimizer, {each.name: each for each in parameters}, world, rank):
@@ -166,7 +165,7 @@ def check_alike(
 def _differences(
     former: Manifest, optimizer: Optimizer, here: Mapping[str, StoredParameter], world: int, rank: int
 ) -> Iterator[str]:
-    """How a commit of parameters of these names and shapes is of something else."""
+    """How a commit differs from parameters of these names and shapes."""
     pairs = [(each, here[each.name]) for each in former.parameters]
     for there, ours in pairs:
         if there.trained != ours.trained:
@@ -199,7 +198,7 @@ def _differences(
 
 
 def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *, is_all: bool = False) -> None:
-    """Raise ResumeError where parameters have other shapes than those of a commit; `is_all`: or there are more."""
+    """Raise ResumeError if parameters have other shapes than in a commit; `is_all`: or if there are more."""
     stored = {each.name: tuple(each.shape) for each in former.parameters}
     names = stored.keys() | shapes.keys() if is_all else stored.keys()
     differ = sorted(name for name in names if stored.get(name) != shapes.get(name))
@@ -212,7 +211,7 @@ def check_parameters(former: Manifest, shapes: Mapping[str, tuple[int, ...]], *,
 
 
 def check_beside(former: Manifest, optimizer: Optimizer) -> None:
-    """Raise ResumeError where an optimizer cannot take what a commit has of parameters beside the compiled model."""
+    """Raise ResumeError if an optimizer cannot take a commit's parameters that are outside the compiled model."""
     shapes = {str(number): tuple(each.shape) for number, each in enumerate(optimizer.group_of)}
     stored = {each.name: tuple(each.shape) for each in former.rest if each.name.isdecimal()}
     if stored and former.optimizer != type(optimizer).__name__:

@@ -1,9 +1,9 @@
-"""freezing: other parameters are trained from a step on, as where a schedule freezes and unfreezes layers.
+"""freezing: from some step on, other parameters are trained, for example because a schedule unfreezes layers.
 
-Another engine takes the place of the one so far. Values and states go there by files in the storage directory. What is
-trained from now on and was not begins with the state that it had when it was frozen, or with none; as with torch's
-optimizers, the steps of others do not count for it. An optimizer that is made later for the same parameters, as where a
-second phase of training begins, gets them in the same way, with none of the states.
+Another engine takes the place of the present one. Values and states move by files in the storage directory. A parameter
+that was not trained before begins with the state that it had when it was frozen, or with none; as with torch's
+optimizers, the steps of others do not count for it. An optimizer that is made later for the same parameters, as in a
+second phase of training, gets them in the same way, without states.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def trains_others(engine: Engine, args: Sequence[Any]) -> bool:
-    """Whether a call asks for gradients of no parameters, of others than its engine trains, or by another optimizer."""
+    """Whether a call trains other parameters than its engine does, or none, or is for another optimizer."""
     own = [args[index] for index in engine.spans_of(args)]
     with without_overrides():
         is_other = any(each.requires_grad != residency_of(each).is_trained for each in own)
@@ -44,10 +44,10 @@ def is_passed_on(engine: Engine, parameters: Iterable[torch.nn.Parameter]) -> bo
 
 
 def train_others(engine: Engine, call: Call) -> Engine:
-    """Another engine, for a call for which `requires_grad` of some parameters is not what it was, or their optimizer.
+    """Another engine, for a call before which `requires_grad` of some parameters has changed, or their optimizer.
 
-    Raises `StepOrderError` within a step, `OptimizerError` where the run cannot change or nothing would be trained, and
-    `MemoryBudgetError` where the new one does not fit; then the engine is as it was.
+    Raises `StepOrderError` within a step, `OptimizerError` if the run cannot change or nothing would be trained, and
+    `MemoryBudgetError` if the new engine does not fit; then the engine is unchanged.
     """
     read = [call.args[index] for index in engine.spans_of(call.args)]
     if not any(each.requires_grad for each in read):
@@ -87,7 +87,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
 
 
 def _spans_to_move(engine: Engine, reason: str) -> dict[torch.nn.Parameter, Slice]:
-    """All parameters of an engine, all updates made, between two steps."""
+    """The spans of all parameters of an engine, after all pending updates; raises within a step."""
     words = (
         f"{reason} since the first call, which settles what is trained "
         f"{'on several ranks' if engine.ranks else 'in a durable run' if engine.durable else 'in this step'}"

@@ -1,5 +1,5 @@
-"""given: what a tensor had in it, to tell where somebody has changed it in place: one that a state dict was given of a
-value or a state on the tiers, an input of a call, a buffer.
+"""given: the state of a tensor's memory, to find later changes in place: of a copy that a state dict has of a value or
+a state on the tiers, of an input of a call, of a buffer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from gs_compile.capture.internals import changes
 
 @dataclass
 class Given:
-    """What a state dict was given of a tiered parameter, or of its state: a copy, where torch gives their memory."""
+    """What a state dict got of a tiered parameter, or of its state: a copy, where torch's shares their memory."""
 
     values: weakref.ref[Tensor]
-    counter: Tensor  # has no elements, and the version of the values, also once these are gone
+    counter: Tensor  # without elements; it shares the version counter of the values, also once these are gone
     version: int
 
     @classmethod
@@ -34,8 +34,8 @@ class Given:
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
-    """Another one whenever a tensor has changed in place. torch counts no changes by `.data` or by a numpy array that
-    has its memory, so of an ordinary tensor there is a checksum, too.
+    """Numbers that differ once a tensor was changed in place. torch does not count changes through `.data` or through a
+    numpy array, so for an ordinary tensor there is a checksum, too.
     """
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return changes(tensor), 0

@@ -1,6 +1,6 @@
-"""gradients: what `.grad` of parameters on the tiers shows, and what a script does with it.
+"""gradients: `.grad` of parameters on the tiers: what it shows, and what a script may do with it.
 
-A backward leaves a mark there (`UnavailableGradient`), which a script may drop, set to zero or replace; a gradient that
+A backward leaves a mark there (`UnavailableGradient`), which a script may drop, set to zero or replace. A gradient that
 it puts there is added to those of the step.
 """
 
@@ -18,7 +18,7 @@ from gs_compile.model.residency import is_offloaded, residency_of
 
 
 def mark_gradient_unavailable(parameter: Tensor) -> None:
-    """After a backward: the gradient of an offloaded parameter has gone to its update, and nobody else can use it."""
+    """Mark a parameter after a backward: its gradient has gone to its update, and cannot be used otherwise."""
     if is_offloaded(parameter):
         residency = residency_of(parameter)
         if residency.gradient is None:
@@ -32,7 +32,7 @@ def mark_gradient_unavailable(parameter: Tensor) -> None:
 
 
 def end_gradients(parameters: Iterable[Tensor], *, dropped: bool) -> None:
-    """After a step: marks that backwards have left stay until somebody zeroes them; dropped: they were."""
+    """After a step, marks stay until the script zeroes them; dropped: the gradients were dropped."""
     for parameter, grad, mark in _marks(parameters):
         mark.is_left, mark.is_expected = True, False
         if dropped and grad is mark:
@@ -40,14 +40,14 @@ def end_gradients(parameters: Iterable[Tensor], *, dropped: bool) -> None:
 
 
 def forget_gradients(parameters: Iterable[Tensor]) -> None:
-    """What backwards of the step under way have left in `.grad` was zeroed, and is heeded."""
+    """The marks of the current step's backwards were zeroed, and that has been taken into account."""
     for *_, mark in _marks(parameters):
         mark.is_expected = False
 
 
 def have_zeros(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those whose gradient was set to zero in place, or is zeros of somebody's, as `take_given` leaves no other there:
-    torch updates them by it, also where no other comes.
+    """The parameters whose gradient was set to zero in place, or given as zeros: torch updates them, even if no other
+    gradient comes. (Other given gradients have been taken by `take_given`.)
     """
     found = ((each, residency_of(each).gradient) for each in parameters if is_offloaded(each))
     with without_overrides():
@@ -58,7 +58,7 @@ def have_zeros(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def take_given(parameters: Iterable[Tensor]) -> None:
-    """Have what somebody has put in `.grad` of parameters on the tiers, but zeros, added to the sums of the step."""
+    """Add the gradients that a script has put in `.grad`, unless they are zeros, to the sums of the step."""
     with without_overrides():
         grads = [(each, each.grad) for each in parameters if is_offloaded(each)]
     others = [(each, grad) for each, grad in grads if grad is not None and grad is not residency_of(each).gradient]
@@ -70,14 +70,14 @@ def take_given(parameters: Iterable[Tensor]) -> None:
         for parameter, gradient in given:
             residency_of(parameter).add_gradient(parameter, gradient)
             del left[parameter]
-    except BaseException:  # what is refused, or interrupted, is where it was: `step()` does not go on without it
+    except BaseException:  # a gradient that is refused is put back, so that `step()` does not run without it
         for parameter, gradient in left.items():
             parameter.grad = gradient
         raise
 
 
 def refuse_left(parameters: Iterable[Tensor]) -> None:
-    """Raise `StepOrderError` where the gradient of a step that is closed was not zeroed since."""
+    """Raise `StepOrderError` if gradients of a closed step have not been zeroed."""
     if any(mark.is_left and grad is mark and not mark.is_zeroed for _, grad, mark in _marks(parameters)):
         raise StepOrderError(
             "the gradients of the last step were not set to zero after optimizer.step(): torch would add to them in "
@@ -87,8 +87,8 @@ def refuse_left(parameters: Iterable[Tensor]) -> None:
 
 
 def refuse_alone(parameters: Collection[Tensor]) -> None:
-    """Raise `StepOrderError` where a step comes without a backward, and gradients are left: set to zero in place, or
-    of backwards that a first step was to repeat as it began again, and could not.
+    """Raise `StepOrderError` if a step comes without a backward, but there are gradients: zeros in place, or those of
+    backwards that a first step could not repeat when it began again.
     """
     if any(mark.is_expected and grad is mark and not mark.is_zeroed for _, grad, mark in _marks(parameters)):
         raise StepOrderError(
@@ -105,9 +105,9 @@ def refuse_alone(parameters: Collection[Tensor]) -> None:
 
 
 def are_dropped(parameters: Collection[Tensor]) -> bool:
-    """Whether the gradients of the step that `optimizer.step()` is to close were dropped, all of them.
+    """Whether all gradients of the step that `optimizer.step()` closes were dropped.
 
-    Raises `StepOrderError` where only some were, or are zeros, and as `refuse_left`.
+    Raises `StepOrderError` if only some were dropped, or are zeros, and as `refuse_left`.
     """
     refuse_left(parameters)
     if not is_zeroed(parameters):
@@ -144,7 +144,7 @@ def is_zeroed(arguments: Iterable[Any]) -> bool:
 
 
 def _marks(arguments: Iterable[Any]) -> list[tuple[Tensor, Tensor | None, UnavailableGradient]]:
-    """The parameters among the arguments that a backward has marked, what they have in `.grad` now, and their marks."""
+    """The parameters among the arguments that a backward has marked, with their current `.grad` and their marks."""
     found = ((each, residency_of(each).gradient) for each in arguments if is_offloaded(each))
     with without_overrides():
         return [(each, each.grad, mark) for each, mark in found if mark is not None]

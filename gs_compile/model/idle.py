@@ -1,6 +1,6 @@
-"""idle: trained parameters that no gradient comes to, in a step or in all so far.
+"""idle: trained parameters that get no gradient, in one step or in all so far.
 
-As with torch's optimizers, these keep values and states, and steps of others do not count for them.
+As with torch's optimizers, their values and states do not change, and the steps of others do not count for them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from gs_compile.runtime.step_record import StepRecord
 
 
 class Idle:
-    """Of one engine.
+    """The idle parameters of one engine.
 
-    trained: all that it trains, by number. never: those that no gradient comes to, as far as the first call shows.
-    counts: not on several ranks, which may differ in what they train: there others have zeros for a gradient.
+    trained: all that it trains, by number. never: those that get no gradient, as far as the first call shows.
+    counts: whether steps are counted for each parameter. Not on several ranks, which may differ in what they train:
+        there such parameters get zeros.
     """
 
     def __init__(self, trained: Mapping[int, Slice], never: Set[int], *, counts: bool) -> None:
@@ -28,18 +29,18 @@ class Idle:
 
     @property
     def never(self) -> frozenset[Slice]:
-        """Those of `never` that none has come to so far, where steps are counted."""
+        """Those of `never` that have got no gradient so far, if steps are counted."""
         return self._never if self._counts else frozenset()
 
     def tell(self, record: StepRecord, optimizer: Optimizer, reached: Collection[Slice]) -> None:
-        """Have the record of a step, whose backward brings gradients to some, name the others."""
+        """Name in a step's record the parameters that its backward brings no gradient."""
         zeros = map(optimizer.trained_span, have_zeros(optimizer.group_of))
         come = {*reached, *(span for span in zeros if span is not None)}
         self.reach(record, optimizer, come)
         record.idle = self._may_be - come
 
     def reach(self, record: StepRecord | None, optimizer: Optimizer | None, spans: Set[Slice]) -> None:
-        """Gradients come to some in the step of a record: of those that had none in any step, it is the first one."""
+        """Some parameters get gradients in the step of a record; for those of `never` it is the first one."""
         if optimizer is not None and record is not None:
             woken = self._never & spans
             self._never, self._woken = self._never - woken, self._woken | woken

@@ -1,8 +1,8 @@
-"""in_memory: parameters whose values, gradients and states are in memory.
+"""in_memory: an optimizer's parameters whose values, gradients and states are in memory.
 
-The compiled model does not read some that an optimizer of this package has, such as those of an eager head:
-`optimizer.step()` updates them by the same rule, with the factor that clips all gradients together. Ranks average
-gradients in memory, as DistributedDataParallel does.
+The compiled model does not read them; an example are those of an eager head. `optimizer.step()` updates them by the
+same rule, with the factor that clips all gradients together. Ranks average their gradients, as DistributedDataParallel
+does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gs_compile.runtime.muon import STATES, update_whole
 from gs_compile.runtime.ranks import Ranks, ranks_of
 from gs_compile.runtime.step_record import StepRecord
 
-BUCKET_NBYTES = 25 << 20  # that are exchanged at once, as DistributedDataParallel does
+BUCKET_NBYTES = 25 << 20  # that are exchanged together, as in DistributedDataParallel
 
 
 def parameters_in_memory(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
@@ -54,7 +54,7 @@ def by_name(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
 def give_names(groups: Sequence[Mapping[str, Any]]) -> None:
     """Name the parameters in memory as the smallest module does that has all of them, or the most.
 
-    Their places in an optimizer may be others on each rank, as where a script has gone through a set of names.
+    Their places in an optimizer may differ between ranks, for example if a script has iterated over a set of names.
     """
     left = {each for _, each in parameters_in_memory(groups)}
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)) if left else ()
@@ -74,7 +74,7 @@ def with_gradients(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 def begin(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks | None = None) -> None:
-    """Have gradients in memory in the norm of a step that begins; over ranks they are averaged."""
+    """Include gradients in memory, averaged over ranks, in the norm of a step that begins."""
     if ranks is not None:
         record.num_ranks = ranks.total
         average(groups, record, ranks)
@@ -82,14 +82,14 @@ def begin(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks 
 
 
 def count(groups: Sequence[Mapping[str, Any]], record: StepRecord) -> None:
-    """Have gradients in memory, as they are now, in the norm of a step."""
+    """Include gradients in memory, as they are now, in the norm of a step."""
     square = _sum_of_squares(with_gradients(groups)) * record.num_ranks**2  # as the others are, which are summed
     if square or "resident" in record.squares:
         record.squares["resident"] = lambda: square
 
 
 def average(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Ranks, since: str = "") -> None:
-    """Average over ranks the gradients in memory that are new on any of them."""
+    """Average over ranks the gradients in memory that are new on any rank."""
     beside = [each for each in by_name(groups) if each[1].requires_grad]
     gradients = [parameter.grad for _, parameter in beside]
     are_new = [each is not None and record.means.get(each) != changes(each) for each in gradients]
@@ -100,8 +100,8 @@ def average(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Rank
 
 
 def refuse_narrow(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise OptimizerError, before a step is closed, where a parameter in memory that has a gradient is not of float32
-    or float64, as there is no master of it.
+    """Raise OptimizerError, before a step is closed, if a parameter in memory that has a gradient is neither float32
+    nor float64: it would need a master.
     """
     for parameter in with_gradients(groups):
         if parameter.dtype not in (torch.float32, torch.float64):
@@ -136,7 +136,7 @@ def update(optimizer: Optimizer, parameters: Sequence[Tensor], record: StepRecor
 
 
 def _sum_of_squares(parameters: Sequence[Tensor]) -> float:
-    """Sum of the squares of their gradients; infinite where an element is not finite."""
+    """The sum of the squares of their gradients; infinite if an element is not finite."""
     squares = [float(parameter.grad.double().square().sum()) for parameter in parameters if parameter.grad is not None]
     return math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
 
@@ -145,10 +145,11 @@ def _sum_of_squares(parameters: Sequence[Tensor]) -> float:
 
 
 def ranks_that_average(first: Tensor, named: Iterable[tuple[str, Tensor]], options: Options) -> Ranks | None:
-    """The ranks of a model that none of our optimizers trains; None: there are no others, or others average already.
+    """The ranks of a model that none of our optimizers trains; None: there are no others, or a DistributedDataParallel
+    averages its gradients.
 
-    first: of the parameters that it trains; named: all that it reads, and buffers. In its first step they get the first
-    rank's values. The model may be in a DistributedDataParallel, which does both.
+    first: the first parameter that it trains; named: all parameters that it reads, and buffers. In its first step they
+    get the first rank's values.
     """
     residency = residency_of(first)
     if residency.ranks is None:
@@ -160,7 +161,7 @@ def ranks_that_average(first: Tensor, named: Iterable[tuple[str, Tensor]], optio
 
 
 def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The mean over all ranks of each; they have the same shapes on all."""
+    """The mean of each gradient over all ranks; shapes are the same on all."""
     ranks.agree_on(f"the mean of {len(gradients)} gradients, {sum(each.numel() for each in gradients)} elements")
     means = []
     for bucket in _buckets(gradients):
@@ -174,7 +175,7 @@ def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
 def averaged_of_any(
     ranks: Ranks, gradients: Sequence[Tensor | None], parameters: Sequence[tuple[str, Tensor] | None]
 ) -> list[Tensor | None]:
-    """The mean over all ranks of each gradient whose parameter is given, None where no rank has one; others unchanged.
+    """The mean over all ranks of each gradient whose parameter is given, None if no rank has one; others unchanged.
 
     parameters: with their names, which are the same on all ranks.
     """
@@ -193,9 +194,9 @@ def _means(
     are_new: list[bool],
     when: str,
 ) -> dict[int, Tensor]:
-    """By place, the mean over all ranks of each gradient that is new on any of them.
+    """By place, the mean over all ranks of each gradient that is new on any rank.
 
-    Who has none where another rank has one gives zeros, as with DistributedDataParallel's `find_unused_parameters`.
+    A rank that has none gives zeros, as with DistributedDataParallel's `find_unused_parameters`.
     """
     names = [name for name, _ in named]
     which = f"up to {names[-1][-40:]} ({zlib.crc32(repr(names).encode()):08x})" if names else ""
@@ -228,6 +229,6 @@ def is_wrapped(parameter: Tensor) -> bool:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type and device; a large one is alone."""
+    """Consecutive gradients of one dtype and device, in groups of at most BUCKET_NBYTES; a larger one is alone."""
     for _, alike in groupby(gradients, lambda each: (each.dtype, each.device)):
         yield from in_groups(alike, BUCKET_NBYTES)

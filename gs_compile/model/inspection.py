@@ -1,4 +1,4 @@
-"""inspect: everything that was made of a compiled model, open to look at.
+"""inspect: everything that the backend made of a compiled model.
 
     inspection = gs_compile.inspect(model)      # after one call of the model
     print(inspection)                           # sizes, classes, the loss, and the program that runs
@@ -59,7 +59,7 @@ def inspect(model: torch.nn.Module) -> Inspection:
 
 @dataclass(frozen=True)
 class UnitClass:
-    """Units of equal code, and that code: one forward and one backward, called with each unit's own parameters."""
+    """Units of equal code, and their code: one forward and one backward, called with each unit's own parameters."""
 
     units: tuple[Unit, ...]
     graph: UnitGraph  # of the first: its module, in torch functions, and what is bound to the placeholders
@@ -211,7 +211,7 @@ class Inspection:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What `str` of this says, for programs: numbers and strings, fit for JSON."""
+        """The contents of `str(inspection)` as numbers and strings, for JSON."""
         return {
             "num_layers": self.num_layers,
             "halved": self._model.split.layers_per_block > 1,

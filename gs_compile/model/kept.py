@@ -1,4 +1,4 @@
-"""kept: what the user has commits keep beside parameters and states, and the commit that the run is to go on from."""
+"""kept: what commits store for the user in addition to parameters and states, and the commit that is resumed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from gs_compile.runtime.storage.manifest import check_plain, check_room
 
 @dataclass
 class Kept:
-    """One optimizer's.
+    """What commits store for the user of one optimizer.
 
-    states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: whatever JSON can hold.
+    states: objects with `state_dict` and `load_state_dict`, such as schedulers; user: anything that JSON can hold.
 
-    storage: the directories of the run that is to go on, where somebody has named them; step: of its commit there,
-        0: none was found; ranks: by torch's numbers, those that have looked for it together.
-    begins_anew: the run goes on from elsewhere, and a commit in its storage stays until it makes one.
-    has_random_state: random numbers go on already, so the first call leaves them as they are.
-    positions: the states of samplers and data loaders as the last step has ended. The call that commits it comes behind
-        the next batch.
-    refusals: what ends those of state dicts, and of parameters that are used, before the values of the commit come.
-    first_buffers: by name, those that commits keep once they are other tensors, or have changed.
+    storage: the directories of the run to resume, if the script has named them; step: of the commit there, 0: none was
+        found; ranks: by torch's numbers, those that have looked for it together.
+    begins_anew: the run resumes from elsewhere, and a commit in its storage stays until it makes one.
+    has_random_state: the random state was restored already, so the first call leaves it as it is.
+    positions: the states of samplers and data loaders at the end of the last step. The call that commits the step comes
+        after the next batch was taken.
+    refusals: end the refusal of state dicts, and of parameters that are used, before the commit's values have come.
+    first_buffers: by name, the buffers that commits store once they are other tensors, or have changed.
     """
 
     states: dict[str, Any] = field(default_factory=dict)
@@ -48,8 +48,8 @@ class Kept:
     first_buffers: dict[str, tuple[Callable[[], Tensor | None], tuple[int, int]]] = field(default_factory=dict)
 
     def await_values(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
-        """State dicts, and what reads or writes these parameters, are refused from now on until `values_have_come`:
-        whoever saved one would lose what was learned, as a script does that is started again after its last step.
+        """Refuse state dicts, and reads and writes of these parameters, until `values_have_come`. Otherwise a script
+        that is started again after its last step would save first values over the trained ones.
         """
         self.values_have_come()
         refuse = weakref.WeakMethod(self.check_values)
@@ -67,7 +67,7 @@ class Kept:
             self.refusals.pop()()
 
     def check_values(self) -> None:
-        """Raise StepOrderError while they have not."""
+        """Raise StepOrderError if the commit's values have not come yet."""
         if self.refusals:
             raise StepOrderError(
                 f"the values of step {self.step}, which gs_compile.resume has found, come with the model's first call, "
@@ -77,15 +77,15 @@ class Kept:
 
     @property
     def has_lost(self) -> bool:
-        """Whether one of the objects tells that what it has the state of is gone, as a Trainer."""
+        """Whether one of the objects says that the owner of its state, such as a Trainer, is gone."""
         return any(getattr(each, "is_gone", False) for each in self.states.values())
 
     def end_step(self) -> None:
-        """A step has ended, and nobody has taken the next batch yet."""
+        """A step has ended, and the next batch has not been taken yet."""
         self.positions = {name: _plain(each.state_dict()) for name, each in self._positioned}
 
     def begin_at(self, saved: Mapping[str, Any]) -> None:
-        """The same, of the step of a commit that has saved these states."""
+        """The same for the step of a commit that has these states."""
         self.positions = {name: saved[name] for name, _ in self._positioned if name in saved}
 
     @property
@@ -93,9 +93,9 @@ class Kept:
         return ((name, each) for name, each in self.states.items() if isinstance(each, Sampler | DataLoader))
 
     def snapshot(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Copies of both, and of the optimizer's param groups, as they are now, by the names that a manifest has.
+        """Copies of `states`, `user` and the optimizer's param groups, as they are now, by a manifest's names.
 
-        Raises OptimizerError for what no JSON can hold.
+        Raises OptimizerError for what JSON cannot hold.
         """
         others = {name: each for name, each in self.states.items() if name not in self.positions}
         states = {name: _plain(each.state_dict()) for name, each in others.items()} | self.positions
@@ -109,9 +109,9 @@ class Kept:
         return {"states": states, **deepcopy(live)}
 
     def give_back(self, saved: Mapping[str, Any]) -> None:
-        """Have each object take up its state of a snapshot, where that has one.
+        """Load each object's state from a snapshot, if that has one.
 
-        Raises ResumeError where an object cannot take its state; then all have what they had before, but for data
+        Raises ResumeError if an object cannot load its state; then all have their states from before, except data
         loaders, whose state cannot be asked for without beginning to load.
         """
         with ExitStack() as undo:
@@ -127,18 +127,18 @@ class Kept:
 
 
 def _load_again(holder: Any, state: Any) -> None:
-    """Best effort, beside an error that is raised."""
+    """Restore a state as far as possible, while an error is being raised."""
     with suppress(Exception):
         holder.load_state_dict(state)
 
 
 _SCALARS = {type(None), bool, int, float, str}
-# What JSON has not: keys that are no text, as in the milestones of torch's MultiStepLR, which are a Counter.
+# JSON has no keys other than strings, such as the milestones of torch's MultiStepLR, which are a Counter.
 _PAIRS, _COUNTED = "greedysnake.pairs", "greedysnake.counted"
 
 
 def _plain(value: Any) -> Any:
-    """A copy as JSON has it. Loaders may have a hundred thousand numbers, and each step asks for their state."""
+    """A copy that JSON can hold. (Fast: loaders' states may have a hundred thousand numbers, and each step asks.)"""
     if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):

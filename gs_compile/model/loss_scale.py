@@ -1,7 +1,7 @@
 """loss_scale: the loss scale of fp16, for updates that run in the backward.
 
 As with torch's GradScaler the loss is multiplied by the scale before its backward, so that gradients do not vanish in
-fp16. Here nobody divides the gradients by it: the updates do, and the norm that they are clipped by.
+fp16. Here the updates, and the norm that clips, divide the gradients by it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LossScaler:
         return self._scale
 
     def is_enabled(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def state_dict(self) -> dict[str, Any]:

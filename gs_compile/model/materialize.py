@@ -1,9 +1,9 @@
-"""materialize, streaming: offloaded parameters in their model again, for whatever reads or changes them.
+"""materialize, streaming: offloaded parameters have their values in the model again, for code that uses them.
 
     with gs_compile.materialize(model):             with gs_compile.materialize(model, write=True):
         model.generate(ids)                             model.lm_head.weight.mul_(0.5)
 
-The values are mapped from unnamed files, so that memory need not hold them all.
+The values are mapped from unnamed files, so memory need not hold all of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _store(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _refuse_other_shapes(shapes: Mapping[nn.Parameter, torch.Size]) -> None:
-    """Raise ReleasedParameterError where parameters had these shapes and have others now, as after a resize."""
+    """Raise ReleasedParameterError if parameters do not have these shapes any more, for example after a resize."""
     for parameter, shape in shapes.items():
         if parameter.shape != shape:
             raise ReleasedParameterError(
@@ -82,9 +82,8 @@ def whole_states(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def on_first_rank(model: nn.Module) -> Iterator[bool]:
-    """All ranks enter it. The first, which is told by True, reads what it likes in the block, and gets whole tensors.
-
-    The others read with it at the end of their block, and keep nothing. So state dicts are as those of one rank.
+    """All ranks enter the block. The first, which gets True, may read anything in it, and gets whole tensors. The
+    others take part in its reads at the end of their block, and keep nothing. So state dicts are those of one rank.
     """
     stores = stores_of(model.parameters())
     for store in stores:
@@ -111,7 +110,7 @@ def on_first_rank(model: nn.Module) -> Iterator[bool]:
 
 @contextmanager
 def _whole_stashes(model: nn.Module) -> Iterator[DeviceMesh | None]:
-    """Before the first call: parameters of which ranks have some rows each are whole on each. Gives the ranks' mesh."""
+    """Before the first call: parameters whose rows ranks share are whole on each rank. Yields the ranks' mesh."""
     mesh = None
     with ExitStack() as stack:
         for parameter in filter(is_offloaded, model.parameters()):
@@ -124,7 +123,7 @@ def _whole_stashes(model: nn.Module) -> Iterator[DeviceMesh | None]:
 
 
 def _nothing() -> Any:
-    """The end of what the first rank reads."""
+    """Tells the other ranks that the first one has ended its reads."""
 
 
 def _tell(ranks: Ranks, number: int, *what: Any) -> None:
@@ -149,9 +148,9 @@ def streaming(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def evaluating(args: Sequence[Any]) -> Iterator[None]:
-    """A call that is no step reads the parameters among `args` as in `streaming`.
+    """A call that does not run in layers reads the parameters among `args` as in `streaming`.
 
-    What the budget has room for is kept until the next call that is one.
+    What the budget has room for is kept until the next call that does.
     """
     stores = stores_of(args)
     reader = next((store.reader for store in stores if store.reader is not None), None) or _reader(stores)
@@ -175,7 +174,7 @@ def reading(args: Sequence[Any], reader: Reader) -> Iterator[None]:
 
 
 def _reader(stores: Sequence[ParameterStore]) -> Reader:
-    """With the room that steps leave, once every update is done."""
+    """A reader with the room that steps leave, once every update is done."""
     for store in stores:
         store.synchronize()
     room_nbytes = min((store.room_nbytes for store in stores), default=0)
@@ -185,14 +184,14 @@ def _reader(stores: Sequence[ParameterStore]) -> Reader:
 
 
 def stores_of(args: Iterable[Any]) -> list[ParameterStore]:
-    """What has the parameters among `args`, each once; all ranks find them in the same order."""
+    """The stores of the parameters among `args`, each once, in the same order on all ranks."""
     homes = (residency_of(each).tiered for each in args if is_offloaded(each))
     return list(dict.fromkeys(home.store for home in homes if home is not None))
 
 
 @contextmanager
 def _plain_calls(model: nn.Module) -> Iterator[None]:
-    """Calls of a model that is compiled, as a whole or in part, run as they are, and not as a step."""
+    """Calls of a model that is compiled, as a whole or in part, run as in plain PyTorch."""
     with ExitStack() as stack:
         for module in model.modules():
             if module is model or module._compiled_call_impl is not None:

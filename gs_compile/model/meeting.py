@@ -1,4 +1,4 @@
-"""meeting: ranks that train one model meet at its first call, and go on only if all have the same one."""
+"""meeting: ranks that train one model meet at its first call, and continue only if it is the same on all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gs_compile.runtime.threads import correct_thread_count
 from gs_compile.schedules import BY_MICRO_BATCH, Schedule
 from gs_compile.version import __version__
 
-# Options that each rank may have its own of
+# Options that may differ between ranks
 OWN = ("storage", "group", "mesh", "progress", "report", "status")
 
 
@@ -40,17 +40,17 @@ def _optimizer_of(args: Sequence[Any]) -> TieredOptimizer | None:
 
 @contextmanager
 def turn(args: Sequence[Any]) -> Iterator[None]:
-    """What a call holds of the model whose parameters are among `args`: others that use it wait for its end."""
+    """The lock that a call holds for the model whose parameters are among `args`: other threads wait for its end."""
     optimizer = _optimizer_of(args)
     with nullcontext() if optimizer is None else optimizer.turn, without_modes():
         yield
 
 
 def meet(args: Sequence[Any], options: Options, compilation: Compilation | None) -> Ranks | None:
-    """The ranks that train the parameters among `args` together; None where there are no others.
+    """The ranks that train the parameters among `args` together; None if there are no others.
 
-    The first call waits for all of them, so that what is refused on one ends them all. With an optimizer of ours they
-    share the parameters, otherwise they average gradients. compilation: None where the model is refused.
+    The first call waits for all of them, so that an error on one ends all. With an optimizer of ours they share the
+    parameters, otherwise they average gradients. compilation: None if the model is refused.
     """
     if (optimizer := _optimizer_of(args)) is not None:
         if optimizer.engine is not None:
@@ -72,10 +72,10 @@ def meet(args: Sequence[Any], options: Options, compilation: Compilation | None)
 
 
 def agree(ranks: Ranks, call: Call, optimizer: Optimizer) -> None:
-    """Raise `RankError` on all ranks where they have different options, models, inputs, optimizers or versions.
+    """Raise `RankError` on all ranks if they have different options, models, inputs, optimizers or versions.
 
-    Parameters that stay in memory beside the model, and its buffers, get the first rank's values. This thread's number
-    of threads is corrected before anything is timed on it.
+    Parameters that stay in memory, outside the model, and buffers get the first rank's values. The number of threads is
+    corrected before anything is timed.
     """
     correct_thread_count()
     give_names(optimizer.param_groups)
@@ -86,7 +86,7 @@ def agree(ranks: Ranks, call: Call, optimizer: Optimizer) -> None:
 
 
 def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
-    """Raise `NoBatchInputError` where there is nothing to compute, `RankError` where this is a step of all ranks."""
+    """Raise `NoBatchInputError` if the batch is empty; `RankError` if this is a step of several ranks."""
     if num_rows == 0 and ranks is None:
         raise NoBatchInputError(
             "the batch has no rows, so there is no loss and no gradient: leave it out (DataLoader's drop_last=True, or "
@@ -100,10 +100,10 @@ def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
 
 
 def refuse_uneven(ranks: Ranks, schedule: Schedule, models: Sequence[SpecializedModel]) -> None:
-    """Raise `RankError` on all ranks where they would exchange parameters in different orders.
+    """Raise `RankError` on all ranks if they would exchange parameters in different orders.
 
-    Layer by layer a unit is gathered once whatever the micro-batches are, otherwise once for each of them; and where a
-    schedule fills memory, it depends on the size of checkpoints too.
+    In the layer-major order a unit is gathered once, whatever the micro-batches are; in others once for each of them.
+    If a schedule fills memory, its order also depends on the size of checkpoints.
     """
     if schedule in BY_MICRO_BATCH:
         fills = SCHEDULES[schedule].fills_memory

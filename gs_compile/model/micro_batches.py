@@ -17,7 +17,7 @@ from gs_compile.runtime.units import MicroBatch
 
 
 def cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[SpecializedModel], list[MicroBatch]]:
-    """The micro-batches: inputs with samples cut along the dimension of these, views of the user's tensors."""
+    """The micro-batches: views of the user's tensors, cut along their batch dimensions."""
     inputs = compilation.captured.inputs
     batch = {index: (args[index], entry.dim) for index, entry in enumerate(inputs) if entry.role == "batch"}
     first, dim = next(iter(batch.values()))
@@ -36,7 +36,7 @@ def cut_batch(compilation: Compilation, args: Sequence[Any]) -> tuple[list[Speci
 
 
 def _refuse_other_numbers(rows: Mapping[str, int]) -> None:
-    """Raise `CaptureError` for inputs of which one has other numbers of rows than the first."""
+    """Raise `CaptureError` if an input has another number of rows than the first one."""
     first, *others = rows
     for other in others:
         if rows[other] != rows[first]:
@@ -54,8 +54,8 @@ def sizes_of(compilation: Compilation, args: Sequence[Any]) -> dict[str, int]:
 
 
 def _models(compilation: Compilation, lengths: Sequence[int], sizes: Mapping[str, int]) -> list[SpecializedModel]:
-    """The models of micro-batches of these lengths. Of a single one a count over ranks is made before the head where it
-    can be, as other ranks, which may have several, make it there; where it cannot, none has several.
+    """The models of micro-batches of these lengths. For a single one, a count over ranks is also made before the head
+    if possible, because other ranks, which may have several micro-batches, make it there.
     """
     specialized = partial(compilation.specialized, sizes=sizes, loss_alone=LOSS_ALONE.get())
     if len(lengths) == 1 and compilation.counts_over_ranks:

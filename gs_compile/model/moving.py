@@ -1,9 +1,9 @@
-"""moving: parameters go to the tiers at a model's first call, and what they were at first stays until a step has ended.
+"""moving: parameters move to the tiers at a model's first call, and first values are kept until a step has ended.
 
-[1] The file that `init_on_storage` has made has the first value; a value that was in memory stays there.
-[2] Where that memory is counted on, the value goes to a file of its own.
+[1] A first value stays in the file that `init_on_storage` has made, or in memory if it was there.
+[2] If the plan needs that memory, the value goes to a file of its own.
 
-So whatever ends the first step, the model has its values.
+So the model has its values whatever ends the first step.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Bring = Callable[[nn.Parameter, Slice], Tensor | None]  # a value to the tiers; 
 
 
 def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nbytes: int, folder: Path) -> None:
-    """Move values into the tiers. What fails midway stashes again what it has moved.
+    """Move values into the tiers. If that fails midway, the parameters are stashed as before.
 
-    host_nbytes: what the tiers may map; where there is less besides the model, first values go to files in `folder`.
+    host_nbytes: what the tiers may map; if memory has less room beside the model, first values go to files in `folder`.
     """
     ranks = store.tiers.setting.ranks
     copies = sum(4 * each.numel() for each in spans if not is_in_host_memory(each))  # they come on top
@@ -57,10 +57,10 @@ def move_in(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], host_nby
 def take_up(
     store: ParameterStore, spans: Mapping[nn.Parameter, Slice], stored: Sequence[StoredParameter]
 ) -> dict[str, Tensor]:
-    """Bring values and states from the commit that the run goes on from to the tiers, by the names of `stored`.
+    """Bring values and states from the resumed commit to the tiers, by the names of `stored`.
 
-    Gives what the commit has beside the tiers. What an evaluation reads besides has its own value. What fails midway
-    leaves the commit as it is, and the parameters the values that they had before.
+    Returns the commit's tensors that are not on the tiers. Parameters that only an evaluation reads keep their values.
+    If this fails midway, the commit is unchanged, and the parameters have the values that they had before.
     """
     tiers, entries = store.tiers, dict(zip(spans, stored, strict=True))
     assert tiers.setting.store is not None, "a commit is on storage"
@@ -82,7 +82,7 @@ def take_up(
 
     _move(store, spans, "taking up parameters", bring)
     store.has_loaded_state = True
-    for parameter in spans:  # what they were before is over: from now on the commit is what there is
+    for parameter in spans:  # their values before are dropped: the commit has the first values now
         if entries[parameter].name in former.spans:
             residency_of(parameter).stash = None
     tiers.commits.takes_up = False
@@ -91,7 +91,7 @@ def take_up(
 
 
 def _move(store: ParameterStore, spans: Mapping[nn.Parameter, Slice], words: str, bring: Bring) -> None:
-    """Give parameters to the tiers, one after the other, or none of them."""
+    """Move parameters to the tiers, one after the other: all of them, or none."""
     with stage(words, len(spans)) as advance, ExitStack() as undo:
         for parameter, span in spans.items():
             if not is_offloaded(parameter):

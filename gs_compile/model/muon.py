@@ -35,8 +35,8 @@ class Muon(TieredOptimizer):
 
     use_muon: of a param group. True: its parameters are matrices or stacks of them, wherever they are. False: none is.
         None: those of layers are.
-    cut: of a param group: the dimension, 0 or 1, along which each of its matrices is several, and their sizes; () to
-        follow the names (`matrices_of`).
+    cut: of a param group: the dimension, 0 or 1, along which each of its matrices is cut into several, and their sizes;
+        (): by the names (`matrices_of`).
     adamw_lr: changes in proportion to `lr`, which schedulers change.
     max_grad_norm: as in `AdamW`.
     state_dtype: of momentum and moments: None, torch.float32 or torch.bfloat16.
@@ -81,18 +81,18 @@ class Muon(TieredOptimizer):
         super().add_param_group(param_group)
 
     def settings(self, group: Group) -> dict[str, Any]:
-        """AdamW's, and beside them those of matrices."""
+        """AdamW's settings, and in addition those of matrices."""
         others = {key: group[f"adamw_{key}"] for key in OF_OTHERS}
         others["lr"] *= group["lr"] / group["first_lr"] if group["first_lr"] else 1.0
         return {**others, "matrices": {key: group[key] for key in OF_MATRICES}}
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the tensors of a state, but for those of matrices."""
+        """Names of the tensors of a state, except those of matrices."""
         return ADAMW.states
 
     def components_of(self, parameter: Tensor, group: Group | None = None) -> tuple[str, ...]:
-        """Until the model's first call has shown which are of layers, all of two dimensions are shown as matrices."""
+        """The components of one parameter. Before the model's first call, any of two dimensions counts as a matrix."""
         if group is not None:
             return STATES if self.matrices(parameter, group, of_layer=True) else ADAMW.states
         span = self.trained_span(parameter)
@@ -101,7 +101,7 @@ class Muon(TieredOptimizer):
         return tuple(self.engine.moments_of(span))
 
     def matrices(self, parameter: Tensor, group: Group, path: str = "", *, of_layer: bool = False) -> Matrices | None:
-        """The matrices that Muon updates of a parameter: its group says which; where it does not, those of layers."""
+        """The matrices of a parameter that Muon updates: by its group; if that says nothing, those of layers."""
         if group["use_muon"] is False or not (group["use_muon"] or of_layer):
             return None
         if group["use_muon"] and parameter.dim() == 3 and not group["cut"]:

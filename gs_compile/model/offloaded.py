@@ -1,9 +1,8 @@
-"""offloaded: a parameter whose value is elsewhere, and that reads and writes as if it were here.
+"""offloaded: a parameter whose value is elsewhere, and that can be read and written as if the value were here.
 
-In a capture an `OffloadedParameter` is an ordinary tensor of its shape. To every torch function outside of one it is
-its value: the value is read for the function, and what the function has changed in place is written to where the value
-is. So nobody computes with the placeholder. What cannot be done with a value that is elsewhere raises
-`ReleasedParameterError`.
+In a capture an `OffloadedParameter` is an ordinary tensor of its shape. For every torch function outside of a capture
+it stands for its value: the value is read for the function, and written back if the function has changed it in place.
+So no code computes with the placeholder. What cannot be done with such a value raises `ReleasedParameterError`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from gs_compile.errors import ReleasedParameterError, UncapturedWarning
 from gs_compile.model.files import own_rows
 from gs_compile.model.stand_in import StandIn, Used, applied, plain, warn_of_two
 
-# Names of torch's functions that do not need a tensor's values: they ask for what it is, such as its shape, or make
+# Names of torch's functions that do not need a tensor's values: they ask for its properties, such as its shape, or make
 # another tensor like it. Names that begin with one of `_ASKS`, or with "new_", are among them.
 LOOKS = frozenset(
     "__len__ dim element_size get_device ndimension nelement numel requires_grad_ size storage_offset stride detach_ "
@@ -78,11 +77,11 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 class _ByWhoAsks(type(nn.Parameter)):  # type: ignore[misc]  # mypy cannot tell what the type is
-    """The type of classes whose `__torch_function__` is none for Dynamo, which asks the class while it traces.
+    """The metaclass of classes that have no `__torch_function__` for Dynamo, which asks the class while it traces.
 
-    So all functions, those that ask for overrides themselves included, are traced as of an ordinary tensor. Of a frame
-    without operations Dynamo makes no code, and goes on with what it calls: it is to pass over this. C asks a tensor,
-    and takes an error for "none": so no code of Python's runs then, in which a signal could raise one.
+    So all functions, also those that ask for overrides, are traced as for an ordinary tensor. If a frame has no
+    operations, Dynamo makes no code and goes on with the functions that it calls: it has to skip this one. C code asks
+    a tensor, and takes an error for "none": so no Python code runs then, in which a signal could raise one.
     """
 
     @property
@@ -139,7 +138,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
         return View.of(self, result, self._greedysnake.shown_value(self, self.device))
 
     def set_(self, source: Any = None, *place: Any) -> Any:
-        """As ``.data = source``: torch asks no override of this one, and would set the placeholder's memory."""
+        """As ``.data = source``: torch does not override this method, and would set the placeholder's memory."""
         if place or not isinstance(source, Tensor):
             raise ReleasedParameterError("set_: a parameter that lives on the tiers has no memory of its own")
         self._assign(source)
@@ -162,8 +161,8 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
         )
 
     def _assign(self, values: Tensor) -> None:
-        """``parameter.data = values``: a conversion is taken up, other values are written."""
-        if values is self:  # a module that is sent where it is
+        """``parameter.data = values``: a conversion changes dtype or device, other values are written."""
+        if values is self:  # a module is sent to where it is
             return
         if isinstance(values, Conversion) and values.parameter is self:
             self._greedysnake.convert(self, values.dtype, values.device)
@@ -183,7 +182,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
             )
 
     def _convert(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """``parameter.to(...)`` and its like: a tensor without elements tells what it leads to."""
+        """``parameter.to(...)`` and its like: a tensor without elements shows to which dtype and device."""
         settings = {key: value for key, value in kwargs.items() if key != "memory_format"}  # values have one order
         like = function(torch.empty(0, dtype=self.dtype, device=self.device), *args, **settings)
         if not isinstance(like, Tensor) or (like.dtype, like.device) == (self.dtype, self.device):
@@ -205,8 +204,7 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
 class View(_Elsewhere):  # type: ignore[metaclass]
     """The value of an offloaded parameter, or a view of it, in memory.
 
-    It becomes an alias once the parameter has changed, and is the user's alone where that has other memory since
-    (``parameter.data = values``).
+    It becomes an alias once the parameter has changed. After ``parameter.data = values`` it is an independent tensor.
     """
 
     parameter: OffloadedParameter
@@ -244,8 +242,8 @@ class View(_Elsewhere):  # type: ignore[metaclass]
 
 
 class Alias(_Elsewhere):  # type: ignore[metaclass]
-    """A tensor that has shared a parameter's memory since before its first call, or before the parameter changed: it
-    shows that part of its value.
+    """A tensor that shared a parameter's memory before its first call, or before the parameter changed: it shows its
+    part of the parameter's value.
     """
 
     parameter: Tensor
@@ -255,8 +253,8 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
 
     @classmethod
     def follow(cls, tensor: Any, parameter: Tensor, start: int) -> None:
-        """Make a tensor an alias of a parameter, from that element on. It gives its memory up, but where a numpy array
-        of it has that.
+        """Make a tensor an alias of a parameter, from element `start` on. Its memory is freed, unless a numpy array
+        shares it.
         """
         strides, memory = tensor.stride(), tensor.untyped_storage()
         tensor.kept = None if memory.resizable() else memory
@@ -296,8 +294,8 @@ class Alias(_Elsewhere):  # type: ignore[metaclass]
 
 
 class Conversion(_Elsewhere):  # type: ignore[metaclass]
-    """An offloaded parameter in another dtype or on another device: a copy of its value. That of a module that is sent
-    or cast, for which no value is used, is not read until then.
+    """An offloaded parameter in another dtype or on another device: a copy of its value, which is read when it is first
+    used. (When a module is moved or cast, it never is.)
     """
 
     parameter: OffloadedParameter
@@ -311,18 +309,18 @@ class Conversion(_Elsewhere):  # type: ignore[metaclass]
 
 
 class UnavailableGradient(Tensor):
-    """The `.grad` of an offloaded parameter between backward and optimizer.step(); nobody can compute with it.
+    """The `.grad` of an offloaded parameter between backward and optimizer.step(), with which no code can compute.
 
-    Without it, clipping and other optimizers would pass over the parameter without a word.
+    Without it, clipping and other optimizers would silently skip the parameter.
     """
 
     is_zeroed = False  # by the user, since the last backward
-    is_expected = False  # in `.grad`: a backward of the step under way has left it
-    is_left = False  # a step that is closed had it, and nobody has zeroed it since: torch would use it once more
+    is_expected = False  # in `.grad`: a backward of the current step has left it
+    is_left = False  # it is of a closed step, and has not been zeroed since: torch would use it again
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Allow it to be looked at, zeroed, sent somewhere and dropped, and nothing else."""
+        """Allow it to be inspected, zeroed, moved and dropped, and nothing else."""
         name = getattr(function, "__name__", "")
         if name in ("detach", "detach_") or sends(name, function, args):
             return args[0]
@@ -347,13 +345,13 @@ class UnavailableGradient(Tensor):
 
 
 def sends(name: str, function: Any, args: Sequence[Any]) -> bool:
-    """Whether a function sends a tensor somewhere, gives its `.data` to be sent, or has it take that back."""
+    """Whether a function moves a tensor, gets its `.data` to be moved, or sets the moved `.data`."""
     return name in _CONVERSIONS or function == _GET_DATA or (name == "__set__" and args[1] is args[0])
 
 
 @dataclass(frozen=True)
 class Address:
-    """What `data_ptr` gives, as no memory is the parameter's: whoever asks which parameters are one may compare it."""
+    """The result of `data_ptr`, as a parameter has no memory: it only compares whether two parameters are the same."""
 
     number: int
 
@@ -380,7 +378,7 @@ class _Read(torch.autograd.Function):
 
 
 def read_for(tensors: Iterable[Tensor]) -> set[OffloadedParameter]:
-    """The offloaded parameters to which gradients of some tensors come from outside of a compiled model."""
+    """The offloaded parameters that get gradients of these tensors from outside of a compiled model."""
     ahead, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
     while ahead:
         if (node := ahead.pop()) is not None and node not in seen:
@@ -390,7 +388,7 @@ def read_for(tensors: Iterable[Tensor]) -> set[OffloadedParameter]:
 
 
 def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The function's result for the values of all arguments that are elsewhere."""
+    """The function's result for the values of all arguments whose values are elsewhere."""
     name, first = function.__name__, args[0] if args else None
     attribute = getattr(function.__self__, "__name__", "") if name in ("__get__", "__set__", "__delete__") else None
     if function is torch.autograd.grad:
@@ -421,7 +419,7 @@ def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _counting(function: Any, used: Used) -> Any:
-    """The function; of collectives one that counts what has come from other ranks as changes, which torch does not."""
+    """The function; for a collective, one that also counts what arrives from other ranks as a change of the tensor."""
     if getattr(function, "__module__", "") != dist.distributed_c10d.__name__:
         return function
 
@@ -440,7 +438,7 @@ def _counting(function: Any, used: Used) -> Any:
 
 
 def _refuse(name: str, first: Any) -> None:
-    """Raise ReleasedParameterError for what cannot be done with a value that is elsewhere."""
+    """Raise ReleasedParameterError if a function cannot be used for a value that is elsewhere."""
     if isinstance(first, OffloadedParameter) and name == "detach" and makes_replicas():
         raise ReleasedParameterError(f"DistributedDataParallel: {REPLICATED}")
     if isinstance(first, OffloadedParameter) and name in _REFUSED:

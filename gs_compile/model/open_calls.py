@@ -17,18 +17,18 @@ from gs_compile.runtime.issue import TieredExecutor
 
 
 class OpenCalls:
-    """Executors by the call that each is of.
+    """The executors of open calls, by call.
 
-    A call lives as long as its autograd node does, and so as its loss: who drops that has given it up.
+    A call lives as long as its autograd node, and so as long as its loss: to drop the loss is to give up the call.
     """
 
     def __init__(self) -> None:
         self._calls: dict[TieredExecutor, weakref.ref[Call]] = {}
         self._undone: weakref.WeakSet[Call] = weakref.WeakSet()  # those without a backward, also if they were given up
         self.most_undone = 0  # at a time
-        self.refusal = ""  # when the calls that were given up last were
-        self._opened_by = threading.current_thread()  # the latest one
-        self.may_be_repeated = True  # nothing but calls has come between
+        self.refusal = ""  # says when the latest given-up calls were given up
+        self._opened_by = threading.current_thread()  # the latest call
+        self.may_be_repeated = True  # only calls have come since the step began
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -37,8 +37,8 @@ class OpenCalls:
         return executor in self._calls
 
     def begin(self, executor: TieredExecutor, call: Call) -> None:
-        """Run the forward of a call; one that trains is open from then on. Where it ends early, also by the user, it
-        leaves no memory taken.
+        """Run the forward of a call; one that trains is open afterwards. If the forward is ended early, also by the
+        user, it leaves no memory in use.
         """
         try:
             executor.forward()
@@ -61,11 +61,11 @@ class OpenCalls:
 
     @property
     def is_of_this_thread(self) -> bool:
-        """Whether the step under way was begun by it; autograd may run backwards in others."""
+        """Whether this thread has begun the current step; autograd may run backwards in others."""
         return self._opened_by is threading.current_thread()
 
     def refuse_other_threads(self, *, has_gradients: bool) -> None:
-        """Raise `StepOrderError` where the open step is of another thread, which would lose it."""
+        """Raise `StepOrderError` if the open step is that of another thread, which would lose it."""
         if (self or has_gradients) and not self.is_of_this_thread and self._opened_by.is_alive():
             raise StepOrderError(
                 f"the thread {self._opened_by.name} is between the forward and the backward of a step of this model, "
@@ -74,23 +74,23 @@ class OpenCalls:
 
     @property
     def undone(self) -> list[Call]:
-        """The calls whose loss is there and has not had its backward, also if they were given up."""
+        """The calls whose loss is alive and has not had its backward, also if they were given up."""
         return list(self._undone)
 
     @property
     def number_in_backward(self) -> int:
-        """How many calls the backward under way comes to that have not had it."""
+        """The number of calls that the current backward reaches and that have not had theirs."""
         nodes = (call.node and call.node() for call in self._undone)
         return sum(node is not None and comes_to(node) for node in nodes)
 
     @property
     def free_number(self) -> int:
-        """The least that no open call has."""
+        """The least number that no open call has."""
         taken = {executor.number for executor in self._calls}
         return next(number for number in count() if number not in taken)
 
     def refuse_full_device(self, program: Program, nbytes: int | None) -> None:
-        """Raise `MemoryBudgetError` where the device has no room for one more call; nbytes: of all; None: enough."""
+        """Raise `MemoryBudgetError` if the device has no room for one more call. nbytes: for all; None: unbounded."""
         calls = [(each, each.device) for each in (*(executor.program for executor in self._calls), program)]
         known = [(planned_peak(each, "device"), bound.waiting_nbytes) for each, bound in calls if bound is not None]
         if nbytes is None or not (self._calls and known):
@@ -103,12 +103,12 @@ class OpenCalls:
             )
 
     def let_lost_go(self) -> None:
-        """Close those whose loss is gone."""
+        """Close the calls whose loss is gone."""
         for executor in [executor for executor, call in self._calls.items() if call() is None]:
             self.give_up(executor)
 
     def abandon(self, refusal: str, *, by_call: bool = False) -> None:
-        """Close all of them; refusal: what their backwards are told; by_call: it is another call that has come."""
+        """Give up all open calls. refusal: for the errors of their backwards; by_call: because of another call."""
         self.refusal, self.may_be_repeated = refusal, by_call
         for executor in list(self._calls):
             self.give_up(executor)

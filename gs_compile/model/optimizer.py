@@ -1,8 +1,7 @@
-"""optimizer: what a run asks of the optimizer that trains in it: settings, counts of steps, and states.
+"""optimizer: what a run needs of its optimizer: settings, counts of steps, and states.
 
-`state` shows what there is, as tensors on the meta device: they take no memory, and tell others, such as
-torch.distributed.checkpoint, that the state has been made. Values are put there for as long as a state dict is made of
-them, and from `load_state_dict` to the model's first call.
+`state` has tensors on the meta device: they take no memory, and show to others, such as torch.distributed.checkpoint,
+that the state exists. It has values while a state dict is made, and from `load_state_dict` to the model's first call.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Group = Mapping[str, Any]  # a param group
 class Loop(NamedTuple):
     """What the first step has shown of a script's loop.
 
-    accumulates: steps have several backwards. num_calls: that are between forward and backward at a time.
+    accumulates: steps have several backwards. num_calls: the most calls between forward and backward at a time.
     """
 
     accumulates: bool = False
@@ -49,8 +48,8 @@ class Loop(NamedTuple):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Parameters in groups, with their settings and states: these are on the tiers once there is an engine, in files or
-    in memory before that and where the compiled model does not read the parameter.
+    """Parameters in groups, with their settings and states. The states are on the tiers once there is an engine; before
+    that, and if the compiled model does not read the parameter, in files or in memory.
     """
 
     rule: Rule
@@ -96,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.steps.taken
 
     def note_missed(self, parameters: Iterable[Tensor]) -> None:
-        """Have these trained from the next step on, with the state that they had when they were frozen, if any."""
+        """These are trained from the next step on, with the state that they had when they were frozen, if any."""
         taken = {p: optimizer_state.whole_step(self.state[p]) if self._has_values(p) else 0 for p in parameters}
         self.steps.missed = {**self.steps.missed, **{p: self.steps.taken - number for p, number in taken.items()}}
 
@@ -115,12 +114,12 @@ class Optimizer(torch.optim.Optimizer):
         return None
 
     def settings(self, group: Group) -> dict[str, Any]:
-        """What the rule is told of a param group."""
+        """The settings of a param group, as the rule takes them."""
         return {key: value for key, value in group.items() if key != "params"}
 
     @property
     def moments(self) -> tuple[torch.dtype | None, ...]:
-        """What each component is stored in; None: as wide as the master."""
+        """The dtype in which each component is stored; None: that of the master."""
         return moment_types(self._state_dtype, self.components)
 
     def begin_step(self) -> StepRecord:
@@ -131,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
         return record
 
     def as_set(self) -> StepRecord:
-        """`begin_step`'s record, without a look at what `state` shows."""
+        """The record of `begin_step`, without its check of what `state` shows."""
         for group in self.param_groups:
             self._check(group)
         check_norm(self.max_grad_norm, None if self.engine is None else self.engine.tiers.placement)
@@ -139,7 +138,7 @@ class Optimizer(torch.optim.Optimizer):
             check_groups(self.group_of, self.first_group_of)
             if self.components != self.engine.components:
                 raise OptimizerError("momentum was 0 in the model's first call, so it has no state: set it before")
-        # Copied: a script may change a list in place, as of betas, while updates run or are still to come
+        # Copied: a script may change a list in place, such as betas, while updates run or are pending
         groups = [{key: copy(group[key]) for key in self.defaults} for group in self.param_groups]
         hypers = [self.settings({**group, **own}) for group, own in zip(self.param_groups, groups, strict=True)]
         record = StepRecord(self.steps.taken + 1, hypers, self.max_grad_norm, groups)
@@ -149,7 +148,7 @@ class Optimizer(torch.optim.Optimizer):
         return record
 
     def close_step(self, *, is_late: bool = False) -> None:
-        """Close the step whose backward has run. is_late: the next batch may be taken, so samplers are as after it."""
+        """Close the step whose backward has run. is_late: the next batch may have been taken already."""
         raise NotImplementedError
 
     @property
@@ -158,7 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         return {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
 
     def settings_left(self, former: Manifest) -> list[dict[str, Any]]:
-        """The settings that the steps of a commit have left; raises ResumeError where its param groups have others."""
+        """The settings of the param groups at a commit; raises ResumeError if the optimizer has other groups."""
         settings = list(map(optimizer_state.settings_read, former.groups))
         try:
             for mine, theirs in zip(self.param_groups, settings, strict=True):
@@ -170,7 +169,7 @@ class Optimizer(torch.optim.Optimizer):
         return settings
 
     def go_on(self, former: Manifest) -> None:
-        """Have the steps of a commit behind it: their number, and `settings_left`, which raises what this does."""
+        """Continue after the steps of a commit, with its number of steps and `settings_left`; raises as that does."""
         settings = self.settings_left(former)
         self.num_skipped = former.num_skipped
         self.steps.become(former.step - former.num_skipped)
@@ -241,8 +240,8 @@ class Optimizer(torch.optim.Optimizer):
             after(self)
 
     def stored_state(self, parameter: Tensor) -> dict[str, Any] | None:
-        """A parameter's state as torch has it, its tensors mapped from files; None where it is not trained, or no
-        gradient has come to it in the steps so far.
+        """A parameter's state as torch has it, its tensors mapped from files; None if it is not trained, or has got no
+        gradient so far.
         """
         span, number = self.trained_span(parameter), self.steps.of(parameter)
         if self.engine is not None and span is not None:
@@ -256,7 +255,7 @@ class Optimizer(torch.optim.Optimizer):
         return optimizer_state.zeros(parameter, state) if is_shown else optimizer_state.copied(state)
 
     def keep_state(self, parameter: Tensor) -> None:
-        """Have the state of a parameter in files, before another engine has it, or none does as it is frozen."""
+        """Put the state of a parameter into files, before another engine takes it, or the parameter is frozen."""
         if self._is_trained(parameter):
             self.state[parameter] = self.stored_state(parameter) or {}
 
@@ -265,19 +264,19 @@ class Optimizer(torch.optim.Optimizer):
         return optimizer_state.has_values(self.state.get(parameter, {}))
 
     def _of_trained(self, missed: Mapping[Tensor, int]) -> dict[Tensor, int]:
-        """Of those that updates count for."""
+        """`missed` without parameters that are not trained."""
         idle = {None, *(self.engine.never if self.engine is not None else ())}
         return {p: n for p, n in missed.items() if self.trained_span(p) not in idle}
 
     def trained_span(self, parameter: Tensor) -> Slice | None:
-        """Where the engine has a parameter that it trains; None for others, and where there is no engine."""
+        """The span of a parameter that the engine trains; None for others, and if there is no engine."""
         return None if self.engine is None else residency_of(parameter).trained_span(self.engine)
 
     def _is_trained(self, parameter: Tensor) -> bool:
         return self.trained_span(parameter) is not None
 
     def load_into_engine(self) -> None:
-        """Bring a loaded state to the tiers, once there are any."""
+        """Bring loaded states to the tiers, if there are any tiers."""
         if self.engine is None:
             return
         optimizer_state.warn_of_masters(self.engine, self.state)
@@ -300,7 +299,7 @@ class Optimizer(torch.optim.Optimizer):
             self.show_state(parameter)
 
     def show_state(self, parameter: Tensor, group: Group | None = None) -> None:
-        """Show a parameter's state. group: as of `components_of`."""
+        """Show a parameter's state. group: see `components_of`."""
         like = torch.empty(parameter.shape, dtype=wide_of(parameter.dtype), device="meta")
         shown = dict.fromkeys(self.components_of(parameter, group), like.as_subclass(optimizer_state.StoredState))
         self.state[parameter] = {"step": self.steps.shown(parameter), **shown}

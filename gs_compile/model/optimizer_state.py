@@ -1,4 +1,4 @@
-"""optimizer_state: what an optimizer shows of states on the tiers, and what the entries of a state dict have to be."""
+"""optimizer_state: how an optimizer shows states on the tiers, and checks of state dicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOT_SETTINGS = {*OF_PARAMETERS, *HOW_TORCH_COMPUTES, *OTHER_RULES}  # what torc
 
 
 def parts_of(state_dict: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
-    """The param groups and the states of a state dict; raises OptimizerError where it is none of an optimizer."""
+    """The param groups and the states of a state dict; raises OptimizerError if it is not an optimizer's."""
     if not isinstance(state_dict, Mapping) or not {"param_groups", "state"} <= state_dict.keys():
         found = sorted(map(str, state_dict))[:5] if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise OptimizerError(
@@ -51,8 +51,8 @@ def parts_of(state_dict: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
 def numbers_of(ours: Groups, saved: Groups) -> list[Any]:
     """The number that each parameter of `ours` has in a state dict with the groups `saved`.
 
-    Parameters are told by name where both have names, as optimizers made with `named_parameters()` do, else by their
-    place in groups of equal sizes. Raises OptimizerError where neither is possible.
+    Parameters are matched by name if both have names (of `named_parameters()`), otherwise by their place in groups of
+    equal sizes. Raises OptimizerError if neither is possible.
     """
     known = {name: number for group in saved for name, number in zip(_names(group), group["params"], strict=False)}
     names = list(chain.from_iterable(map(_names, ours)))
@@ -73,12 +73,12 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_read(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group that JSON has kept, which has lists for tuples."""
+    """The settings of a group from JSON, which has lists for tuples."""
     return {key: tuple(each) if isinstance(each, list) else each for key, each in settings_of(group).items()}
 
 
 def are_alike(ours: Groups, saved: Groups) -> bool:
-    """Whether each group has the parameters of the one in its place, so that it can take that one's settings."""
+    """Whether the groups at the same place have the same parameters, so that settings can be copied."""
     pairs = zip(ours, saved, strict=False)
     named = all(_names(mine) == _names(theirs) for mine, theirs in pairs if _names(mine) and _names(theirs))
     return named and [len(group["params"]) for group in ours] == [len(group["params"]) for group in saved]
@@ -90,9 +90,9 @@ def _names(group: Mapping[str, Any]) -> Sequence[str]:
 
 
 def steps_of(states: Mapping[torch.Tensor, Mapping[str, Any]]) -> tuple[int, dict[torch.Tensor, int]]:
-    """The steps taken so far, and how many fewer some parameters have taken, as those that were frozen at first.
+    """The steps taken so far, and how many fewer some parameters have taken, for example because they were frozen.
 
-    Who has no state has taken none. torch's SGD does not count: with a momentum, there was one.
+    A parameter without a state has taken none. torch's SGD does not count steps: with a momentum, it is one.
     """
     taken = {parameter: whole_step(state) for parameter, state in states.items() if "step" in state}
     has_momentum = any(state.get("momentum_buffer") is not None for state in states.values())
@@ -102,7 +102,7 @@ def steps_of(states: Mapping[torch.Tensor, Mapping[str, Any]]) -> tuple[int, dic
 
 
 def whole_step(state: Mapping[str, Any]) -> int:
-    """The number of steps that a state says."""
+    """The number of steps in a state."""
     step = state["step"]
     try:
         number = float(step)
@@ -118,11 +118,10 @@ _VALUES = frozenset("item tolist numpy __array__ __bool__ __float__ __int__ __co
 
 
 class StoredState(torch.Tensor):
-    """What `optimizer.state` shows of a tensor on the tiers: on the meta device, and nowhere else, wherever it is sent.
+    """A tensor of `optimizer.state` that is on the tiers: it is on the meta device, and stays there if it is moved.
 
-    Trainers send states to the model's device, which are where they have to be. Raises `ReleasedParameterError` for a
-    change in place, of which the tiers would not learn, and where what is computed of it is read, as in
-    ``state["exp_avg"].norm().item()``.
+    (Trainers move states to the model's device.) Raises `ReleasedParameterError` for a change in place, which would be
+    lost, and if a result computed from it is read, as in ``state["exp_avg"].norm().item()``.
     """
 
     @classmethod
@@ -141,7 +140,7 @@ class StoredState(torch.Tensor):
 
 
 def has_values(state: Mapping[str, Any]) -> bool:
-    """Whether a state is more than what is shown of one on the tiers."""
+    """Whether a state has values, and is not only the view of one on the tiers."""
     with without_overrides():
         return not all(torch.is_tensor(each) and each.is_meta for name, each in state.items() if name != "step")
 
@@ -154,9 +153,9 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_others(
     states: Mapping[torch.Tensor, Mapping[str, Any]], names_of: Callable[[torch.Tensor], Sequence[str]]
 ) -> None:
-    """Raise OptimizerError for a state that is of another parameter, or of another kind of optimizer.
+    """Raise OptimizerError for the state of another parameter, or of another kind of optimizer.
 
-    names_of: the components that a parameter's state has to have, as far as that is known.
+    names_of: the components that a parameter's state must have, as far as that is known.
     """
     for parameter, state in states.items():
         tensors = [name for name, each in state.items() if torch.is_tensor(each) and each.dim() and name != "step"]
@@ -165,7 +164,7 @@ def refuse_others(
 
 
 def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterable[torch.Tensor]) -> None:
-    """Raise OptimizerError where states on the tiers are shown no more: somebody has changed what shows them."""
+    """Raise OptimizerError if the script has replaced entries of `state` that show states on the tiers."""
     if any(not states.get(parameter) or has_values(states[parameter]) for parameter in stored):
         raise OptimizerError(
             "the state of a parameter that lives on the tiers was removed from optimizer.state, or assigned there, but "
@@ -176,8 +175,8 @@ def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterab
 def given(
     states: Mapping[torch.Tensor, Mapping[str, Any]], own: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> list[Given]:
-    """The copies that a state dict with these states has, and not what the optimizer itself has; of what ranks share
-    nobody changes any.
+    """The tensors of a state dict's states that are copies, and not the optimizer's own. (Those that ranks share cannot
+    be changed.)
     """
     found = ((each, own.get(p, {}).get(name)) for p, state in states.items() for name, each in state.items())
     copies = (each for each, known in found if isinstance(each, torch.Tensor) and each is not known)
@@ -185,7 +184,7 @@ def given(
 
 
 def refuse_lost(optimizer: Any) -> None:
-    """Raise ReleasedParameterError, once, where somebody has changed a tensor of a state dict, and not the state."""
+    """Raise ReleasedParameterError, once, if the script has changed a state dict's copy, and not the state itself."""
     if any(each.is_changed for each in optimizer.given):
         optimizer.given = []
         raise ReleasedParameterError(
@@ -196,7 +195,7 @@ def refuse_lost(optimizer: Any) -> None:
 
 
 def refuse_passed_on(optimizer: Any) -> None:
-    """Raise OptimizerError where the parameters of an optimizer are trained by one that was made for them later."""
+    """Raise OptimizerError if the parameters of an optimizer are trained by one that was made later."""
     if optimizer.engine is not None and optimizer.engine.closed and _is_replaced(optimizer):
         raise OptimizerError(
             "another optimizer was made for these parameters later, and has trained them since: use that one. The "
@@ -205,7 +204,7 @@ def refuse_passed_on(optimizer: Any) -> None:
 
 
 def refuse_replaced(optimizer: Any) -> None:
-    """Refuse an optimizer that was replaced before it trained anything, where gradients have arrived."""
+    """Raise for an optimizer that was replaced before it trained anything, if gradients have arrived."""
     if _is_replaced(optimizer):
         raise OptimizerError(
             "another optimizer was made for these parameters after this one, and the model's calls have been for that "
@@ -219,7 +218,7 @@ def _is_replaced(optimizer: Any) -> bool:
 
 
 def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A state that has not begun, into which torch.distributed.checkpoint reads; None where nothing is trained."""
+    """A state of zeros, into which torch.distributed.checkpoint reads; None if the parameter is not trained."""
     folder, mesh = residency_of(parameter).folder, residency_of(parameter).mesh
 
     def made(like: torch.Tensor) -> torch.Tensor:
@@ -234,7 +233,7 @@ def zeros(parameter: torch.Tensor, shown: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def warn_of_masters(store: ParameterStore, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-    """Warn where states have come without fp32 masters, and values are those of bf16: masters begin at these."""
+    """Warn if loaded states have no fp32 masters: masters then begin at the bf16 values."""
     given = [p for p, state in states.items() if has_values(state) and MASTER not in state]
     homes = [home for p in given if (home := residency_of(p).tiered) is not None]
     if homes and all(store.is_rounded(home.span) for home in homes):
